@@ -1,0 +1,33 @@
+# Everything happens in .venv, which `make install` builds from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: install run test test-fast lint bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	touch $(STAMP)
+
+run: install
+	$(BIN)/python -m sartor.demo
+
+test: lint
+	$(BIN)/python -m pytest -n auto
+
+test-fast: lint
+	$(BIN)/python -m pytest -n auto -m 'not slow'
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python bench/engines.py
+
+clean:
+	rm -rf .venv build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

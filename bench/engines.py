@@ -1,0 +1,201 @@
+"""Milliseconds per round of FedAvg: an expert's sequential PyTorch loop, the loop engine and the stacked engine, side by side.
+
+    python bench/engines.py [--device cuda] [--repeats 5] [--only cnn] [--compile] [--json FILE]
+
+The expert's loop is what one would write by hand for one workload: a module, its optimizer, the data on the device already.
+Every figure is the best of the repeats, which are interleaved so that a busy machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from sartor.algorithms.fedavg import FedAvg, FedAvgHyper
+from sartor.data.clients import ClientData, Split
+from sartor.experiment import Local
+from sartor.federation import choose_engine, make_federation
+from sartor.models import MODELS, make_task, seeded
+
+LR = 0.05
+
+
+class Workload(NamedTuple):
+    name: str
+    model: str
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    batch: int
+
+
+RAGGED = (10, 40, 120, 250, 330, 332, 410, 800, 1400, 2565)
+WORKLOADS = (
+    Workload("softmax", "softmax", (576,), (150,) * 80, 10),
+    Workload("mlp", "mlp", (1, 28, 28), (300,) * 40, 100),
+    Workload("cnn", "cnn", (3, 32, 32), (500,) * 10, 32),
+    Workload("lenet", "lenet", (3, 32, 32), (500,) * 40, 100),
+    Workload("ragged", "cnn", (3, 32, 32), RAGGED, 32),
+)
+
+
+def make_data(workload: Workload) -> ClientData:
+    generator = torch.Generator().manual_seed(0)
+    total = sum(workload.sizes)
+    x = torch.randn(total, *workload.shape, generator=generator)
+    y = torch.randint(0, 10, (total,), generator=generator)
+    count = np.asarray(workload.sizes)
+    split = Split(x, y, np.concatenate([[0], np.cumsum(count)[:-1]]), count)
+    names = tuple(f"client {number}" for number in range(len(count)))
+    return ClientData(names, split, split, None, x[:10], y[:10], 10, "random", workload.name)
+
+
+def expert_loop(workload: Workload, data: ClientData, device: str) -> Callable[[], None]:
+    """FedAvg by hand: a model, an optimizer, a loop over clients and batches."""
+    model = seeded(lambda: MODELS[workload.model]().build(workload.shape, 10), 0).to(device)
+    loss_function = nn.CrossEntropyLoss()
+    x, y = data.train.x.to(device), data.train.y.to(device)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=LR)
+    clients = list(zip(data.train.start.tolist(), data.train.count.tolist(), strict=True))
+
+    def one_round() -> None:
+        start = [parameter.detach().clone() for parameter in parameters]
+        total = [torch.zeros_like(parameter) for parameter in parameters]
+        for first, count in clients:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, start)
+            order = first + torch.randperm(count, device=device)
+            for index in order.split(workload.batch):
+                optimizer.zero_grad(set_to_none=True)
+                loss_function(model(x[index]), y[index]).backward()
+                optimizer.step()
+            with torch.no_grad():
+                torch._foreach_add_(total, parameters, alpha=count / len(y))
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, total)
+
+    return one_round
+
+
+def engine_round(workload: Workload, data: ClientData, device: str, engine: str, **settings: Any) -> Callable[[], None]:
+    """FedAvg's own round on one of the engines."""
+    task = make_task(workload.model, MODELS[workload.model](), workload.shape, 10, 0)
+    hyper = FedAvgHyper(lr=LR)
+    federation = make_federation(
+        engine, task, data, local=Local(batch=workload.batch), hyper=hyper, device=device, **settings
+    )
+    algorithm, cohort = FedAvg(hyper), np.arange(len(workload.sizes))
+    state = {"server": algorithm.start(federation)}
+
+    def one_round() -> None:
+        state["server"] = algorithm.round(state["server"], federation, cohort)
+        federation.round += 1
+
+    return one_round
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def milliseconds(one_round: Callable[[], None], device: str, rounds: int) -> float:
+    wait(device)
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        one_round()
+    wait(device)
+    return (time.perf_counter() - begin) / rounds * 1e3
+
+
+def peak_megabytes(device: str) -> float:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def measure(workload: Workload, device: str, repeats: int, compiled: bool) -> dict[str, Any]:
+    data = make_data(workload)
+    runs = {
+        "expert": expert_loop(workload, data, device),
+        "loop": engine_round(workload, data, device, "loop"),
+        "stacked": engine_round(workload, data, device, "stacked"),
+    }
+    if compiled:
+        runs["compiled"] = engine_round(workload, data, device, "stacked", compile=True)
+    figures: dict[str, list[float]] = {name: [] for name in runs}
+    peaks, starts = {}, {}
+    for name, one_round in runs.items():
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        milliseconds(one_round, device, 3)  # warm up: trace, compile, capture
+        starts[name] = time.perf_counter() - begin
+        peaks[name] = peak_megabytes(device)
+    for _ in range(repeats):
+        for name, one_round in runs.items():
+            quick = device == "cuda" and name in ("stacked", "compiled")
+            figures[name].append(milliseconds(one_round, device, 50 if quick else 1))
+    best = {name: min(values) for name, values in figures.items()}
+    task = make_task(workload.model, MODELS[workload.model](), workload.shape, 10, 0)
+    return {
+        "workload": workload.name,
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "auto": choose_engine("auto", task, device, data.train.x, data.train.y),
+        "milliseconds": best,
+        "spread": {name: max(values) / min(values) for name, values in figures.items()},
+        "ratio": {name: best["expert"] / value for name, value in best.items()},
+        "peak_megabytes": peaks,
+        "first_three_rounds_seconds": starts,
+        "samples_per_second": {name: sum(workload.sizes) / value * 1e3 for name, value in best.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="*", help="names of workloads")
+    parser.add_argument("--compile", action="store_true", help="measure the compiled step too")
+    parser.add_argument("--json", help="write the figures to this file")
+    arguments = parser.parse_args()
+    results = []
+    table = Table(title="FedAvg, milliseconds per round (ratio to the expert's loop)")
+    for column in ("workload", "engine", "ms / round", "ratio", "slowest / best", "first 3 rounds, s", "peak MB", "samples / s"):
+        table.add_column(column, justify="left" if column in ("workload", "engine") else "right")
+    for workload in WORKLOADS:
+        if arguments.only and workload.name not in arguments.only:
+            continue
+        result = measure(workload, arguments.device, arguments.repeats, arguments.compile)
+        results.append(result)
+        for name, value in result["milliseconds"].items():
+            picked = " (auto)" if name == result["auto"] else ""
+            table.add_row(
+                workload.name,
+                name + picked,
+                f"{value:.3g}",
+                f"{result['ratio'][name]:.3g}",
+                f"{result['spread'][name]:.2f}",
+                f"{result['first_three_rounds_seconds'][name]:.1f}",
+                f"{result['peak_megabytes'][name]:.0f}",
+                f"{result['samples_per_second'][name]:,.0f}",
+            )
+    Console(width=130).print(table)
+    print(json.dumps(results))
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

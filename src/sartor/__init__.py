@@ -1,0 +1,1 @@
+"""Sartor: federated learning when clients differ."""

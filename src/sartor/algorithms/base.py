@@ -1,0 +1,93 @@
+"""What an algorithm is: hyper-parameters, client functions, and ``start / round / personalize``.
+
+An algorithm lives in one file and registers itself with :func:`register`. It asks clients through ``federation.map`` and does
+the server's mathematics on what comes back; it has no loop over clients, no device, no files. Its server state is one frozen
+value: ``round`` returns a new one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from sartor.errors import SartorError
+from sartor.federation.base import Call, Federation
+from sartor.settings import build, setting
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The hyper-parameter every method has; others extend it."""
+
+    lr: float = setting(0.1, "local learning rate", symbol="η", low=0)
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server's state of a method with one global model."""
+
+    w: Tensor
+
+
+class Algorithm:
+    """A federated method. ``Hyper`` is the dataclass of its hyper-parameters, ``self.hyper`` their values."""
+
+    name: ClassVar[str]
+    family: ClassVar[str]
+    paper: ClassVar[str]
+    server_keeps: ClassVar[str]
+    client_keeps: ClassVar[str]
+    traffic: ClassVar[str]
+    """Down / up per participating client and round, in models."""
+    buffers: ClassVar[str] = "average"
+    """What happens to float buffers unless the experiment says otherwise."""
+    Hyper: ClassVar[type] = Hyper
+
+    def __init__(self, hyper: Any = None) -> None:
+        self.hyper = type(self).Hyper() if hyper is None else hyper
+
+    def start(self, federation: Federation) -> Any:
+        """The server's first state; declares the clients' states."""
+        return Server(federation.task.initial(federation.device))
+
+    def round(self, server: Any, federation: Federation, cohort: np.ndarray) -> Any:
+        """One round: ask the cohort, return the server's next state."""
+        raise NotImplementedError(f"{self.name}: an algorithm defines round()")
+
+    def shared(self, server: Any) -> Tensor | None:
+        """The global model to evaluate, or None where there is none."""
+        model: Tensor = server.w
+        return model
+
+    def personalize(self, server: Any, cohort: np.ndarray) -> Call | None:
+        """How a client gets its personal model: a client function whose reply has ``w``, or None where there is none."""
+        return None
+
+
+_REGISTRY: dict[str, type[Algorithm]] = {}
+A = TypeVar("A", bound=type[Algorithm])
+
+
+def register(cls: A) -> A:
+    """Make an algorithm known by its name; usable as a decorator."""
+    described = ("name", "family", "paper", "server_keeps", "client_keeps", "traffic")
+    missing = [field for field in described if not isinstance(getattr(cls, field, None), str)]
+    if missing or not cls.__doc__:
+        raise SartorError(f"algorithm {cls.__name__}: describe it by {', '.join(missing) or 'a docstring'}")
+    if cls.name in _REGISTRY and _REGISTRY[cls.name].__qualname__ != cls.__qualname__:
+        raise SartorError(f"algorithm {cls.name!r} is registered already, by {_REGISTRY[cls.name].__module__}")
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+def registry() -> dict[str, type[Algorithm]]:
+    """All registered algorithms by name."""
+    return dict(sorted(_REGISTRY.items()))
+
+
+def make(cls: type[Algorithm], **hyper: Any) -> Algorithm:
+    """An algorithm with some hyper-parameters set, checked."""
+    return cls(build(cls.Hyper, hyper, "hyper"))

@@ -1,0 +1,43 @@
+"""Data: where it comes from, how it is divided among clients, and what the clients hold in the end."""
+
+from sartor.data.clients import ClientData, Split, from_clients
+from sartor.data.features import FEATURES
+from sartor.data.own import (
+    from_dataset,
+    from_flower_partitioner,
+    from_folder,
+    from_table,
+    source_from_dataset,
+)
+from sartor.data.partitions import (
+    PARTITIONS,
+    Partition,
+    apply,
+    describe,
+    find_scheme,
+    make_partition,
+    plot_partition,
+)
+from sartor.data.sources import SOURCES, Source, load_source
+
+__all__ = [
+    "FEATURES",
+    "PARTITIONS",
+    "SOURCES",
+    "ClientData",
+    "Partition",
+    "Source",
+    "Split",
+    "apply",
+    "describe",
+    "find_scheme",
+    "from_clients",
+    "from_dataset",
+    "from_flower_partitioner",
+    "from_folder",
+    "from_table",
+    "load_source",
+    "make_partition",
+    "plot_partition",
+    "source_from_dataset",
+]

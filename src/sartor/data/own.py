@@ -1,0 +1,320 @@
+"""Your own data: a folder of files, a table with a client column, a torch data set, Flower's partitions.
+
+Data already in memory go through :func:`sartor.data.clients.from_clients`; everything here ends there or in a
+:class:`~sartor.data.sources.Source`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sartor.data.apportion import cut
+from sartor.data.clients import SPLITS, ClientData, Samples, from_clients, tensor_x, tensor_y
+from sartor.data.partitions import Partition, apply, make_partition
+from sartor.data.readers import read_npz
+from sartor.data.schemes import Scheme
+from sartor.data.sources import Source
+from sartor.data.streams import stream
+from sartor.errors import DataError
+from sartor.settings import nearest
+
+
+def from_folder(
+    path: str | Path,
+    *,
+    test_fraction: float = 0.2,
+    validation_fraction: float = 0.0,
+    seed: int = 0,
+    regression: bool = False,
+) -> ClientData:
+    """A folder with one npz file per client, named after it.
+
+    A file holds ``x`` and ``y``, or ``train_x, train_y, test_x, test_y`` and perhaps ``validation_x,
+    validation_y``. What is not given is drawn as in :func:`~sartor.data.clients.from_clients`.
+    """
+    path = Path(path)
+    files = sorted(path.glob("*.npz"))
+    if not files:
+        raise DataError(f"{path}: no npz files; expected one per client")
+    clients: dict[str, Samples | Mapping[str, Samples]] = {}
+    for file in files:
+        arrays = read_npz(file)
+        if set(arrays) == {"x", "y"}:
+            clients[file.stem] = (arrays["x"], arrays["y"])
+            continue
+        known = {f"{split}_{part}" for split in SPLITS for part in "xy"}
+        pairs = {split: (f"{split}_x", f"{split}_y") for split in SPLITS}
+        given = {split: pair for split, pair in pairs.items() if set(pair) & set(arrays)}
+        if (
+            set(arrays) - known
+            or "train" not in given
+            or any(not set(pair) <= set(arrays) for pair in given.values())
+        ):
+            raise DataError(
+                f"{file}: expected the arrays x and y, or train_x, train_y, test_x, test_y and perhaps "
+                f"validation_x, validation_y; it has {', '.join(arrays) or 'nothing'}"
+            )
+        clients[file.stem] = {split: (arrays[x], arrays[y]) for split, (x, y) in given.items()}
+    return from_clients(
+        clients,
+        test_fraction=test_fraction,
+        validation_fraction=validation_fraction,
+        seed=seed,
+        regression=regression,
+        name=path.name,
+    )
+
+
+def from_table(
+    path: str | Path,
+    client_column: str,
+    label_column: str,
+    feature_columns: Sequence[str] | None = None,
+    *,
+    split_column: str | None = None,
+    test_fraction: float = 0.2,
+    validation_fraction: float = 0.0,
+    seed: int = 0,
+    regression: bool = False,
+) -> ClientData:
+    """A CSV or Parquet table with a column that names the client of each row.
+
+    Features are the given columns, or all others; they must be numbers. Labels are whole numbers from 0, or
+    texts, which are numbered in alphabetical order. ``split_column`` may say ``train``, ``test`` or
+    ``validation`` for each row; otherwise the splits are drawn. Clients are in ascending order.
+    """
+    path = Path(path)
+    columns = _read_table(path)
+    if not len(next(iter(columns.values()), ())):
+        raise DataError(f"{path}: no rows")
+    reserved = [column for column in (client_column, label_column, split_column) if column is not None]
+    if feature_columns is None:
+        feature_columns = [column for column in columns if column not in reserved]
+    for column in (*reserved, *feature_columns):
+        if column not in columns:
+            guess = nearest(column, columns)
+            hint = f"did you mean {guess}?" if guess else f"it has {', '.join(columns)}"
+            raise DataError(f"{path}: no column {column}; {hint}")
+    if not feature_columns or set(feature_columns) & set(reserved):
+        raise DataError(f"{path}: give at least one feature column besides {', '.join(reserved)}")
+    for column in (*reserved, *feature_columns):
+        missing = columns[column].null_count and next(
+            i for i, entry in enumerate(columns[column]) if not entry.is_valid
+        )
+        if columns[column].null_count:
+            raise DataError(f"{path}: column {column} has no value in row {missing} (first row is 0)")
+    x = np.column_stack([_numbers(path, column, columns[column]) for column in feature_columns])
+    y = np.asarray(columns[label_column].to_pylist())
+    if y.dtype.kind in "US" and not regression:
+        y = np.unique(y, return_inverse=True)[1]
+    names, owner = np.unique(np.asarray(columns[client_column].to_pylist()), return_inverse=True)
+    split = None if split_column is None else np.asarray(columns[split_column].to_pylist()).astype(str)
+    if split is not None and not np.isin(split, SPLITS).all():
+        wrong = str(split[np.argmax(~np.isin(split, SPLITS))])
+        raise DataError(f"{path}: column {split_column} says {wrong!r}; expected train, test or validation")
+    clients: dict[str, Samples | Mapping[str, Samples]] = {}
+    rows_of = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])
+    for name, mine in zip(names, rows_of, strict=True):
+        if split is None:
+            clients[str(name)] = (x[mine], y[mine])
+        else:
+            parts = {part: mine[split[mine] == part] for part in SPLITS}
+            clients[str(name)] = {part: (x[rows], y[rows]) for part, rows in parts.items() if len(rows)}
+    return from_clients(
+        clients,
+        test_fraction=test_fraction,
+        validation_fraction=validation_fraction,
+        seed=seed,
+        regression=regression,
+        name=path.stem,
+    )
+
+
+def source_from_dataset(dataset: Any, test: Any = None, name: str = "dataset") -> Source:
+    """A source from a torch data set that gives ``(x, y)`` pairs, and perhaps another to test on."""
+    x, y = _collect(dataset, name)
+    test_x, test_y = (x[:0], y[:0]) if test is None else _collect(test, f"{name} test")
+    if test_x.shape[1:] != x.shape[1:]:
+        raise DataError(
+            f"{name}: test samples of shape {tuple(test_x.shape[1:])}, training {tuple(x.shape[1:])}"
+        )
+    classes = int(max(int(part.max()) for part in (y, test_y) if len(part))) + 1
+    return Source(name, x, y, test_x, test_y, classes)
+
+
+def from_dataset(
+    dataset: Any,
+    partition: Partition | Scheme | str | Mapping[str, Any],
+    *,
+    test: Any = None,
+    clients: int | None = None,
+    seed: int = 0,
+    test_fraction: float = 0.2,
+    validation_fraction: float = 0.0,
+    normalise: bool = False,
+    name: str = "dataset",
+) -> ClientData:
+    """A torch data set of ``(x, y)`` pairs, divided among clients.
+
+    ``partition`` is a partition, a scheme to draw one with as in :func:`make_partition` (give ``clients``
+    too), or the sample numbers of each client: ``{"a": [0, 1, 2], "b": {"train": [3, 4], "test": [5]}}``.
+    In such a mapping samples are numbered through ``dataset`` and then ``test``; no sample may be in two
+    splits.
+    """
+    source = source_from_dataset(dataset, test, name)
+    if isinstance(partition, Mapping) and not isinstance(partition.get("name"), str):
+        partition = _partition_by_index(source, partition, test_fraction, validation_fraction, seed)
+    elif not isinstance(partition, Partition):
+        partition = make_partition(source, partition, clients, seed, validation_fraction, test_fraction)
+    return apply(source, partition, normalise=normalise)
+
+
+def from_flower_partitioner(
+    partitioner: Any,
+    x: str,
+    y: str,
+    *,
+    test_fraction: float = 0.2,
+    validation_fraction: float = 0.0,
+    seed: int = 0,
+) -> ClientData:
+    """The partitions of a Flower Datasets partitioner with its ``dataset`` set; ``x``, ``y`` name columns.
+
+    Images in bytes become float32 ``[channels, height, width]`` in 0..1. Clients are named by partition
+    number.
+    """
+    for needed in ("num_partitions", "load_partition"):
+        if not hasattr(partitioner, needed):
+            raise DataError(f"not a Flower Datasets partitioner: it has no {needed}")
+    clients: dict[str, Samples | Mapping[str, Samples]] = {}
+    for number in range(int(partitioner.num_partitions)):
+        part = partitioner.load_partition(number)
+        missing = {x, y} - set(part.column_names)
+        if missing:
+            raise DataError(
+                f"the partitions have no column {', '.join(sorted(missing))}; they have {part.column_names}"
+            )
+        rows = part.with_format("numpy")[:]
+        clients[str(number)] = (_channels_first(_stacked(rows[x])), _stacked(rows[y]))
+    return from_clients(
+        clients,
+        test_fraction=test_fraction,
+        validation_fraction=validation_fraction,
+        seed=seed,
+        name="flower",
+    )
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """The columns of a table, by the ending of its name."""
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    try:
+        if path.suffix.lower() in (".parquet", ".pq"):
+            table = parquet.read_table(path)
+        elif path.suffix.lower() == ".csv":
+            table = csv.read_csv(path)
+        else:
+            raise DataError(f"{path}: expected a name that ends in .csv or .parquet")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as a table ({' '.join(str(error).split())[:200]})") from None
+    names = list(table.column_names)
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise DataError(f"{path}: two columns are called {', '.join(sorted(twice))}")
+    return {name: table.column(name) for name in names}
+
+
+def _numbers(path: Path, column: str, values: Any) -> npt.NDArray[Any]:
+    """A column as numbers."""
+    array = np.asarray(values.to_numpy())
+    if array.dtype.kind not in "iufb":
+        raise DataError(
+            f"{path}: column {column} does not hold numbers ({values.type}); leave it out of the features"
+        )
+    return array.astype(np.float64)
+
+
+def _collect(dataset: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """All samples of a data set in two tensors."""
+    try:
+        pairs = [dataset[i] for i in range(len(dataset))]
+        xs, ys = zip(*((pair[0], pair[1]) for pair in pairs), strict=True)
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise DataError(
+            f"{name}: expected a data set with a length that gives (x, y) pairs ({error})"
+        ) from None
+    x = tensor_x(_stacked(xs), name)
+    return x, tensor_y(_stacked(ys), name, regression=False)
+
+
+def _stacked(values: Any) -> Any:
+    """Samples, given one by one or together, as one array."""
+    if isinstance(values, (np.ndarray, torch.Tensor)) and values.dtype != object:
+        return values
+    try:
+        return np.stack([np.asarray(value) for value in values])
+    except ValueError:
+        raise DataError("the samples have different shapes; bring them to one shape first") from None
+
+
+def _channels_first(images: Any) -> Any:
+    """Byte images with the channels last, or without channels, as numbers in 0..1 with the channels first."""
+    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        return images
+    images = images[:, None] if images.ndim == 3 else np.moveaxis(images, -1, 1)
+    return images.astype(np.float32) / 255
+
+
+def _partition_by_index(
+    source: Source, given: Mapping[str, Any], test_fraction: float, validation_fraction: float, seed: int
+) -> Partition:
+    """A partition from sample numbers; missing splits are drawn from each client's training samples."""
+    labels = np.concatenate([source.train_y.numpy(), source.test_y.numpy()])
+    parts: dict[str, list[npt.NDArray[np.int64]]] = {split: [] for split in SPLITS}
+    for client, value in given.items():
+        own = _index_of(client, value, len(labels))
+        for split, fraction in (("test", test_fraction), ("validation", validation_fraction)):
+            if split not in own and (fraction > 0 or split == "test"):
+                random = stream(seed, "cut", split, str(client))
+                own["train"], own[split] = cut(own["train"], labels[own["train"]], fraction, random)
+        for split, index in own.items():
+            parts[split].append(np.sort(index))
+    return Partition(
+        name="index",
+        parameters={},
+        seed=seed,
+        names=tuple(str(client) for client in given),
+        train=tuple(parts["train"]),
+        test=tuple(parts["test"]),
+        validation=tuple(parts["validation"]) or None,
+        labels=labels,
+        train_total=len(source.train_y),
+    )
+
+
+def _index_of(client: str, value: Any, total: int) -> dict[str, npt.NDArray[np.int64]]:
+    """The sample numbers of one client by split, checked."""
+    splits = value if isinstance(value, Mapping) else {"train": value}
+    if "train" not in splits or set(splits) - set(SPLITS):
+        raise DataError(
+            f"client {client}: expected the splits train, test, validation, got {', '.join(splits)}"
+        )
+    own = {}
+    for split, index in splits.items():
+        array = np.asarray(index)
+        if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
+            raise DataError(f"client {client}, {split}: expected a list of sample numbers")
+        if array.min() < 0 or array.max() >= total:
+            raise DataError(f"client {client}, {split}: sample numbers must lie in 0..{total - 1}")
+        own[split] = array.astype(np.int64)
+    return own

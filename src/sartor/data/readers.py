@@ -1,0 +1,121 @@
+"""Readers of data files: IDX, CIFAR's binary records and npz.
+
+A file is read whole and checked, or not at all; what is wrong with it becomes a
+:class:`~sartor.errors.DataError` that names the file. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sartor.errors import DataError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def read_idx(path: str | Path, shape: Sequence[int | None]) -> Bytes:
+    """The bytes of an IDX file, gzipped or not, of the given shape; None stands for any length.
+
+    The format: two zero bytes, a type (8 for bytes), the number of axes, each axis as a big-endian 32-bit
+    number, values.
+    """
+    path = Path(path)
+    known = [size for size in shape if size is not None]
+    header = 4 + 4 * len(shape)
+    content = _content(path, header + math.prod(known) if len(known) == len(shape) else None)
+    wanted = struct.pack(">HBB", 0, 8, len(shape))
+    if content[:4] != wanted:
+        raise DataError(
+            f"{path}: not an IDX file of bytes with {len(shape)} axes (it starts with {content[:4].hex()})"
+        )
+    if len(content) < header:
+        raise DataError(f"{path}: truncated within the header")
+    found = struct.unpack(f">{len(shape)}I", content[4:header])
+    if any(want is not None and want != size for want, size in zip(shape, found, strict=True)):
+        words = " x ".join("any" if size is None else str(size) for size in shape)
+        raise DataError(f"{path}: holds {' x '.join(map(str, found))} values, expected {words}")
+    if len(content) != header + math.prod(found):
+        raise DataError(
+            f"{path}: {'truncated' if len(content) < header + math.prod(found) else 'too long'}; "
+            f"{len(content) - header} values where the header says {math.prod(found)}"
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(found)
+
+
+def read_cifar(path: str | Path, label_bytes: int, classes: int, records: int | None) -> tuple[Bytes, Bytes]:
+    """Images ``[n, 3, 32, 32]`` and labels of a CIFAR binary file; the last label byte is the class.
+
+    CIFAR-10 has one label byte, CIFAR-100 two (coarse, fine); 3,072 pixel bytes follow, plane by plane.
+    """
+    path = Path(path)
+    size = label_bytes + 3072
+    content = _content(path, None)
+    wanted = len(content) // size if records is None else records
+    if not content or len(content) != wanted * size:
+        expected = (
+            f"{wanted} records of {size} bytes" if records is not None else f"whole records of {size} bytes"
+        )
+        raise DataError(
+            f"{path}: {len(content)} bytes, expected {expected}; the file is damaged or another one"
+        )
+    rows = np.frombuffer(content, np.uint8).reshape(-1, size)
+    labels = rows[:, label_bytes - 1]
+    if labels.max() >= classes:
+        row = int(np.argmax(labels >= classes))
+        raise DataError(
+            f"{path}: record {row} has label {labels[row]}, expected 0..{classes - 1}; the file is damaged"
+        )
+    return rows[:, label_bytes:].reshape(-1, 3, 32, 32), labels
+
+
+def read_npz(path: str | Path, required: Sequence[str] = ()) -> dict[str, npt.NDArray[Any]]:
+    """All arrays of an npz file; objects, which would need pickle, are refused."""
+    path = Path(path)
+    try:
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise ValueError("it is a single array")
+        with file:
+            arrays = {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (
+        Exception
+    ) as error:  # damaged bytes surface as almost anything from zip, zlib, the header parser or memory
+        raise DataError(f"{path}: cannot be read as npz ({_reason(error)})") from None
+    missing = [name for name in required if name not in arrays]
+    if missing:
+        raise DataError(f"{path}: lacks {', '.join(missing)}; it has {', '.join(arrays) or 'nothing'}")
+    return arrays
+
+
+def _content(path: Path, most: int | None) -> bytes:
+    """The bytes of a file, unzipped if gzipped; with ``most``, not much more than that many are read."""
+    limit = -1 if most is None else most + 1
+    try:
+        with open(path, "rb") as file:
+            if file.read(2) != b"\x1f\x8b":
+                file.seek(0)
+                return file.read()
+        with gzip.open(path) as unzipped:
+            return unzipped.read(limit)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except EOFError:
+        raise DataError(f"{path}: truncated; the gzip stream ends early") from None
+    except (OSError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,432 @@
+"""Public data sets by name: embedded, found in the data folder, or downloaded once.
+
+The data folder is the one given, else that of the environment variable ``SARTOR_DATA``, else the user's
+cache. Files found there are checked by format, size and class counts; downloads by their published checksum
+too. A download has a temporary name until it is checked, so a file with its proper name is whole.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import os
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sartor.data.apportion import apportion
+from sartor.data.readers import Bytes, read_cifar, read_idx, read_npz
+from sartor.data.streams import stream
+from sartor.errors import DataError
+from sartor.settings import unknown
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Labelled samples that are not divided among clients yet; the test set may be empty.
+
+    ``train_x`` is ``[n, channels, height, width]`` or ``[n, features]`` float32, for the named sources in
+    0..1.
+    """
+
+    name: str
+    train_x: torch.Tensor
+    train_y: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+    classes: int
+
+
+@dataclass(frozen=True)
+class Download:
+    """A published file: where, its md5, and of an archive the members to keep, as ``(file, name inside)``."""
+
+    url: str
+    md5: str
+    file: str
+    members: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How to get and read one data set. The sizes are the official ones; another size is an error."""
+
+    about: str
+    classes: int
+    files: tuple[str, ...]
+    downloads: tuple[Download, ...]
+    read: Callable[[Origin, Sequence[Path]], tuple[npt.NDArray[Any], ...]]
+    train: int
+    test: int
+    train_counts: tuple[int, ...] | None = None
+    test_counts: tuple[int, ...] | None = None
+
+    def load(self, name: str, folder: Path) -> Source:
+        """Find the files, downloading what is missing, then read and check them."""
+        found = [self.find(folder, file) for file in self.files]
+        if any(path is None for path in found):
+            _download(name, self, folder)
+            found = [self.find(folder, file) for file in self.files]
+        paths = [path for path in found if path is not None]
+        train_x, train_y, test_x, test_y = self.read(self, paths)
+        where = ", ".join(map(str, paths)) or name
+        for split, labels, total, counts in (
+            ("training", train_y, self.train, self.train_counts),
+            ("test", test_y, self.test, self.test_counts),
+        ):
+            if len(labels) != total:
+                raise DataError(f"{where}: {len(labels)} {split} samples, {name} has {total}")
+            own = np.bincount(labels, minlength=self.classes)
+            if len(own) > self.classes:
+                raise DataError(
+                    f"{where}: a {split} label is {len(own) - 1}, {name} has {self.classes} classes"
+                )
+            if counts is not None and tuple(own.tolist()) != counts:
+                raise DataError(
+                    f"{where}: {split} samples per class are {own.tolist()}, {name} has {list(counts)}"
+                )
+        return Source(
+            name, _pixels(train_x), _labels(train_y), _pixels(test_x), _labels(test_y), self.classes
+        )
+
+    @staticmethod
+    def find(folder: Path, file: str) -> Path | None:
+        """The file in the folder, also gzipped or unzipped."""
+        for name in (file, file + ".gz", file.removesuffix(".gz")):
+            if (folder / name).is_file():
+                return folder / name
+        return None
+
+
+def data_folder(folder: str | Path | None = None) -> Path:
+    """The folder for data files: the given one, else ``SARTOR_DATA``, else the user's cache."""
+    if folder or os.environ.get("SARTOR_DATA"):
+        return Path(folder or os.environ["SARTOR_DATA"]).expanduser()
+    import pooch
+
+    return Path(pooch.os_cache("sartor"))
+
+
+def load_source(name: str, folder: str | Path | None = None) -> Source:
+    """A public data set by name; see ``SOURCES`` for the names.
+
+    >>> source = load_source("digits")
+    >>> tuple(source.train_x.shape), tuple(source.test_x.shape), source.classes
+    ((1438, 1, 8, 8), (359, 1, 8, 8), 10)
+    """
+    if name not in SOURCES:
+        raise unknown("data.name", str(name), SOURCES, "data set")
+    return SOURCES[name].load(name, data_folder(folder))
+
+
+def _pixels(images: npt.NDArray[Any]) -> torch.Tensor:
+    """Images as float32 in 0..1: bytes are divided by 255."""
+    if images.dtype == np.uint8:
+        return torch.from_numpy(np.array(images, np.float32)).div_(255)
+    return torch.from_numpy(np.array(images, np.float32))
+
+
+def _labels(labels: npt.NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(labels.astype(np.int64))
+
+
+def _read_digits(origin: Origin, paths: Sequence[Path]) -> tuple[npt.NDArray[Any], ...]:
+    """The digits that come with scikit-learn, split 80/20 within each class, always the same way."""
+    # Its own file is read directly: importing sklearn.datasets takes a second.
+    spec = importlib.util.find_spec("sklearn")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
+    path = folder / "datasets" / "data" / "digits.csv.gz"
+    try:
+        with gzip.open(path, "rt", encoding="ascii") as file:
+            table = np.loadtxt(file, delimiter=",")
+    except (OSError, ValueError, EOFError):
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        table = np.column_stack([digits.data, digits.target])
+    images, labels = table[:, :64].reshape(-1, 1, 8, 8) / 16, table[:, 64].astype(np.int64)
+    test = np.zeros(len(labels), bool)
+    sizes = np.bincount(labels)
+    for label, number in enumerate(apportion(origin.test, sizes)):
+        rows = np.flatnonzero(labels == label)
+        test[stream(0, "digits", label).permutation(rows)[:number]] = True
+    return images[~test], labels[~test], images[test], labels[test]
+
+
+def _read_mnist(origin: Origin, paths: Sequence[Path]) -> tuple[Bytes, ...]:
+    """Four IDX files: training images and labels, test images and labels."""
+    parts = []
+    for images, labels, total in ((paths[0], paths[1], origin.train), (paths[2], paths[3], origin.test)):
+        parts += [read_idx(images, (total, 28, 28))[:, None], read_idx(labels, (total,))]
+    return tuple(parts)
+
+
+def _read_emnist(origin: Origin, paths: Sequence[Path]) -> tuple[Bytes, ...]:
+    """As MNIST, but published with rows and columns exchanged; turned upright here."""
+    train_x, train_y, test_x, test_y = _read_mnist(origin, paths)
+    return train_x.swapaxes(2, 3), train_y, test_x.swapaxes(2, 3), test_y
+
+
+def _read_cifar10(origin: Origin, paths: Sequence[Path]) -> tuple[Bytes, ...]:
+    """Five training files and one test file, one label byte."""
+    *train, test = [read_cifar(path, 1, origin.classes, None) for path in paths]
+    images, labels = (np.concatenate(part) for part in zip(*train, strict=True))
+    return images, labels, *test
+
+
+def _read_cifar100(origin: Origin, paths: Sequence[Path]) -> tuple[Bytes, ...]:
+    """One training and one test file; the fine labels are the classes."""
+    train, test = (
+        read_cifar(path, 2, origin.classes, total)
+        for path, total in zip(paths, (origin.train, origin.test), strict=True)
+    )
+    return *train, *test
+
+
+def _read_pathmnist(origin: Origin, paths: Sequence[Path]) -> tuple[npt.NDArray[Any], ...]:
+    """One npz of colour images, channels last. Its official validation set is not used."""
+    arrays = read_npz(paths[0], ("train_images", "train_labels", "test_images", "test_labels"))
+    parts: list[npt.NDArray[Any]] = []
+    for split in ("train", "test"):
+        images, labels = arrays[split + "_images"], arrays[split + "_labels"]
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (28, 28, 3):
+            raise DataError(
+                f"{paths[0]}: {split}_images is {images.dtype} {images.shape}, expected uint8 [n, 28, 28, 3]"
+            )
+        if labels.dtype.kind not in "iu" or labels.size != len(images) or labels.min(initial=0) < 0:
+            raise DataError(
+                f"{paths[0]}: {split}_labels is {labels.dtype} {labels.shape}, expected one class per image"
+            )
+        parts += [images.transpose(0, 3, 1, 2), labels.reshape(-1).astype(np.int64)]
+    return tuple(parts)
+
+
+_IDX = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+
+
+def _idx_downloads(folder: str, base: str, *md5: str) -> tuple[Download, ...]:
+    return tuple(
+        Download(base + file, digest, f"{folder}/{file}") for file, digest in zip(_IDX, md5, strict=True)
+    )
+
+
+def _emnist(kind: str, classes: int, train: int, test: int, equal: bool) -> Origin:
+    names = [
+        f"emnist-{kind}-{split}-{part}-ubyte.gz"
+        for split in ("train", "test")
+        for part in ("images-idx3", "labels-idx1")
+    ]
+    archive = Download(
+        "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip",
+        "58c8d27c78d21e728a6bc7b3cc06412e",
+        "emnist/gzip.zip",
+        tuple((f"emnist/{name}", f"gzip/{name}") for name in names),
+    )
+    return Origin(
+        f"handwritten digits and letters, {classes} classes, 28 x 28",
+        classes,
+        tuple(f"emnist/{name}" for name in names),
+        (archive,),
+        _read_emnist,
+        train,
+        test,
+        (train // classes,) * classes if equal else None,
+        (test // classes,) * classes if equal else None,
+    )
+
+
+def _cifar(
+    number: int,
+    folder: str,
+    names: Sequence[str],
+    md5: str,
+    read: Callable[..., tuple[npt.NDArray[Any], ...]],
+) -> Origin:
+    files = tuple(f"{folder}/{name}" for name in names)
+    url = f"https://www.cs.toronto.edu/~kriz/cifar-{number}-binary.tar.gz"
+    archive = Download(url, md5, f"{folder}/archive.tar.gz", tuple((file, file) for file in files))
+    counts = (50_000 // number,) * number, (10_000 // number,) * number
+    about = f"small colour photographs, {number} classes, 3 x 32 x 32"
+    return Origin(about, number, files, (archive,), read, 50_000, 10_000, *counts)
+
+
+SOURCES: dict[str, Origin] = {
+    "digits": Origin("handwritten digits, 8 x 8, part of scikit-learn", 10, (), (), _read_digits, 1438, 359),
+    "mnist": Origin(
+        "handwritten digits, 28 x 28",
+        10,
+        tuple(f"mnist/{file}" for file in _IDX),
+        _idx_downloads(
+            "mnist",
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "d53e105ee54ea40749a09fcbcd1e9432",
+            "9fb629c4189551a2d022fa330f9573f3",
+            "ec29112dd5afa0611ce80d1b7f02629c",
+        ),
+        _read_mnist,
+        60_000,
+        10_000,
+        (5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949),
+        (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009),
+    ),
+    "fashion-mnist": Origin(
+        "clothes, 10 classes, 28 x 28",
+        10,
+        tuple(f"fashion-mnist/{file}" for file in _IDX),
+        _idx_downloads(
+            "fashion-mnist",
+            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "25c81989df183df01b3e8a0aad5dffbe",
+            "bef4ecab320f06d8554ea6380940ec79",
+            "bb300cfdad3c16e7a12a480ee83cd310",
+        ),
+        _read_mnist,
+        60_000,
+        10_000,
+        (6000,) * 10,
+        (1000,) * 10,
+    ),
+    "emnist-balanced": _emnist("balanced", 47, 112_800, 18_800, True),
+    "emnist-byclass": _emnist("byclass", 62, 697_932, 116_323, False),
+    "cifar10": _cifar(
+        10,
+        "cifar-10-batches-bin",
+        (*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"),
+        "c32a1d4ab5d03f1284b67883e8d87530",
+        _read_cifar10,
+    ),
+    "cifar100": _cifar(
+        100, "cifar-100-binary", ("train.bin", "test.bin"), "03b5dce01913d631647c71ecec9e9cb8", _read_cifar100
+    ),
+    "pathmnist": Origin(
+        "colon tissue under the microscope, 9 classes, 3 x 28 x 28",
+        9,
+        ("pathmnist.npz",),
+        (
+            Download(
+                "https://zenodo.org/records/10519652/files/pathmnist.npz?download=1",
+                "a8b06965200029087d5bd730944a56c1",
+                "pathmnist.npz",
+            ),
+        ),
+        _read_pathmnist,
+        89_996,
+        7_180,
+    ),
+}
+"""The data sets by name."""
+
+
+def _download(name: str, origin: Origin, folder: Path) -> None:
+    """Fetch the missing files into the data folder, or say which files are wanted and where to put them."""
+    missing = [file for file in origin.files if origin.find(folder, file) is None]
+    for download in origin.downloads:
+        wanted = [file for file, _ in download.members] or [download.file]
+        if not set(wanted) & set(missing):
+            continue
+        try:
+            _retrieve(name, download, folder)
+        except (OSError, ValueError, tarfile.TarError, zipfile.BadZipFile, KeyError, EOFError) as error:
+            reason = " ".join(str(error).split())[:300]
+            still = [file for file in origin.files if origin.find(folder, file) is None]
+            raise DataError(
+                f"{name}: not in {folder} and could not be downloaded from {download.url} ({reason}). "
+                f"Wanted in {folder}: {', '.join(still)}. Put the files there, or name the folder that "
+                "holds them by data.folder or the environment variable SARTOR_DATA"
+            ) from None
+
+
+def _retrieve(name: str, download: Download, folder: Path) -> None:
+    """Download one file, check it, and unpack the members if it is an archive."""
+    import pooch
+
+    place = folder / download.file
+    place.parent.mkdir(parents=True, exist_ok=True)
+    pooch.get_logger().setLevel("WARNING")
+    downloader = pooch.HTTPDownloader(progressbar=_Bar(name), chunk_size=1 << 16, timeout=30)
+    if not download.members:
+        pooch.retrieve(download.url, f"md5:{download.md5}", place.name, place.parent, downloader=downloader)
+        return
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".download-") as temporary:
+        path = pooch.retrieve(
+            download.url, f"md5:{download.md5}", place.name, temporary, downloader=downloader
+        )
+        with _Archive(Path(path)) as archive:
+            for file, member in download.members:
+                part = Path(temporary) / "part"
+                with archive.open(member) as packed, open(part, "wb") as out:
+                    shutil.copyfileobj(packed, out)
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(part, folder / file)
+
+
+class _Archive:
+    """A zip or tar file from which named members are read; nothing is written where the archive says."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = zipfile.ZipFile(path) if path.suffix == ".zip" else tarfile.open(path)  # noqa: SIM115 (closed on exit)
+
+    def __enter__(self) -> _Archive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def open(self, member: str) -> IO[bytes]:
+        """The content of a member."""
+        content = (
+            self.file.open(member)
+            if isinstance(self.file, zipfile.ZipFile)
+            else self.file.extractfile(member)
+        )
+        if content is None:
+            raise KeyError(f"{member} is not a file in the archive")
+        return content
+
+
+class _Bar:
+    """A progress bar in the shape pooch asks for; silent where the output is no terminal."""
+
+    def __init__(self, name: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.progress.add_task(f"downloading {name}", total=None)
+        self.total = 0
+        self.done = 0
+
+    def update(self, number: int) -> None:
+        """Some bytes more."""
+        if self.done == 0:
+            self.progress.start()
+        self.done += number
+        self.progress.update(self.task, completed=min(self.done, self.total), total=self.total or None)
+
+    def reset(self) -> None:
+        """Begin to count again."""
+        self.done = 0
+
+    def close(self) -> None:
+        """The download is over."""
+        with suppress(RuntimeError):
+            self.progress.stop()

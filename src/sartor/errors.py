@@ -1,0 +1,19 @@
+"""Errors that are a user's to mend: one message with what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class SartorError(Exception):
+    """A mistake in the input. The command line prints the message alone and exits with status 2."""
+
+
+class SettingError(SartorError):
+    """A wrong key, type or value in an experiment or a hyper-parameter."""
+
+
+class DataError(SartorError):
+    """Data that is missing, damaged or cannot be partitioned as asked."""
+
+
+class NotStackable(SartorError):
+    """A model or client function that cannot be trained in one batch; the loop engine can run it."""

@@ -1,0 +1,117 @@
+"""The plain engine: one client after the other. It is the specification, the oracle and the debugger.
+
+On a CPU several clients run at once, each in a thread of its own with one intra-op thread: convolutions of a small batch use
+two cores better that way than by splitting each operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor import random
+from sartor.errors import SartorError
+from sartor.federation.base import ClientError, ClientFunction, Federation, name_of
+from sartor.federation.schedule import plan, sample_order, sample_table
+from sartor.local import Batches, Client
+from sartor.task import Batch
+
+
+class LoopFederation(Federation):
+    """Runs client functions one client after the other, or ``workers`` at once on a CPU."""
+
+    engine = "loop"
+
+    def __init__(self, *arguments: Any, workers: int = 0, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        threads = torch.get_num_threads()
+        self.workers = (workers or threads) if self.device.type == "cpu" else 1
+
+    def _run(
+        self,
+        function: ClientFunction,
+        hyper: Any,
+        numbers: np.ndarray,
+        shared: dict[str, Tensor],
+        each: dict[str, Tensor],
+        state: dict[str, Tensor],
+        buffers: Tensor | None,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        shared_buffers = self.policy != "local"
+
+        def one(place: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+            own = {name: rows[place] for name, rows in {**each, **state}.items()}
+            given = buffers if buffers is None or shared_buffers else buffers[place]
+            return self._client(function, hyper, int(numbers[place]), {**shared, **own}, given)
+
+        results = self._each(one, len(numbers))
+        if not results:
+            return {}, {}, None
+        sent, kept, after = zip(*results, strict=True)
+        trained = None if after[0] is None else torch.stack(after)
+        return _stack(sent), _stack(kept), trained
+
+    def _each(self, one: Callable[[int], Any], count: int) -> list[Any]:
+        if self.workers == 1 or count == 1:
+            return [one(place) for place in range(count)]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(self.workers, initializer=partial(torch.set_num_threads, 1)) as pool:
+                # The longest first would balance better; the order of the cohort keeps the debugger's story simple.
+                return list(pool.map(one, range(count)))
+        finally:
+            torch.set_num_threads(threads)
+
+    def _client(
+        self, function: ClientFunction, hyper: Any, number: int, arguments: dict[str, Tensor], buffers: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        client = Client(
+            task=self.task,
+            local=self.local,
+            scan=self._scan,
+            number=torch.tensor(number, device=self.device),
+            round=torch.tensor(self.round, device=self.device),
+            counts={split: samples.count[number] for split, samples in self.samples.items()},
+            buffers=buffers,
+            frozen=self.policy == "freeze",
+            evaluation_batch=self.evaluation_batch,
+        )
+        try:
+            with torch.no_grad():
+                reply = self._reply(function, function(client, hyper, **arguments))
+        except SartorError:
+            raise
+        except Exception as error:
+            raise ClientError(
+                f"{name_of(function)}, round {self.round}, client {self.names[number]!r} (number {number}): {error}"
+            ) from error
+        trained = client.buffers if buffers is not None and client.buffers is not buffers else None
+        return reply.sent, reply.kept, trained
+
+    def _scan(self, client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches) -> Any:
+        number, samples = int(client.number), self.samples[batches.split]
+        shape = plan(batches, samples.counts[number : number + 1]).shape
+        if shape.steps == 0:
+            return carry
+        place = slice(number, number + 1)
+        size = samples.count[place]
+        order = sample_order(batches, self.seed, client.round, client.number[None], size, shape.places)
+        turns = torch.arange(shape.steps, device=self.device)
+        rows = torch.zeros_like(turns)
+        table, real = sample_table(batches, order, samples.start[place], size, rows, turns, shape.width)
+        for turn, (index, count) in enumerate(zip(table, real.tolist(), strict=True)):
+            index = index[:count]
+            key = random.stream(self.seed, "layers", client.round, client.number, turns[turn]) if self.task.draws else 0
+            carry = body(carry, Batch(samples.x[index], samples.y[index], None, key))
+        return carry
+
+
+def _stack(rows: tuple[dict[str, Tensor], ...]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

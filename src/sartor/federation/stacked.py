@@ -1,0 +1,433 @@
+"""The fast engine: a step of many clients at once.
+
+A client function is written for one client. Here it runs for a whole chunk of them under ``torch.vmap``, and its scans, the
+loops over batches, are carried out outside of it. That is done by replaying: the function is pure, so it is run until it
+reaches its first scan, where it is suspended; the scan is carried out; then the function is run again with the result in
+hand, and so on until it returns. Between scans a client function has only vector algebra, which costs nothing to repeat.
+
+A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced once into a plain
+graph of tensor operations, which removes Python, vmap and autograd from every later step; on CUDA it may be compiled, and the
+whole call, from the shuffling of the samples to the replies, is captured as one CUDA graph per shape and replayed.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from sartor import random
+from sartor.errors import NotStackable, SartorError
+from sartor.federation.base import ClientError, ClientFunction, Federation, name_of
+from sartor.federation.memory import free_bytes
+from sartor.federation.schedule import Plan, bucket, plan, sample_order, sample_table
+from sartor.local import Batches, Client
+from sartor.task import Batch
+
+log = logging.getLogger(__name__)
+
+_Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
+"""What a chunk gives, one row per client: replies, new states and, if it trained, buffers."""
+
+MOST_GRAPHS = 64
+"""CUDA graphs kept per federation; the one unused for longest goes first."""
+
+
+class _Suspended(Exception):
+    """A client function reached a scan whose result is not known yet."""
+
+    def __init__(self, client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches) -> None:
+        self.client, self.body, self.carry, self.batches = client, body, carry, batches
+
+
+class _Rows(NamedTuple):
+    """What differs between clients, one row each: their numbers, sample counts and arguments."""
+
+    number: Tensor
+    counts: dict[str, Tensor]
+    arguments: dict[str, Tensor]
+    buffers: tuple[Tensor, ...]
+
+
+class _Fixed(NamedTuple):
+    """What is the same for all clients of a call."""
+
+    round: Tensor
+    arguments: dict[str, Tensor]
+    buffers: tuple[Tensor, ...]
+    data: dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass
+class _Program:
+    """A client function for inputs of certain shapes: its scans, in order, and their traced steps."""
+
+    function: ClientFunction
+    hyper: Any
+    scans: list[Batches] | None = None
+    steps: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
+
+
+@dataclass
+class _Graph:
+    """A captured call: replaying it reads the inputs' memory and writes the outputs'."""
+
+    graph: Any
+    inputs: list[Tensor]
+    outputs: Any
+    keep: Any
+
+
+class StackedFederation(Federation):
+    """Runs client functions for many clients at once, in chunks that fit into memory.
+
+    ``chunk`` and ``lanes`` limit how many clients are held and stepped at once (0: as many as fit). ``compile`` puts
+    the traced step through ``torch.compile``. ``graphs`` captures calls as CUDA graphs.
+    """
+
+    engine = "stacked"
+
+    def __init__(
+        self, *arguments: Any, chunk: int = 0, lanes: int = 0, compile: bool = False, graphs: bool = True, **settings: Any
+    ) -> None:
+        super().__init__(*arguments, **settings)
+        self.chunk, self.lanes, self.compile = chunk, lanes, compile
+        self.graphs = graphs and self.device.type == "cuda"
+        self._programs: dict[Hashable, _Program] = {}
+        self._captured: OrderedDict[Hashable, _Graph | None] = OrderedDict()
+        self._pool: Any = None
+        self._tables: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        train = self.samples["train"]
+        few = min(2, len(train.y))
+        self.task.require_stackable(train.x[:few], train.y[:few])
+        self._activations = self.task.activations(train.x)
+
+    # A call, chunk by chunk --------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        function: ClientFunction,
+        hyper: Any,
+        numbers: np.ndarray,
+        shared: dict[str, Tensor],
+        each: dict[str, Tensor],
+        state: dict[str, Tensor],
+        buffers: Tensor | None,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        if not len(numbers):
+            return {}, {}, None
+        own = {**each, **state}
+        # Clients of like size share a chunk, so that little is left to wait for.
+        order = np.argsort(-self.samples["train"].counts[numbers], kind="stable")
+        limit = self.chunk or self._fitting_chunk()
+        while True:
+            try:
+                sent, kept, after = self._chunks(function, hyper, numbers, shared, own, buffers, order, limit)
+                return sent, kept, after[0] if after else None
+            except (torch.OutOfMemoryError, MemoryError):
+                if min(limit, len(numbers)) == 1:
+                    raise
+                limit = self.chunk = max(1, min(limit, len(numbers)) // 2)
+                log.warning("out of memory: training %d clients at once from now on", limit)
+                self._forget_graphs()
+
+    def _chunks(
+        self,
+        function: ClientFunction,
+        hyper: Any,
+        numbers: np.ndarray,
+        shared: dict[str, Tensor],
+        own: dict[str, Tensor],
+        buffers: Tensor | None,
+        order: np.ndarray,
+        limit: int,
+    ) -> _Result:
+        pieces = -(-len(numbers) // limit)
+        size = bucket(-(-len(numbers) // pieces))
+        if pieces == 1 and size == len(numbers):
+            return self._chunk(function, hyper, numbers, shared, own, buffers)
+        local_buffers = self.policy == "local"
+        results: list[Any] = []
+        for first in range(0, len(numbers), size):
+            # A last chunk is filled up with copies of its first client, so that all chunks have one shape.
+            taken = order[first : first + size]
+            places = np.concatenate([taken, np.repeat(taken[:1], size - len(taken))])
+            index = torch.from_numpy(places).to(self.device)
+            rows = {name: value[index] for name, value in own.items()}
+            given = buffers if buffers is None or not local_buffers else buffers[index]
+            result = self._chunk(function, hyper, numbers[places], shared, rows, given)
+            results.append(tree_map(lambda value, real=len(taken): value[:real], result))
+        back = torch.from_numpy(np.argsort(order, kind="stable")).to(self.device)
+        sent, kept, after = tree_map(lambda *pieces: torch.cat(pieces)[back], *results)
+        return sent, kept, after
+
+    def _fitting_chunk(self) -> int:
+        """How many clients fit: a few copies of the model and the activations of a batch, with room to spare."""
+        width = self.local.batch or int(self.samples["train"].counts.max(initial=1))
+        numbers = 8 * self.task.size + 4 * max(width, self.evaluation_batch) * self._activations
+        return max(1, int(0.7 * free_bytes(self.device)) // (numbers * self.task.initial().element_size()))
+
+    # A chunk: plain, or captured and replayed ----------------------------------------------------------------------------
+
+    def _chunk(
+        self,
+        function: ClientFunction,
+        hyper: Any,
+        numbers: np.ndarray,
+        shared: dict[str, Tensor],
+        own: dict[str, Tensor],
+        buffers: Tensor | None,
+    ) -> _Result:
+        key = (function, repr(hyper), len(numbers), _signature(shared), _signature(own), buffers is None)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = _Program(function, hyper)
+        plans = None
+        if program.scans is not None:
+            plans = [self._plan(batches, numbers) for batches in program.scans]
+        tables = [] if plans is None else [self._on_device(plan) for plan in plans if plan.rows is not None]
+        index = torch.from_numpy(numbers)
+        index = (index.pin_memory() if self.graphs else index).to(self.device, non_blocking=True)
+        round = torch.full((), self.round, dtype=torch.int64, device=self.device)
+        given = () if buffers is None else (buffers,)
+        inputs, spec = tree_flatten((index, round, shared, own, given, tables))
+
+        def call(inputs: list[Tensor]) -> Any:
+            return self._execute(program, numbers, plans, *tree_unflatten(inputs, spec))
+
+        if not self.graphs or plans is None:
+            return call(inputs)
+        shape = (key, tuple(plan.shape for plan in plans))
+        if shape not in self._captured:
+            # Once in the ordinary way: a shape that never comes again is not worth a capture.
+            self._captured[shape] = None
+            return call(inputs)
+        captured = self._captured[shape] or self._capture(shape, call, inputs)
+        self._captured.move_to_end(shape)
+        for static, value in zip(captured.inputs, inputs, strict=True):
+            static.copy_(value, non_blocking=True)
+        captured.graph.replay()
+        return tree_map(torch.clone, captured.outputs)
+
+    def _capture(self, shape: Hashable, call: Callable[[list[Tensor]], Any], inputs: list[Tensor]) -> _Graph:
+        """Capture a call. Whatever it touched is kept: a graph finds its tensors by address."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        static = [value.clone() for value in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call(static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = call(static)
+        captured = self._captured[shape] = _Graph(graph, static, outputs, call)
+        living = [known for known, entry in self._captured.items() if entry is not None]
+        for old in living[: max(0, len(living) - MOST_GRAPHS)]:
+            del self._captured[old]
+        return captured
+
+    def _forget_graphs(self) -> None:
+        self._captured.clear()
+        self._pool = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # Running a program ---------------------------------------------------------------------------------------------------
+
+    def _execute(
+        self,
+        program: _Program,
+        numbers: np.ndarray,
+        plans: list[Plan] | None,
+        index: Tensor,
+        round: Tensor,
+        shared: dict[str, Tensor],
+        own: dict[str, Tensor],
+        buffers: tuple[Tensor, ...],
+        tables: list[tuple[Tensor, Tensor]],
+    ) -> _Result:
+        """Advance the function from scan to scan until it returns."""
+        counts = {split: samples.count[index] for split, samples in self.samples.items()}
+        data = {split: (samples.x, samples.y) for split, samples in self.samples.items()}
+        local_buffers = self.policy == "local"
+        rows = _Rows(index, counts, own, buffers if local_buffers else ())
+        fixed = _Fixed(round, shared, () if local_buffers else buffers, data)
+        memo: list[Any] = []
+        scans: list[Batches] = []
+        waiting = iter(tables)
+        while True:
+            suspended: list[Batches] = []
+
+            def advance(rows: _Rows, memo: list[Any], suspended: list[Batches] = suspended) -> Any:
+                try:
+                    return self._replay(program, fixed, rows, memo)
+                except _Suspended as reached:
+                    suspended.append(reached.batches)
+                    return reached.carry
+
+            try:
+                result = torch.vmap(advance)(rows, memo)
+            except Exception as error:
+                raise self._explained(program, error) from error
+            if not suspended:
+                program.scans = scans
+                finished: _Result = result
+                return finished
+            batches = suspended[0]
+            scan_plan = self._plan(batches, numbers) if plans is None else plans[len(scans)]
+            table = None
+            if scan_plan.rows is not None:
+                table = next(waiting) if plans is not None else self._on_device(scan_plan)
+            memo.append(self._scan(program, len(scans), batches, scan_plan, table, fixed, rows, memo, result))
+            scans.append(batches)
+
+    def _replay(self, program: _Program, fixed: _Fixed, rows: _Rows, memo: list[Any]) -> _Result:
+        """Run the function for one client with the results of its first scans given."""
+        buffers = next(iter(fixed.buffers + rows.buffers), None)
+        known = iter(memo)
+
+        def scan(client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches) -> Any:
+            for result in known:
+                return result
+            raise _Suspended(client, body, carry, batches)
+
+        client = Client(
+            task=self.task,
+            local=self.local,
+            scan=scan,
+            number=rows.number,
+            round=fixed.round,
+            counts=rows.counts,
+            buffers=buffers,
+            frozen=self.policy == "freeze",
+            evaluation_batch=self.evaluation_batch,
+        )
+        result = program.function(client, program.hyper, **fixed.arguments, **rows.arguments)
+        reply = self._reply(program.function, result)
+        trained = () if client.buffers is None or client.buffers is buffers else (client.buffers,)
+        return reply.sent, reply.kept, trained
+
+    def _scan(
+        self,
+        program: _Program,
+        position: int,
+        batches: Batches,
+        plan: Plan,
+        table: tuple[Tensor, Tensor] | None,
+        fixed: _Fixed,
+        rows: _Rows,
+        memo: list[Any],
+        carry: Any,
+    ) -> Any:
+        """Carry out a scan for all clients of the chunk: ``carry`` holds one row per client."""
+        shape, clients = plan.shape, len(rows.number)
+        carry = tree_map(lambda value: value.contiguous(), carry)
+        if shape.steps == 0:
+            return carry
+        samples = self.samples[batches.split]
+        start, size = samples.start[rows.number], rows.counts[batches.split]
+        order = sample_order(batches, self.seed, fixed.round, rows.number, size, shape.places)
+        if table is None:
+            lanes = torch.arange(clients, device=self.device).expand(shape.steps, clients)
+            turns = torch.arange(shape.steps, device=self.device)[:, None].expand(shape.steps, clients)
+        else:
+            lanes, turns = table
+            # One more row, for idle lanes to work on.
+            carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
+        index, real = sample_table(batches, order, start, size, lanes, turns, shape.width)
+        for turn in range(shape.steps):
+            lane = () if table is None else (lanes[turn],)
+            arguments = (fixed, rows, memo, carry, lane, index[turn], real[turn], turns[turn])
+            after = self._step(program, position, batches, plan, arguments)
+            if table is None:
+                carry = after
+            else:
+                for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
+                    whole.index_copy_(0, lanes[turn], part)
+        return carry if table is None else tree_map(lambda value: value[:clients], carry)
+
+    def _step(self, program: _Program, position: int, batches: Batches, plan: Plan, arguments: Any) -> Any:
+        """One step of every lane, traced on first use."""
+        key = (position, plan.shape.lanes, plan.shape.width, plan.shape.packed, plan.shape.full, len(arguments[2]))
+        inputs, spec = tree_flatten(arguments)
+        traced = program.steps.get(key)
+        if traced is None:
+            traced = program.steps[key] = self._trace(program, batches, plan, spec, inputs)
+        return traced(inputs)
+
+    def _trace(self, program: _Program, batches: Batches, plan: Plan, spec: Any, inputs: list[Tensor]) -> Any:
+        result_spec: list[Any] = []
+
+        def lane(fixed: _Fixed, rows: _Rows, memo: list[Any], carry: Any, index: Tensor, real: Tensor, turn: Tensor) -> Any:
+            x, y = fixed.data[batches.split]
+            weight = None
+            if not plan.shape.full:
+                weight = (torch.arange(plan.shape.width, device=index.device) < real).to(self.task.dtype)
+            key = random.stream(self.seed, "layers", fixed.round, rows.number, turn) if self.task.draws else 0
+            try:
+                self._replay(program, fixed, rows, memo)
+            except _Suspended as reached:
+                return reached.body(carry, Batch(x[index], y[index], weight, key))
+            raise SartorError(f"{name_of(program.function)}: a client function must make the same scans each time")
+
+        def step(inputs: list[Tensor]) -> list[Tensor]:
+            fixed, rows, memo, carry, lanes, index, real, turn = tree_unflatten(inputs, spec)
+            if lanes:
+                client = lanes[0].clamp(max=len(rows.number) - 1)
+                rows, memo = tree_map(lambda value: value[client], (rows, memo))
+                carry = tree_map(lambda value: value[lanes[0]], carry)
+            after = torch.vmap(lane, in_dims=(None, 0, 0, 0, 0, 0, 0))(fixed, rows, memo, carry, index, real, turn)
+            leaves, after_spec = tree_flatten(after)
+            if not result_spec:
+                result_spec.append(after_spec)
+            return leaves
+
+        try:
+            graph = make_fx(step)(inputs)
+        except Exception as error:
+            raise self._explained(program, error) from error
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        run: Callable[[list[Tensor]], list[Tensor]] = graph
+        if self.compile:
+            run = torch.compile(graph, dynamic=False)
+        return lambda inputs: tree_unflatten(run(inputs), result_spec[0])
+
+    def _explained(self, program: _Program, error: Exception) -> Exception:
+        """An error of vmap or tracing in a user's words; out of memory and our own errors stay what they are."""
+        if isinstance(error, (SartorError, torch.OutOfMemoryError, MemoryError)):
+            return error
+        if "can't allocate memory" in str(error):
+            return MemoryError(str(error))
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if isinstance(error, RuntimeError) and ("vmap" in first or "functorch" in first):
+            return NotStackable(
+                f"{name_of(program.function)} cannot be stacked ({first}); engine.name=loop runs one client at a time"
+            )
+        return ClientError(f"{name_of(program.function)}, round {self.round}: {first}; engine.name=loop names the client")
+
+    # Plans -----------------------------------------------------------------------------------------------------------------
+
+    def _plan(self, batches: Batches, numbers: np.ndarray) -> Plan:
+        return plan(batches, self.samples[batches.split].counts[numbers], self.lanes, rounded=self.graphs)
+
+    def _on_device(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        assert plan.rows is not None and plan.turns is not None
+        both = torch.from_numpy(np.stack([plan.rows, plan.turns])).to(self.device)
+        return both[0], both[1]
+
+
+def _signature(values: dict[str, Tensor]) -> Hashable:
+    return tuple((name, value.shape, value.dtype) for name, value in values.items())

@@ -1,0 +1,455 @@
+"""A model as a vector: any ``nn.Module`` becomes functions of one flat vector ``w``.
+
+Papers write ``w ∈ R^d``; so do the algorithms here. :class:`Task` lays a module's parameters into one vector and its
+float buffers (BatchNorm's running statistics) into a second one, and gives loss, gradient and predictions as functions
+of them. Parameters are views of ``w``: nothing is copied. Named slices of the vector, ``task.parts``, are declared by
+module path. Integer buffers stay as they were in the module.
+
+Two kinds of layers do something that depends on more than their input, and are replaced by versions that a cohort of
+clients can share: BatchNorm (statistics over the real samples of a padded batch, running statistics handed out instead of
+changed in place) and Dropout (masks from the keyed streams).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.nn import functional as F
+
+from sartor import random
+from sartor.errors import NotStackable, SartorError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Batch(NamedTuple):
+    """Some samples of one client. ``weight`` is 1 for a real sample and 0 for padding; None when all are real."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor | None = None
+    key: Tensor | int = 0
+
+    @property
+    def size(self) -> Tensor | int:
+        """The number of real samples."""
+        return self.y.shape[0] if self.weight is None else self.weight.sum()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over the real samples of a quantity that has one entry per sample."""
+        if self.weight is None:
+            return values.mean()
+        return (values * self.weight).sum() / self.weight.sum()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Named entries of the vector: a few slices, in the vector's order."""
+
+    name: str
+    slices: tuple[slice, ...]
+
+    @property
+    def size(self) -> int:
+        """How many numbers the part has."""
+        return sum(piece.stop - piece.start for piece in self.slices)
+
+    def take(self, w: Tensor) -> Tensor:
+        """The part of a vector, or of every row of a matrix."""
+        return torch.cat([w[..., piece] for piece in self.slices], dim=-1)
+
+    def put(self, w: Tensor, values: Tensor) -> Tensor:
+        """A copy of the vector (or matrix) with this part replaced."""
+        mixed, offset = w.expand(*values.shape[:-1], w.shape[-1]).clone(), 0
+        for piece in self.slices:
+            length = piece.stop - piece.start
+            mixed[..., piece] = values[..., offset : offset + length]
+            offset += length
+        return mixed
+
+    def mask(self, like: Tensor) -> Tensor:
+        """A boolean vector that is true on this part."""
+        mask = torch.zeros(like.shape[-1], dtype=torch.bool, device=like.device)
+        for piece in self.slices:
+            mask[piece] = True
+        return mask
+
+
+class Task:
+    """A module, a loss and named parts, as functions of flat vectors.
+
+    ``module`` is taken as it is: its values are the initial model. ``loss(outputs, targets)`` gives one number per
+    sample. ``head`` names the module whose input are the features (``body`` is then everything else); ``stages`` names
+    groups of module paths that together cover the model.
+
+    >>> task = Task(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), head="2")
+    >>> task.size, task.parts["head"].size
+    (67, 27)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        loss: Loss | None = None,
+        classes: int | None = None,
+        head: str | None = None,
+        stages: Mapping[str, Iterable[str]] | None = None,
+        name: str = "custom",
+    ) -> None:
+        self.name = name
+        self.loss_function: Loss = loss or _cross_entropy
+        self.classes = classes
+        self.head_path = head
+        parameters = dict(module.named_parameters())
+        if not parameters:
+            raise SartorError(f"model {name}: it has no parameters, so there is nothing to train")
+        kinds = {value.dtype for value in parameters.values()}
+        if len(kinds) > 1 or not next(iter(kinds)).is_floating_point:
+            raise SartorError(f"model {name}: parameters must share one float type, found {sorted(map(str, kinds))}")
+        self.dtype = next(iter(kinds))
+        buffers = dict(module.named_buffers())
+        floats = {key: value for key, value in buffers.items() if value.is_floating_point()}
+        self._constants = {key: value.detach().clone() for key, value in buffers.items() if key not in floats}
+        self._constants_by_device: dict[torch.device, dict[str, Tensor]] = {}
+        self._parameters, self._buffers = _Layout(parameters), _Layout(floats)
+        self.size, self.buffer_size = self._parameters.size, self._buffers.size
+        self._initial_w = self._parameters.flatten(parameters).to(self.dtype)
+        self._initial_b = self._buffers.flatten(floats).to(self.dtype)
+        self._module = _shareable(module)
+        self.draws = any(isinstance(layer, _Dropout) for layer in self._module.modules())
+        self._module_paths = [path for path, _ in module.named_modules() if path]
+        self._local = threading.local()
+        self.parts: dict[str, Part] = {}
+        if head is not None:
+            self.parts["head"] = self._part("head", [head])
+            self.parts["body"] = self._rest("body", [self.parts["head"]])
+        if stages is not None:
+            for stage, paths in stages.items():
+                self.parts[stage] = self._part(stage, list(paths))
+        self.stages = tuple(stages or (("body", "head") if head is not None else ()))
+        if stages is not None and self._rest("rest", [self.parts[stage] for stage in stages]).slices:
+            raise SartorError(f"model {name}: the stages {', '.join(stages)} do not cover all of its parameters")
+
+    # The vectors ---------------------------------------------------------------------------------------------------
+
+    def initial(self, device: torch.device | str = "cpu") -> Tensor:
+        """The initial model: the values the module came with."""
+        return self._initial_w.to(device, copy=True)
+
+    def initial_buffers(self, device: torch.device | str = "cpu") -> Tensor:
+        """The initial float buffers; empty for a model that has none."""
+        return self._initial_b.to(device, copy=True)
+
+    def state_dict(self, w: Tensor, buffers: Tensor | None = None) -> dict[str, Tensor]:
+        """A model's vector as a module's ``state_dict``, to load into the user's own module."""
+        floats = self._buffers.views(self._initial_b if buffers is None else buffers)
+        named = {**self._parameters.views(w), **floats, **self._constants}
+        return {key: value.detach().clone() for key, value in named.items()}
+
+    def part(self, name: str) -> Part:
+        """A declared part; the error for one that is missing names the module paths there are."""
+        if name in self.parts:
+            return self.parts[name]
+        paths = ", ".join(self._module_paths)
+        raise SartorError(
+            f"model {self.name}: no part {name!r} is declared (parts: {', '.join(self.parts) or 'none'}); "
+            f"give it by module path, for example head={self._module_paths[-1:] or ['...']}[0]; paths: {paths}"
+        )
+
+    def _part(self, name: str, paths: list[str]) -> Part:
+        slices = []
+        for path in paths:
+            found = [place for key, place in self._parameters.places.items() if key == path or key.startswith(path + ".")]
+            if not found:
+                raise SartorError(
+                    f"model {self.name}: part {name!r} names the module path {path!r}, which has no parameters; "
+                    f"paths: {', '.join(self._module_paths) or 'none'}"
+                )
+            slices += found
+        return Part(name, _merge(slices))
+
+    def _rest(self, name: str, parts: list[Part]) -> Part:
+        taken = sorted((piece.start, piece.stop) for part in parts for piece in part.slices)
+        slices, position = [], 0
+        for start, stop in [*taken, (self.size, self.size)]:
+            if start < position and stop > start:
+                raise SartorError(f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap")
+            if start > position:
+                slices.append(slice(position, start))
+            position = max(position, stop)
+        return Part(name, tuple(slices))
+
+    # The functions -------------------------------------------------------------------------------------------------
+
+    def outputs(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
+        """What the module returns for ``x``, in evaluation mode."""
+        return self._call(w, x, buffers, _Mode(training=False))
+
+    def predict(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
+        """The most likely class of every sample."""
+        return self.outputs(w, x, buffers).argmax(dim=-1)
+
+    def features(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
+        """The input of the head, in evaluation mode."""
+        self.part("head")
+        return self._call(w, x, buffers, _Mode(training=False), without_head=True)
+
+    def losses(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
+        """The loss of every sample, in evaluation mode."""
+        return self.loss_function(self.outputs(w, batch.x, buffers), batch.y)
+
+    def loss(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
+        """The mean loss over a batch, in training mode."""
+        return self.loss_and_buffers(w, batch, buffers)[0]
+
+    def loss_and_buffers(
+        self, w: Tensor, batch: Batch, buffers: Tensor | None = None, frozen: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The mean training loss and the buffers after this batch; ``frozen`` buffers are used and not changed."""
+        mode = _Mode(training=True, weight=batch.weight, frozen=frozen, key=batch.key)
+        loss = batch.mean(self.loss_function(self._call(w, batch.x, buffers, mode), batch.y))
+        if not mode.changed:
+            return loss, buffers
+        views = self._buffers.views(self._given(buffers, w))
+        return loss, torch.cat([mode.changed.get(key, view).reshape(-1) for key, view in views.items()]).detach()
+
+    def grad(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
+        """The gradient of the batch's mean training loss."""
+        return self.grad_and_buffers(w, batch, buffers)[0]
+
+    def grad_and_buffers(
+        self, w: Tensor, batch: Batch, buffers: Tensor | None = None, frozen: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the batch's mean training loss, and the buffers after this batch."""
+        if not self.buffer_size:
+            return grad(self.loss)(w, batch), buffers
+        gradient, after = grad(self.loss_and_buffers, has_aux=True)(w, batch, self._given(buffers, w), frozen)
+        return gradient, after
+
+    def _constants_on(self, device: torch.device) -> dict[str, Tensor]:
+        if device not in self._constants_by_device:
+            self._constants_by_device[device] = {key: value.to(device) for key, value in self._constants.items()}
+        return self._constants_by_device[device]
+
+    def _given(self, buffers: Tensor | None, w: Tensor) -> Tensor:
+        return self.initial_buffers(w.device) if buffers is None else buffers
+
+    def _call(self, w: Tensor, x: Tensor, buffers: Tensor | None, mode: _Mode, without_head: bool = False) -> Tensor:
+        # functional_call swaps tensors into the module while it runs, so every thread has modules of its own.
+        if not hasattr(self._local, "modules"):
+            self._local.modules = {}
+        kind = (mode.training, without_head)
+        if kind not in self._local.modules:
+            module = copy.deepcopy(self._module).train(mode.training)
+            if without_head and self.head_path is not None:
+                module.set_submodule(self.head_path, nn.Identity())
+            self._local.modules[kind] = module
+        module = self._local.modules[kind]
+        named = self._parameters.views(w)
+        if self.buffer_size:
+            named |= self._buffers.views(self._given(buffers, w))
+        named |= self._constants_on(w.device)
+        previous = getattr(_context, "mode", None)
+        _context.mode = mode
+        try:
+            result = functional_call(module, named, (x,), strict=False)
+        finally:
+            _context.mode = previous
+        if not isinstance(result, Tensor):
+            raise SartorError(f"model {self.name}: forward returned {type(result).__name__}, a tensor is needed")
+        return result
+
+    # What the engines ask ------------------------------------------------------------------------------------------
+
+    def why_not_stackable(self, x: Tensor, y: Tensor) -> str | None:
+        """The reason why this model cannot train many clients in one batch, or None: one step of two clients is tried."""
+        w, buffers = self.initial(x.device), self.initial_buffers(x.device)
+        pair = Batch(torch.stack([x, x]), torch.stack([y, y]), torch.ones(2, x.shape[0], device=x.device, dtype=w.dtype))
+
+        def step(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            return self.grad_and_buffers(w, Batch(x, y, weight), buffers)[0]
+
+        try:
+            stacked = torch.vmap(step)(pair.x, pair.y, pair.weight)
+        except Exception as error:  # whatever torch says about this module is the reason
+            if "data-dependent control flow" in str(error):
+                return "its forward pass branches on the data"
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        single = self.grad(w, Batch(x, y))
+        if not torch.allclose(stacked[0], single, rtol=1e-3, atol=1e-4 * float(single.abs().max()) + 1e-8):
+            return "a padded batch gives another gradient than a plain one, so a layer mixes samples or draws at random"
+        return None
+
+    def require_stackable(self, x: Tensor, y: Tensor) -> None:
+        """Raise :class:`NotStackable`, with the reason, for a model that only the loop engine can run."""
+        reason = self.why_not_stackable(x, y)
+        if reason is not None:
+            raise NotStackable(f"model {self.name} cannot be stacked ({reason}); use the loop engine")
+
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether the module has a convolution; on a CPU those are faster one client at a time."""
+        return any(isinstance(module, nn.modules.conv._ConvNd) for module in self._module.modules())
+
+    def activations(self, x: Tensor) -> int:
+        """Numbers held by the outputs of all layers for one sample: what a step needs beside copies of ``w``."""
+        total = 0
+
+        def count(module: nn.Module, inputs: Any, output: Any) -> None:
+            nonlocal total
+            if isinstance(output, Tensor) and not list(module.children()):
+                total += output.numel()
+
+        handle = nn.modules.module.register_module_forward_hook(count)
+        try:
+            with torch.no_grad():
+                self.outputs(self._initial_w, x[:1].cpu())
+        finally:
+            handle.remove()
+        return total + x[:1].numel()
+
+
+class _Layout:
+    """Where named tensors lie in a vector."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.shapes = {key: value.shape for key, value in tensors.items()}
+        self.sizes = [value.numel() for value in tensors.values()]
+        self.size = sum(self.sizes)
+        self.places, position = {}, 0
+        for key, length in zip(self.shapes, self.sizes, strict=True):
+            self.places[key] = slice(position, position + length)
+            position += length
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        if not tensors:
+            return torch.zeros(0)
+        return torch.cat([tensors[key].detach().reshape(-1).cpu() for key in self.shapes])
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        # One split whose backward is one concatenation; slices would each give a gradient of the whole vector.
+        pieces = vector.split(self.sizes) if self.sizes else ()
+        return {key: piece.view(shape) for (key, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
+
+
+def _merge(slices: list[slice]) -> tuple[slice, ...]:
+    """Sorted slices with neighbours joined."""
+    merged: list[slice] = []
+    for piece in sorted(slices, key=lambda piece: piece.start):
+        if merged and merged[-1].stop == piece.start:
+            merged[-1] = slice(merged[-1].start, piece.stop)
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+# Layers that need to know more than their input ------------------------------------------------------------------------
+
+
+class _Mode:
+    """What a forward pass tells the replaced layers, and the running statistics they hand back."""
+
+    def __init__(
+        self, *, training: bool, weight: Tensor | None = None, frozen: bool = False, key: Tensor | int = 0
+    ) -> None:
+        self.training, self.weight, self.frozen, self.key = training, weight, frozen, key
+        self.changed: dict[str, Tensor] = {}
+        self.draws = 0
+
+
+_context = threading.local()
+
+
+class _BatchNorm(nn.Module):
+    """BatchNorm over the real samples of a padded batch; it returns running statistics rather than changing them."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
+    def __init__(self, original: nn.modules.batchnorm._BatchNorm, path: str) -> None:
+        super().__init__()
+        self.path, self.eps, self.momentum = path, original.eps, original.momentum
+        self.weight, self.bias = original.weight, original.bias
+        self.register_buffer("running_mean", original.running_mean)
+        self.register_buffer("running_var", original.running_var)
+        self.register_buffer("num_batches_tracked", original.num_batches_tracked)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mode: _Mode = _context.mode
+        if self.running_mean is not None and self.running_var is not None and (not mode.training or mode.frozen):
+            mean, variance = self.running_mean, self.running_var
+        else:
+            mean, variance = self._statistics(x, mode.weight)
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        normal = (x - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is None:
+            return normal
+        return normal * self.weight.view(shape) + self.bias.view(shape)
+
+    def _statistics(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        others = [axis for axis in range(x.dim()) if axis != 1]
+        weight = torch.ones(x.shape[0], dtype=x.dtype, device=x.device) if weight is None else weight
+        weight = weight.view([-1] + [1] * (x.dim() - 1))
+        count = weight.sum() * (x[0, 0].numel())
+        mean = (x * weight).sum(others) / count
+        centred = (x - mean.view([1, -1] + [1] * (x.dim() - 2))) * weight
+        variance = (centred * centred).sum(others) / count
+        if self.running_mean is not None and self.running_var is not None:
+            share = 0.1 if self.momentum is None else self.momentum
+            unbiased = variance * count / (count - 1).clamp(min=1)
+            changed = _context.mode.changed
+            changed[self.path + "running_mean"] = (1 - share) * self.running_mean + share * mean
+            changed[self.path + "running_var"] = (1 - share) * self.running_var + share * unbiased
+        return mean, variance
+
+
+class _Dropout(nn.Module):
+    """Dropout whose mask is a function of the batch's key, so that every engine draws the same."""
+
+    def __init__(self, original: nn.modules.dropout._DropoutNd) -> None:
+        super().__init__()
+        self.p, self.whole_channels = original.p, not isinstance(original, (nn.Dropout, nn.AlphaDropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mode: _Mode = _context.mode
+        if not mode.training or self.p == 0:
+            return x
+        mode.draws += 1
+        shape = x.shape[:2] if self.whole_channels else x.shape
+        draws = random.uniform(random.fold(mode.key, mode.draws), shape.numel(), x.device).view(shape)
+        keep = (draws >= self.p).to(x.dtype)
+        return x * keep.view(*shape, *[1] * (x.dim() - len(shape))) / (1 - self.p)
+
+
+def _shareable(module: nn.Module) -> nn.Module:
+    """A copy of the module with BatchNorm and Dropout layers replaced by versions that clients can share."""
+    module = copy.deepcopy(module)
+    for path, layer in list(module.named_modules()):
+        replacement = _replacement(layer, path)
+        if replacement is None:
+            continue
+        if not path:
+            return replacement
+        module.set_submodule(path, replacement)
+    return module
+
+
+def _replacement(layer: nn.Module, path: str) -> nn.Module | None:
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        return _BatchNorm(layer, path + "." if path else "")
+    if isinstance(layer, nn.modules.dropout._DropoutNd):
+        return _Dropout(layer)
+    return None
+

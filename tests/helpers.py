@@ -1,0 +1,74 @@
+"""Small federations for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sartor.data.clients import ClientData, Split
+from sartor.models import MODELS, make_task
+from sartor.task import Task
+
+RAGGED = (5, 17, 33, 64, 7, 16)
+
+
+def classification(
+    sizes: tuple[int, ...] = RAGGED,
+    shape: tuple[int, ...] = (1, 8, 8),
+    classes: int = 4,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> ClientData:
+    """Clients of these sizes whose classes are shifted clouds, a different mixture at each client."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, *shape, generator=generator)
+
+    def split(counts: list[int]) -> Split:
+        labels = [torch.randint(0, 1 + (number % classes), (count,), generator=generator) for number, count in enumerate(counts)]
+        y = torch.cat(labels)
+        x = centres[y] + torch.randn(len(y), *shape, generator=generator)
+        start = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+        return Split(x.to(dtype), y, start, np.asarray(counts, dtype=np.int64))
+
+    train, test = split(list(sizes)), split([max(1, size // 3) for size in sizes])
+    names = tuple(f"client {number}" for number in range(len(sizes)))
+    return ClientData(names, train, test, None, test.x, test.y, classes, "test", "clouds")
+
+
+def model_task(name: str = "mlp", data: ClientData | None = None, seed: int = 0, **settings: Any) -> Task:
+    """A named model for the data."""
+    data = data or classification()
+    return make_task(name, MODELS[name](**settings), tuple(data.train.x.shape[1:]), data.classes, seed)
+
+
+class Point(nn.Module):
+    """A model that is a point: its output for any sample is its parameter."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(dimension, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w.expand(x.shape[0], -1)
+
+
+def quadratics(centres: Tensor, curvatures: Tensor, sizes: tuple[int, ...] | None = None) -> tuple[Task, ClientData]:
+    """f_i(w) = ½ Σ_j h_ij (w_j − b_ij)²: every sample of client i has y = (b_i, h_i), so all batches have one gradient."""
+    clients, dimension = centres.shape
+    sizes = sizes or (1,) * clients
+    rows = torch.cat([centres, curvatures], dim=1).double()
+    y = torch.cat([rows[number].expand(size, -1) for number, size in enumerate(sizes)])
+    x = torch.zeros(len(y), 1, dtype=torch.float64)
+    count = np.asarray(sizes, dtype=np.int64)
+    split = Split(x, y, np.concatenate([[0], np.cumsum(count)[:-1]]).astype(np.int64), count)
+    names = tuple(f"quadratic {number}" for number in range(clients))
+    data = ClientData(names, split, split, None, x, y, None, "test", "quadratics")
+
+    def loss(w: Tensor, y: Tensor) -> Tensor:
+        b, h = y[:, :dimension], y[:, dimension:]
+        return 0.5 * (h * (w - b) ** 2).sum(dim=1)
+
+    return Task(Point(dimension), loss=loss, name="point"), data

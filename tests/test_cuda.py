@@ -1,0 +1,73 @@
+"""The stacked engine on CUDA: captured and compiled calls give what the plain loop gives on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers import RAGGED, classification, model_task
+
+from sartor import random
+from sartor.algorithms import algorithms
+from sartor.experiment import Local
+from sartor.federation import make_federation
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def test_the_streams_give_the_same_integers() -> None:
+    keys = random.stream(7, "batch", torch.arange(50))
+    index = torch.arange(1000)
+    here = random.words(keys[:, None], index)
+    there = random.words(keys.cuda()[:, None], index.cuda())
+    assert torch.equal(here, there.cpu())
+    sizes = torch.arange(1, 51)
+    assert torch.equal(random.shuffled(keys, sizes, 600), random.shuffled(keys.cuda(), sizes.cuda(), 600).cpu())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", sorted(algorithms()))
+@pytest.mark.parametrize("sizes", [RAGGED, (32,) * 6])
+def test_graphs_equal_the_loop(name: str, sizes: tuple[int, ...], compiled: bool) -> None:
+    if compiled and name != "fedavg":
+        pytest.skip("compiling is tried on one method")
+    data = classification(sizes, shape=(3, 16, 16))
+    models = {}
+    for device, engine in (("cpu", "loop"), ("cuda", "stacked")):
+        task = model_task("lenet", data)
+        algorithm = algorithms()[name]()
+        settings = {"compile": compiled} if engine == "stacked" else {}
+        federation = make_federation(
+            engine, task, data, local=Local(batch=8), hyper=algorithm.hyper, device=device, **settings
+        )
+        server = algorithm.start(federation)
+        for round in range(5):
+            federation.round = round
+            cohort = np.asarray(random.choose(random.stream(0, "cohort", round), 6, 4 if round % 2 else 6))
+            server = algorithm.round(server, federation, cohort)
+        everyone = np.arange(6)
+        call = algorithm.personalize(server, everyone)
+        if call is not None:
+            models[device] = federation.map(call.function, everyone, call.shared, call.each)["w"].cpu()
+        else:
+            models[device] = server.w.cpu()
+    assert torch.allclose(models["cpu"], models["cuda"], rtol=1e-3, atol=1e-4)
+
+
+def test_running_out_of_memory_halves_the_chunk() -> None:
+    data = classification((64,) * 8, shape=(3, 16, 16))
+    task = model_task("lenet", data)
+    federation = make_federation("stacked", task, data, local=Local(batch=8), hyper=algorithms()["fedavg"]().hyper, device="cuda")
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    algorithm = algorithms()["fedavg"]()
+    server = algorithm.start(federation)
+    hoard = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.999) - (24 << 20), dtype=torch.uint8, device="cuda")
+    federation.chunk = 8
+    try:
+        server = algorithm.round(server, federation, np.arange(8))
+    except torch.OutOfMemoryError:
+        pytest.skip("not even one client fits beside the hoard")
+    finally:
+        del hoard
+        torch.cuda.empty_cache()
+    assert torch.isfinite(server.w).all()
