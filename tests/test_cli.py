@@ -299,6 +299,14 @@ def test_data_shows_a_stored_partition(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1] == f"digits: 3 clients, hash {partition.hash}"
 
 
+def test_a_folder_named_like_a_data_set_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert call("data", "digits", "--json").exit_code == 0
+
+
 def test_data_shows_own_data(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text(

@@ -22,7 +22,9 @@ def test_the_streams_give_the_same_integers() -> None:
     there = random.words(keys.cuda()[:, None], index.cuda())
     assert torch.equal(here, there.cpu())
     sizes = torch.arange(1, 51)
-    assert torch.equal(random.shuffled(keys, sizes, 600), random.shuffled(keys.cuda(), sizes.cuda(), 600).cpu())
+    assert torch.equal(
+        random.shuffled(keys, sizes, 600), random.shuffled(keys.cuda(), sizes.cuda(), 600).cpu()
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -57,11 +59,15 @@ def test_graphs_equal_the_loop(name: str, sizes: tuple[int, ...], compiled: bool
 def test_running_out_of_memory_halves_the_chunk() -> None:
     data = classification((64,) * 8, shape=(3, 16, 16))
     task = model_task("lenet", data)
-    federation = make_federation("stacked", task, data, local=Local(batch=8), hyper=algorithms()["fedavg"]().hyper, device="cuda")
+    federation = make_federation(
+        "stacked", task, data, local=Local(batch=8), hyper=algorithms()["fedavg"]().hyper, device="cuda"
+    )
     torch.cuda.set_per_process_memory_fraction(1.0)
     algorithm = algorithms()["fedavg"]()
     server = algorithm.start(federation)
-    hoard = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.999) - (24 << 20), dtype=torch.uint8, device="cuda")
+    hoard = torch.empty(
+        int(torch.cuda.mem_get_info()[0] * 0.999) - (24 << 20), dtype=torch.uint8, device="cuda"
+    )
     federation.chunk = 8
     try:
         server = algorithm.round(server, federation, np.arange(8))

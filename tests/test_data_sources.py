@@ -35,6 +35,14 @@ def labels(number: int, classes: int) -> np.ndarray:
     return (np.arange(number) % classes).astype(np.uint8)
 
 
+def outcome(call):
+    """What a call gives, or the error that is a user's to mend; any other error goes through."""
+    try:
+        return call()
+    except DataError as error:
+        return error
+
+
 def images(*shape: int) -> np.ndarray:
     return random.integers(0, 256, shape, np.uint8)
 
@@ -55,7 +63,7 @@ def write_idx_source(folder: Path, name: str, zipped: bool = True) -> list[np.nd
     return arrays
 
 
-# --- readers -------------------------------------------------------------------------------------------------
+# --- readers ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -97,10 +105,9 @@ def test_any_changed_byte_of_a_gzipped_file_is_noticed_or_carries_nothing(tmp_pa
         damaged = bytearray(content)
         damaged[place] ^= 0x55
         (tmp_path / "a").write_bytes(bytes(damaged))
-        try:
-            assert np.array_equal(read_idx(tmp_path / "a", (3, 4, 5)), array)
-        except DataError as error:
-            assert str(tmp_path / "a") in str(error)
+        found = outcome(lambda: read_idx(tmp_path / "a", (3, 4, 5)))
+        noticed = isinstance(found, DataError) and str(tmp_path / "a") in str(found)
+        assert noticed or np.array_equal(found, array)
 
 
 def test_an_idx_file_says_what_is_wrong(tmp_path):
@@ -156,10 +163,9 @@ def test_npz_damage_is_named(tmp_path):
         damaged = bytearray(content)
         damaged[place] ^= 0x21
         path.write_bytes(bytes(damaged))
-        try:
-            assert all(np.array_equal(array, x) for array in read_npz(path).values())
-        except DataError as error:
-            assert "a.npz" in str(error)
+        found = outcome(lambda: list(read_npz(path).values()))
+        noticed = isinstance(found, DataError) and "a.npz" in str(found)
+        assert noticed or all(np.array_equal(array, x) for array in found)
 
 
 def test_npz_with_pickled_objects_or_a_single_array_is_refused(tmp_path):
@@ -171,7 +177,7 @@ def test_npz_with_pickled_objects_or_a_single_array_is_refused(tmp_path):
         read_npz(tmp_path / "b.npy")
 
 
-# --- sources from files --------------------------------------------------------------------------------------
+# --- sources from files -----------------------------------------------------------------------------------
 
 
 def test_digits_need_no_file_and_are_those_of_scikit_learn():
@@ -285,7 +291,7 @@ def test_the_data_folder_is_the_given_one_then_the_variable_then_the_cache(monke
     assert data_folder().name == "sartor"
 
 
-# --- downloads -----------------------------------------------------------------------------------------------
+# --- downloads --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -390,7 +396,7 @@ def test_offline_the_wanted_files_and_the_place_are_named(tmp_path, server):
         assert words in message
 
 
-# --- real files ----------------------------------------------------------------------------------------------
+# --- real files -------------------------------------------------------------------------------------------
 
 folder = Path(os.environ.get("SARTOR_DATA", "/nowhere"))
 REAL = {"mnist": "mnist", "fashion-mnist": "fashion-mnist", "cifar10": "cifar-10-batches-bin"}

@@ -47,7 +47,7 @@ def values_of(hint: Any, allowed: Meaning) -> st.SearchStrategy[Any]:
     """All values a declared setting takes."""
     options = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return st.one_of(values_of(option, allowed) for option in options if option is not types.NoneType)
+        return st.one_of([values_of(option, allowed) for option in options if option is not types.NoneType])
     if typing.get_origin(hint) in (list, tuple):
         return st.lists(values_of(options[0], allowed), max_size=3)
     if allowed.choices is not None:
@@ -142,6 +142,19 @@ def test_a_valid_experiment_survives_being_written_and_read(
             assert getattr(experiment, key) == value
 
 
+def test_every_character_survives_being_written_and_read(tmp_path: Path) -> None:
+    text = "".join(map(chr, range(0x100))) + "\u2028\ufeff\U0001f600"
+    path = tmp_path / "experiment.toml"
+    path.write_bytes(to_toml(from_mapping({"data": {"path": text}})).encode())
+    assert load(path).data.path == text
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "experiment.toml"
+    path.write_bytes(b"\xef\xbb\xbfrounds = 3")
+    assert load(path).rounds == 3
+
+
 @quick
 @given(mappings(), st.data())
 def test_every_setting_counts_in_the_fingerprint(mapping: dict[str, Any], data: st.DataObject) -> None:
@@ -214,9 +227,7 @@ def test_any_value_of_a_known_key_is_taken_or_refused_by_name(row: module.Settin
         experiment = from_mapping(mapping)
     except SettingError as error:
         message = str(error)
-        assert message.startswith(
-            (f"{row.key}: ", f"{row.key} = ", f"{row.key.split('.')[0]}: ", "cohort.count: ")
-        )
+        assert row.key.split(".")[-1] in message
         return
     assert from_mapping(to_mapping(experiment)) == experiment
 
@@ -283,7 +294,6 @@ def test_an_unknown_key_is_refused_anywhere(mapping: dict[str, Any], section: st
     | st.binary()
 )
 @example(b"\xff\xfe")
-@example(b"\xef\xbb\xbfrounds = 3")
 @example(b"x = " + b"[" * 50_000)
 @example(b"rounds = " + b"9" * 5_000)
 @example(b"rounds = 0x" + b"f" * 5_000)
@@ -448,6 +458,7 @@ def test_an_override_is_a_toml_value_or_else_a_bare_text() -> None:
         assert load(None, [text]).partition.name == "iid"
     assert load(None, ["data.normalise=false"]).data.normalise is False
     assert load(None, ["data.path=a#b=c"]).data.path == "a#b=c"
+    assert load(None, ["data.path=1\nrounds=2"]).data.path == "1\nrounds=2"
     assert load(None, ["evaluate.personal_pooled=no"]).evaluate.personal_pooled == "no"
 
 

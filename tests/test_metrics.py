@@ -59,7 +59,7 @@ def test_a_matrix_without_samples_has_no_score():
 
 
 def test_labels_outside_the_classes_are_refused():
-    with pytest.raises(ValueError, match="0..1"):
+    with pytest.raises(ValueError, match=r"0\.\.1"):
         confusion([0, 2], [0, 1], 2)
     with pytest.raises(ValueError, match="equally long"):
         confusion([0, 1], [0], 2)

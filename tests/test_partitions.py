@@ -62,7 +62,7 @@ def source(train=(40, 40, 40), test=(10, 10, 10), shape=(1, 4, 4)) -> Source:
     return Source("made up", x, y, test_x, test_y, len(train))
 
 
-# --- rounding ------------------------------------------------------------------------------------------------
+# --- rounding ---------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 10_000), st.lists(st.floats(0, 1e6), min_size=1, max_size=30))
@@ -117,7 +117,7 @@ def test_cut_keeps_every_class_where_it_can(counts, fraction, seed):
             assert (np.abs(np.bincount(labels[taken], minlength=10)[present] - exact) < 1).all()
 
 
-# --- what every scheme promises ------------------------------------------------------------------------------
+# --- what every scheme promises ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", COVERING, ids=str)
@@ -175,7 +175,7 @@ def test_shards_have_at_most_two_classes_each_and_usually_one():
     assert np.median(held) == 2
 
 
-# --- exactly k classes ---------------------------------------------------------------------------------------
+# --- exactly k classes ------------------------------------------------------------------------------------
 
 
 @given(pools(least=12), st.integers(1, 12), st.data(), seeds)
@@ -216,7 +216,7 @@ def test_too_many_classes_or_too_few_samples_are_refused():
         make_partition(shuffled([9, 2]), {"name": "classes", "k": 2}, 5)
 
 
-# --- Dirichlet -----------------------------------------------------------------------------------------------
+# --- Dirichlet --------------------------------------------------------------------------------------------
 
 
 def test_by_class_with_large_alpha_every_client_has_the_same_labels():
@@ -305,7 +305,7 @@ def test_dirichlet_says_what_cannot_be():
         )
 
 
-# --- fixed sizes and one law in train and test ---------------------------------------------------------------
+# --- fixed sizes and one law in train and test ------------------------------------------------------------
 
 
 @given(
@@ -399,7 +399,7 @@ def test_a_column_names_the_clients(tmp_path):
     assert make_partition(shuffled([6]), Column(values=[10, 9, 10, 9, 8, 8])).names == ("8", "9", "10")
 
 
-# --- matched test data ---------------------------------------------------------------------------------------
+# --- matched test data ------------------------------------------------------------------------------------
 
 
 @given(pools(least=1, most=40), st.integers(1, 12), seeds)
@@ -448,7 +448,7 @@ def test_a_client_whose_classes_are_not_tested_is_refused():
         make_partition((shuffled([20, 20]), np.zeros(9, int)), {"name": "classes", "k": 1}, 2)
 
 
-# --- the artefact --------------------------------------------------------------------------------------------
+# --- the artefact -----------------------------------------------------------------------------------------
 
 
 @given(pools(least=4), st.integers(1, 6), seeds, st.sampled_from([0.0, 0.3]))
@@ -495,9 +495,10 @@ def test_a_damaged_partition_is_named_and_never_half_read(tmp_path):
         damaged[random.integers(0, len(content))] ^= int(random.integers(1, 256))
         path.write_bytes(bytes(damaged))
         try:
-            assert Partition.load(path).hash == partition.hash  # a byte that carries nothing
+            found = Partition.load(path).hash
         except DataError as error:
-            assert "p.npz" in str(error)
+            found = str(error)
+        assert found == partition.hash or "p.npz" in found  # a byte that carries nothing, or noticed
 
 
 def test_a_partition_with_a_false_hash_or_another_format_is_refused(tmp_path):
@@ -577,7 +578,7 @@ def test_wrong_requests_are_refused():
         make_partition(shuffled([9]), "iid", 1, validation=1.0)
 
 
-# --- from partition to clients -------------------------------------------------------------------------------
+# --- from partition to clients ----------------------------------------------------------------------------
 
 
 def test_apply_gives_each_client_its_samples():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,16 @@ def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
     assert sorted(process.returncode for process in pair) == [0, 2]
 
 
+def test_a_folder_taken_in_the_very_last_moment_is_refused(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", lambda path: False)  # as if the other run came just after the look
+        with pytest.raises(SartorError, match="already holds a run"):
+            RunFolder.create(run.path, from_mapping({"rounds": 9}))
+    assert run.experiment == EXPERIMENT
+
+
 # -- rows ----------------------------------------------------------------------------------------------
 
 
@@ -208,6 +219,25 @@ def test_client_rows_are_kept_when_a_run_breaks_off(tmp_path: Path, error: type[
     again = RunFolder.open(tmp_path / "run")
     assert again.clients == {"round": [1], "client": ["a"]}
     assert not again.finished
+
+
+def test_the_error_that_broke_off_a_run_is_the_one_shown(tmp_path: Path) -> None:
+    def break_off() -> None:
+        with RunFolder.create(tmp_path / "run", EXPERIMENT) as run:
+            run.add_clients({"round": 1, "client": ["a"]})
+            shutil.rmtree(run.path)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_off()
+
+
+def test_a_summary_is_replaced_in_one_step(run: RunFolder) -> None:
+    run.write_summary({"round": 1})
+    with open(run.path / "summary.json") as reader:
+        run.write_summary({"round": 2})
+        assert json.load(reader) == {"round": 1}  # who reads meanwhile sees the old file whole
+    assert run.summary == {"round": 2}
 
 
 def test_views_of_one_vector_are_stored_each_for_itself(run: RunFolder) -> None:

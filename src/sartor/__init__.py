@@ -1,1 +1,64 @@
-"""Sartor: federated learning when clients differ."""
+"""Sartor: federated learning when clients differ. Every client gets a model cut to its own data.
+
+>>> import sartor
+>>> result = sartor.run("fedavg", data="digits", clients=5, rounds=2, store=False)
+>>> sorted(result.summary["accuracy"])
+['personal_local', 'personal_pooled', 'shared_local', 'shared_pooled']
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sartor.algorithms import Algorithm, algorithms, register
+    from sartor.api import run
+    from sartor.experiment import Experiment
+    from sartor.federation import Call, Reply
+    from sartor.local import Client
+    from sartor.runner import Result
+    from sartor.settings import setting
+    from sartor.task import Task
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "run": "sartor.api",
+    "Experiment": "sartor.experiment",
+    "Task": "sartor.task",
+    "Algorithm": "sartor.algorithms",
+    "algorithms": "sartor.algorithms",
+    "register": "sartor.algorithms",
+    "Client": "sartor.local",
+    "Call": "sartor.federation",
+    "Reply": "sartor.federation",
+    "Result": "sartor.runner",
+    "setting": "sartor.settings",
+}
+
+__all__ = [
+    "Algorithm",
+    "Call",
+    "Client",
+    "Experiment",
+    "Reply",
+    "Result",
+    "Task",
+    "algorithms",
+    "register",
+    "run",
+    "setting",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use: importing the package must not import torch."""
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sartor' has no attribute {name!r}")
+    module = import_module(_HOMES[name])
+    # The package `sartor.algorithms` is bound here by its own import; the public name is its function.
+    value = getattr(module, name)
+    globals()[name] = value
+    return value

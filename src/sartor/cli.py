@@ -12,16 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from sartor.errors import SartorError, SettingError
-
-if TYPE_CHECKING:
-    from sartor.data.clients import ClientData
-    from sartor.data.partitions import Partition
-    from sartor.experiment import Experiment
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -248,6 +243,7 @@ def data(
     from sartor.data.sources import SOURCES
     from sartor.experiment import load
     from sartor.record import to_json
+    from sartor.runner import load_data
 
     words, overrides = _sort_out(_expand_shorthand([name, *(arguments or ())]))
     if len(words) != 1:
@@ -259,39 +255,17 @@ def data(
         "data.clients": clients,
         "seed": seed,
     }
-    divided = _divided(load(None, overrides, **flags))
+    held, made = load_data(load(None, overrides, **flags))
+    divided = made or held
     rows = describe(divided)
-    notes = getattr(divided, "notes", ())
     if plot is not None:
         plot_partition(divided, plot)
     if as_json:
+        notes = () if made is None else made.notes
         print(to_json({"name": words[0], "hash": divided.hash, "notes": notes, "clients": rows}))
         return
     _print_table(list(rows[0]), ([_text(value) for value in row.values()] for row in rows))
-    for note in notes:
-        print(f"sartor: {note}", file=sys.stderr)
     print(f"{words[0]}: {len(rows)} clients, hash {divided.hash}")
-
-
-def _divided(experiment: Experiment) -> Partition | ClientData:
-    """Which client holds which samples: a partition of a public data set, or own data as they are."""
-    from sartor.data.own import from_folder, from_table
-    from sartor.data.partitions import Partition, make_partition
-    from sartor.data.sources import load_source
-
-    data, partition, seed = experiment.data, experiment.partition, experiment.seed
-    if data.path is None:
-        if partition.file is not None:
-            return Partition.load(partition.file)
-        source = load_source(data.name, data.folder)
-        return make_partition(source, partition.settings, data.clients, seed, data.validation)
-    if Path(data.path).is_dir():
-        return from_folder(data.path, validation_fraction=data.validation, seed=seed)
-    if data.client_column is None or data.label_column is None:
-        raise SettingError(f"{data.path}: a table needs data.client_column=NAME and data.label_column=NAME")
-    return from_table(
-        data.path, data.client_column, data.label_column, validation_fraction=data.validation, seed=seed
-    )
 
 
 def _sort_out(arguments: Iterable[str]) -> tuple[list[str], list[str]]:

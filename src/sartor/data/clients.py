@@ -27,7 +27,7 @@ Samples: TypeAlias = "tuple[Any, Any]"
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The samples of all clients, one after the other: client ``i`` has ``count[i]`` from row ``start[i]``."""
+    """The samples of all clients, one after the other: client ``i`` has ``count[i]`` from ``start[i]`` on."""
 
     x: torch.Tensor
     y: torch.Tensor

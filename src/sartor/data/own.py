@@ -104,11 +104,9 @@ def from_table(
     if not feature_columns or set(feature_columns) & set(reserved):
         raise DataError(f"{path}: give at least one feature column besides {', '.join(reserved)}")
     for column in (*reserved, *feature_columns):
-        missing = columns[column].null_count and next(
-            i for i, entry in enumerate(columns[column]) if not entry.is_valid
-        )
         if columns[column].null_count:
-            raise DataError(f"{path}: column {column} has no value in row {missing} (first row is 0)")
+            row = int(np.argmax(columns[column].is_null().to_numpy()))
+            raise DataError(f"{path}: column {column} has no value in row {row} (first row is 0)")
     x = np.column_stack([_numbers(path, column, columns[column]) for column in feature_columns])
     y = np.asarray(columns[label_column].to_pylist())
     if y.dtype.kind in "US" and not regression:
@@ -223,14 +221,17 @@ def _read_table(path: Path) -> dict[str, Any]:
             table = csv.read_csv(path)
         else:
             raise DataError(f"{path}: expected a name that ends in .csv or .parquet")
+        names = list(table.column_names)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a table ({' '.join(str(error).split())[:200]})") from None
-    names = list(table.column_names)
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise DataError(f"{path}: two columns are called {', '.join(sorted(twice))}")
+    unprintable = [name for name in names if not name.isprintable()]
+    if unprintable:
+        raise DataError(f"{path}: the column name {unprintable[0]!r} is not printable; rename it")
     return {name: table.column(name) for name in names}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -59,9 +59,10 @@ class Replies:
 
     clients: np.ndarray
     """Numbers of the clients that answered."""
-    n: Tensor
+    counts: np.ndarray
     """Their numbers of training samples."""
     values: dict[str, Tensor]
+    device: torch.device
 
     def __getitem__(self, name: str) -> Tensor:
         return self.values[name]
@@ -70,18 +71,24 @@ class Replies:
         return len(self.clients)
 
     @property
+    def n(self) -> Tensor:
+        """n_i of those who answered."""
+        return to_device(self.counts.astype(np.float32), self.device)
+
+    @property
     def weights(self) -> Tensor:
         """p'_i = n_i / Σ n_j over those who answered."""
-        return self.n / self.n.sum()
+        return to_device(self.counts / max(self.counts.sum(), 1), self.device)
 
     def sum(self, name: str, weights: Tensor | None = None) -> Tensor:
         """Σ weight_i · value_i in the order of the clients' numbers, whatever the cohort's; zero if nobody answered."""
         values = self.values[name]
-        weights = torch.ones_like(self.n) if weights is None else weights
-        if len(self.clients) > 1 and (np.diff(self.clients) < 0).any():
-            order = torch.from_numpy(np.argsort(self.clients, kind="stable")).to(values.device)
+        if weights is None:
+            weights = torch.ones(len(self), device=self.device)
+        if (np.diff(self.clients) < 0).any():
+            order = to_device(np.argsort(self.clients, kind="stable"), self.device)
             values, weights = values[order], weights[order]
-        return torch.tensordot(weights.to(values.dtype), values, dims=1)
+        return (weights.to(values.dtype) @ values.flatten(1)).view(values.shape[1:])
 
     def mean(self, name: str, weights: Tensor | None = None) -> Tensor:
         """The mean over those who answered, by default with the weights p'_i; zero if nobody answered."""
@@ -105,7 +112,6 @@ class Pending:
     sent: dict[str, Tensor]
     kept: dict[str, Tensor]
     buffers: Tensor | None
-    trains: bool
 
 
 @dataclass
@@ -161,6 +167,7 @@ class Federation(ABC):
         pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + len(data.pooled_y))
         self.samples["pooled"] = Samples(pooled, self.device)
         self.round = 0
+        self.answered = 0
         self.traffic = Traffic()
         self.states = StateStore(data.clients, self.device)
         self.buffers = task.initial_buffers(self.device) if task.buffer_size else None
@@ -178,6 +185,11 @@ class Federation(ABC):
         """n_i of every client."""
         return self.samples["train"].count
 
+    @property
+    def mean_buffers(self) -> Tensor | None:
+        """The float buffers that go with a shared model: the server's, or the mean of those that clients keep."""
+        return self.states["buffers"].mean(dim=0).to(self.device) if "buffers" in self.states else self.buffers
+
     def declare(self, **initial: Tensor) -> None:
         """Give every client a state: its name and initial value. Client functions take it as an argument by name."""
         for name, value in initial.items():
@@ -193,6 +205,19 @@ class Federation(ABC):
     ) -> Replies:
         """Ask every client of the cohort and wait for the answers."""
         return self.collect(self.dispatch(function, cohort, shared, each, hyper))
+
+    def ask(
+        self,
+        function: ClientFunction,
+        cohort: Sequence[int] | np.ndarray,
+        shared: Arguments | None = None,
+        each: Arguments | None = None,
+    ) -> Replies:
+        """Ask as ``map`` does, for evaluation: everyone answers, nothing is kept and no traffic is counted."""
+        traffic = replace(self.traffic)
+        pending = self.dispatch(function, cohort, shared, each)
+        self.traffic = traffic
+        return self._replies(pending.clients, pending.sent)
 
     def dispatch(
         self,
@@ -224,7 +249,7 @@ class Federation(ABC):
             if name not in self.states:
                 known = ", ".join(self.states) or "none"
                 raise SartorError(f"{name_of(function)} keeps {name!r}, which is no declared state (declared: {known})")
-        return Pending(numbers, sent, kept, after, trains=after is not None)
+        return Pending(numbers, sent, kept, after)
 
     def collect(self, pending: Pending) -> Replies:
         """The replies that arrived. Only now do the states of those clients move."""
@@ -232,7 +257,7 @@ class Federation(ABC):
         if self._answers is not None:
             here = np.asarray(self._answers(self.round, numbers), dtype=bool)
             if not here.all():
-                places = torch.from_numpy(np.flatnonzero(here)).to(self.device)
+                places = to_device(np.flatnonzero(here), self.device)
                 numbers = numbers[here]
                 sent = {name: value[places] for name, value in sent.items()}
                 kept = {name: value[places] for name, value in kept.items()}
@@ -240,17 +265,20 @@ class Federation(ABC):
         for name, value in kept.items():
             self.states.write(name, numbers, value)
         self.traffic.up += sum(value.nbytes for value in sent.values())
-        index = torch.from_numpy(numbers).to(self.device, non_blocking=True)
-        replies = Replies(numbers, self.sizes[index].to(self.task.dtype), sent)
+        self.answered = len(numbers)
+        replies = self._replies(numbers, sent)
         if buffers is not None and len(numbers):
             self._take_buffers(replies, buffers)
         return replies
+
+    def _replies(self, numbers: np.ndarray, sent: dict[str, Tensor]) -> Replies:
+        return Replies(numbers, self.samples["train"].counts[numbers], sent, self.device)
 
     def _take_buffers(self, replies: Replies, buffers: Tensor) -> None:
         if self.policy == "local":
             self.states.write("buffers", replies.clients, buffers)
         elif self.policy == "average":
-            self.buffers = Replies(replies.clients, replies.n, {"buffers": buffers}).mean("buffers")
+            self.buffers = replace(replies, values={"buffers": buffers}).mean("buffers")
             self.traffic.up += buffers.nbytes
             self.traffic.down += buffers.nbytes
 
@@ -296,6 +324,12 @@ class Federation(ABC):
             for name, value in part.items():
                 part[name] = value if isinstance(value, Tensor) else self._tensor(value)
         return result
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array on the device; without waiting for the device to be idle."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from sartor import random
 from sartor.errors import SartorError
 from sartor.federation.base import ClientError, ClientFunction, Federation, name_of
-from sartor.federation.schedule import plan, sample_order, sample_table
+from sartor.federation.schedule import plan, scan_table
 from sartor.local import Batches, Client
 from sartor.task import Batch
 
@@ -100,12 +100,12 @@ class LoopFederation(Federation):
         shape = plan(batches, samples.counts[number : number + 1]).shape
         if shape.steps == 0:
             return carry
-        place = slice(number, number + 1)
-        size = samples.count[place]
-        order = sample_order(batches, self.seed, client.round, client.number[None], size, shape.places)
+        size = samples.count[number : number + 1]
         turns = torch.arange(shape.steps, device=self.device)
         rows = torch.zeros_like(turns)
-        table, real = sample_table(batches, order, samples.start[place], size, rows, turns, shape.width)
+        table, real = scan_table(
+            batches, self.seed, shape, client.round, client.number[None], samples.start, size, rows, turns
+        )
         for turn, (index, count) in enumerate(zip(table, real.tolist(), strict=True)):
             index = index[:count]
             key = random.stream(self.seed, "layers", client.round, client.number, turns[turn]) if self.task.draws else 0

@@ -117,3 +117,19 @@ def sample_table(
     sample = order.view(-1)[client[..., None] * places + place]
     inside = torch.arange(width, device=order.device) < real[..., None]
     return start[client][..., None] + torch.where(inside, sample, 0), real
+
+
+def scan_table(
+    batches: Batches,
+    seed: int,
+    shape: Shape,
+    round: Tensor,
+    numbers: Tensor,
+    start: Tensor,
+    sizes: Tensor,
+    rows: Tensor,
+    turns: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The samples of every turn of a scan and how many are real; ``start`` holds all clients, ``sizes`` these ones."""
+    order = sample_order(batches, seed, round, numbers, sizes, shape.places)
+    return sample_table(batches, order, start[numbers], sizes, rows, turns, shape.width)

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from sartor import random
 from sartor.errors import NotStackable, SartorError
-from sartor.federation.base import ClientError, ClientFunction, Federation, name_of
+from sartor.federation.base import ClientError, ClientFunction, Federation, name_of, to_device
 from sartor.federation.memory import free_bytes
-from sartor.federation.schedule import Plan, bucket, plan, sample_order, sample_table
+from sartor.federation.schedule import Plan, bucket, plan, scan_table
 from sartor.local import Batches, Client
 from sartor.task import Batch
 
@@ -40,6 +40,9 @@ _Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 
 MOST_GRAPHS = 64
 """CUDA graphs kept per federation; the one unused for longest goes first."""
+
+MOST_PLANS = 1024
+"""Plans remembered per federation: with equal clients every round has the same."""
 
 
 class _Suspended(Exception):
@@ -105,7 +108,8 @@ class StackedFederation(Federation):
         self._programs: dict[Hashable, _Program] = {}
         self._captured: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self._pool: Any = None
-        self._tables: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        self._plans: dict[Hashable, Plan] = {}
+        self._samples = torch.compile(scan_table, dynamic=False) if compile else scan_table
         train = self.samples["train"]
         few = min(2, len(train.y))
         self.task.require_stackable(train.x[:few], train.y[:few])
@@ -128,7 +132,9 @@ class StackedFederation(Federation):
         own = {**each, **state}
         # Clients of like size share a chunk, so that little is left to wait for.
         order = np.argsort(-self.samples["train"].counts[numbers], kind="stable")
-        limit = self.chunk or self._fitting_chunk()
+        if not self.chunk:
+            self.chunk = self._fitting_chunk()
+        limit = self.chunk
         while True:
             try:
                 sent, kept, after = self._chunks(function, hyper, numbers, shared, own, buffers, order, limit)
@@ -161,12 +167,12 @@ class StackedFederation(Federation):
             # A last chunk is filled up with copies of its first client, so that all chunks have one shape.
             taken = order[first : first + size]
             places = np.concatenate([taken, np.repeat(taken[:1], size - len(taken))])
-            index = torch.from_numpy(places).to(self.device)
+            index = to_device(places, self.device)
             rows = {name: value[index] for name, value in own.items()}
             given = buffers if buffers is None or not local_buffers else buffers[index]
             result = self._chunk(function, hyper, numbers[places], shared, rows, given)
             results.append(tree_map(lambda value, real=len(taken): value[:real], result))
-        back = torch.from_numpy(np.argsort(order, kind="stable")).to(self.device)
+        back = to_device(np.argsort(order, kind="stable"), self.device)
         sent, kept, after = tree_map(lambda *pieces: torch.cat(pieces)[back], *results)
         return sent, kept, after
 
@@ -195,11 +201,10 @@ class StackedFederation(Federation):
         if program.scans is not None:
             plans = [self._plan(batches, numbers) for batches in program.scans]
         tables = [] if plans is None else [self._on_device(plan) for plan in plans if plan.rows is not None]
-        index = torch.from_numpy(numbers)
-        index = (index.pin_memory() if self.graphs else index).to(self.device, non_blocking=True)
-        round = torch.full((), self.round, dtype=torch.int64, device=self.device)
+        # Client numbers and the round travel together: one copy less to wait for.
+        header = to_device(np.append(numbers, self.round), self.device)
         given = () if buffers is None else (buffers,)
-        inputs, spec = tree_flatten((index, round, shared, own, given, tables))
+        inputs, spec = tree_flatten((header, shared, own, given, tables))
 
         def call(inputs: list[Tensor]) -> Any:
             return self._execute(program, numbers, plans, *tree_unflatten(inputs, spec))
@@ -251,14 +256,14 @@ class StackedFederation(Federation):
         program: _Program,
         numbers: np.ndarray,
         plans: list[Plan] | None,
-        index: Tensor,
-        round: Tensor,
+        header: Tensor,
         shared: dict[str, Tensor],
         own: dict[str, Tensor],
         buffers: tuple[Tensor, ...],
         tables: list[tuple[Tensor, Tensor]],
     ) -> _Result:
         """Advance the function from scan to scan until it returns."""
+        index, round = header[:-1], header[-1]
         counts = {split: samples.count[index] for split, samples in self.samples.items()}
         data = {split: (samples.x, samples.y) for split, samples in self.samples.items()}
         local_buffers = self.policy == "local"
@@ -337,8 +342,6 @@ class StackedFederation(Federation):
         if shape.steps == 0:
             return carry
         samples = self.samples[batches.split]
-        start, size = samples.start[rows.number], rows.counts[batches.split]
-        order = sample_order(batches, self.seed, fixed.round, rows.number, size, shape.places)
         if table is None:
             lanes = torch.arange(clients, device=self.device).expand(shape.steps, clients)
             turns = torch.arange(shape.steps, device=self.device)[:, None].expand(shape.steps, clients)
@@ -346,7 +349,10 @@ class StackedFederation(Federation):
             lanes, turns = table
             # One more row, for idle lanes to work on.
             carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
-        index, real = sample_table(batches, order, start, size, lanes, turns, shape.width)
+        size = rows.counts[batches.split]
+        index, real = self._samples(
+            batches, self.seed, shape, fixed.round, rows.number, samples.start, size, lanes, turns
+        )
         for turn in range(shape.steps):
             lane = () if table is None else (lanes[turn],)
             arguments = (fixed, rows, memo, carry, lane, index[turn], real[turn], turns[turn])
@@ -421,11 +427,17 @@ class StackedFederation(Federation):
     # Plans -----------------------------------------------------------------------------------------------------------------
 
     def _plan(self, batches: Batches, numbers: np.ndarray) -> Plan:
-        return plan(batches, self.samples[batches.split].counts[numbers], self.lanes, rounded=self.graphs)
+        sizes = self.samples[batches.split].counts[numbers]
+        key = (batches, sizes.tobytes())
+        if key not in self._plans:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan(batches, sizes, self.lanes, rounded=self.graphs)
+        return self._plans[key]
 
     def _on_device(self, plan: Plan) -> tuple[Tensor, Tensor]:
         assert plan.rows is not None and plan.turns is not None
-        both = torch.from_numpy(np.stack([plan.rows, plan.turns])).to(self.device)
+        both = to_device(np.stack([plan.rows, plan.turns]), self.device)
         return both[0], both[1]
 
 

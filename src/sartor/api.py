@@ -1,0 +1,95 @@
+"""The library's front door: :func:`run` takes names, or a user's own model and data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sartor.data.clients import ClientData, from_clients
+from sartor.errors import SettingError
+from sartor.experiment import Experiment, from_mapping, read_toml
+from sartor.runner import Result, execute
+from sartor.task import Task
+
+
+def run(
+    algorithm: str | None = None,
+    *,
+    data: str | Mapping[str, Any] | ClientData | None = None,
+    model: str | nn.Module | Task | None = None,
+    experiment: str | Path | Mapping[str, Any] | None = None,
+    head: str | None = None,
+    clients: int | None = None,
+    rounds: int | None = None,
+    seed: int | None = None,
+    engine: str | None = None,
+    device: str | None = None,
+    out: str | Path | None = None,
+    store: bool = True,
+    progress: bool = False,
+    **sections: Mapping[str, Any],
+) -> Result:
+    """Run an algorithm and return its :class:`~sartor.runner.Result`.
+
+    ``data`` is a data set's name, or your own: ``{client: (x, y)}``, or a :class:`ClientData`. ``model`` is a network's
+    name, any ``nn.Module``, or a :class:`Task`; ``head`` names the module that is a personal head. Every other setting
+    goes by section: ``hyper={"lr": 0.05}``, ``local={"epochs": 2}``, ``partition={"name": "dirichlet", "alpha": 0.1}``.
+    ``experiment`` is a TOML file or a mapping to start from. ``store=False`` writes no run folder.
+    """
+    given = _mapping(experiment)
+    _put(given, "", algorithm=algorithm, rounds=rounds, seed=seed)
+    for section, values in sections.items():
+        if not isinstance(values, Mapping):
+            raise SettingError(f"{section}: give a section as a mapping, as in hyper={{'lr': 0.1}}, got {values!r}")
+        _put(given, section, **values)
+    _put(given, "engine", name=engine, device=device)
+    own_data = None
+    if isinstance(data, ClientData):
+        own_data = data
+    elif isinstance(data, Mapping):
+        share = given.get("data", {}).get("validation", 0.0)
+        own_data = from_clients(data, validation_fraction=share, seed=given.get("seed", 0))
+    else:
+        _put(given, "data", name=data)
+    if own_data is not None and clients is not None and clients != own_data.clients:
+        raise SettingError(f"clients: {clients}, but the data has {own_data.clients} clients; leave it out")
+    _put(given, "data", clients=own_data.clients if own_data is not None else clients)
+    own_task = None
+    if isinstance(model, str):
+        _put(given, "model", name=model)
+    resolved = from_mapping(given)
+    if isinstance(model, Task):
+        own_task = model
+    elif isinstance(model, nn.Module):
+        classes = None if own_data is None else own_data.classes
+        own_task = Task(model, classes=classes or _classes(resolved), head=head, name=type(model).__name__)
+    if own_task is not None:
+        resolved = replace(resolved, model=replace(resolved.model, name=own_task.name))
+    if own_data is not None:
+        resolved = replace(resolved, data=replace(resolved.data, name=own_data.name))
+    return execute(resolved, data=own_data, task=own_task, out=out, store=store, progress=progress)
+
+
+def _classes(experiment: Experiment) -> int | None:
+    """The classes of a named data set, for a user's own module on it."""
+    from sartor.data.sources import load_source
+
+    return load_source(experiment.data.name, experiment.data.folder).classes
+
+
+def _mapping(experiment: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    if experiment is None:
+        return {}
+    mapping = read_toml(experiment) if isinstance(experiment, (str, Path)) else experiment
+    return {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+
+
+def _put(mapping: dict[str, Any], section: str, **values: Any) -> None:
+    """Set what is given; None means not given."""
+    given = {key: value for key, value in values.items() if value is not None}
+    if given:
+        (mapping.setdefault(section, {}) if section else mapping).update(given)

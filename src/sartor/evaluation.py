@@ -1,0 +1,108 @@
+"""Evaluation is a matrix: {shared model, personal model} × {a client's own test data, the pooled test data}.
+
+Clients evaluate and send counts, so that the same code serves real federations. Every client is evaluated, drawn or not, and
+every client's result is kept. A cell is named ``shared_local``, ``shared_pooled``, ``personal_local`` or
+``personal_pooled``; with validation data there are ``shared_validation`` and ``personal_validation`` too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache, wraps
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sartor.algorithms.base import Algorithm
+from sartor.experiment import Evaluate
+from sartor.federation.base import Call, ClientFunction, Federation, Reply
+from sartor.local import Client
+from sartor.metrics import scores, spread
+
+CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
+POOLED_BUDGET = 10**11
+"""``evaluate.personal_pooled = auto`` evaluates up to this many clients × pooled samples × parameters at a time."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix: for each client its samples, mean loss and scores."""
+
+    n: np.ndarray
+    loss: np.ndarray
+    scores: dict[str, np.ndarray]
+
+    def summary(self) -> dict[str, Any]:
+        """Plain means over clients, the sample-weighted accuracy, and how the accuracies are spread."""
+        here = self.n > 0
+        if not here.any():
+            return {"accuracy": None, "loss": None}
+        result: dict[str, Any] = {name: float(values[here].mean()) for name, values in self.scores.items()}
+        result.setdefault("accuracy", None)
+        result["loss"] = float(self.loss[here].mean())
+        if "accuracy" in self.scores:
+            spread_out = asdict(spread(self.scores["accuracy"][here], self.n[here]))
+            result["accuracy_weighted"] = spread_out.pop("weighted_mean")
+            spread_out.pop("mean")
+            result["accuracy_spread"] = spread_out
+        return result
+
+
+def evaluate(algorithm: Algorithm, server: Any, federation: Federation, settings: Evaluate) -> dict[str, Cell]:
+    """All cells the method has a model for."""
+    everyone = np.arange(federation.clients)
+    cells: dict[str, Cell] = {}
+    w = algorithm.shared(server)
+    if w is not None:
+        shared: dict[str, Tensor] = {"w": w}
+        if federation.mean_buffers is not None and federation.policy == "local":
+            shared["statistics"] = federation.mean_buffers
+        # The pooled data are the same for every client, so one of them is asked.
+        cells["shared_pooled"] = _ask(federation, Call(shared_model, shared), everyone[:1], "pooled")
+        cells["shared_local"] = _ask(federation, Call(shared_model, {"w": w}), everyone, "test")
+        if "validation" in federation.samples:
+            cells["shared_validation"] = _ask(federation, Call(shared_model, {"w": w}), everyone, "validation")
+    personal = algorithm.personalize(server, everyone)
+    if personal is not None:
+        cells["personal_local"] = _ask(federation, personal, everyone, "test")
+        if _worth_pooling(federation, settings):
+            cells["personal_pooled"] = _ask(federation, personal, everyone, "pooled")
+        if "validation" in federation.samples:
+            cells["personal_validation"] = _ask(federation, personal, everyone, "validation")
+    return cells
+
+
+def shared_model(client: Client, hyper: Any, w: Tensor, statistics: Tensor | None = None) -> Reply:
+    """The shared model; ``statistics`` stand in for buffers that clients keep to themselves."""
+    if statistics is not None:
+        client.buffers = statistics
+    return Reply(w=w)
+
+
+@lru_cache(maxsize=1024)
+def evaluation_of(function: ClientFunction, split: str) -> ClientFunction:
+    """The client function that makes a model by ``function`` and evaluates it on a split."""
+
+    @wraps(function)
+    def evaluated(client: Client, hyper: Any, **arguments: Any) -> Reply:
+        model = function(client, hyper, **arguments).sent["w"]
+        return Reply(**client.evaluate(model, split))
+
+    return evaluated
+
+
+def _ask(federation: Federation, call: Call, clients: np.ndarray, split: str) -> Cell:
+    replies = federation.ask(evaluation_of(call.function, split), clients, call.shared, call.each)
+    n = replies["n"].cpu().numpy()
+    loss = replies["loss"].double().cpu().numpy() / np.maximum(n, 1)
+    if "confusion" not in replies.values:
+        return Cell(n, loss, {})
+    return Cell(n, loss, scores(replies["confusion"].double().cpu().numpy()))
+
+
+def _worth_pooling(federation: Federation, settings: Evaluate) -> bool:
+    if settings.personal_pooled != "auto":
+        return settings.personal_pooled == "yes"
+    pooled = int(federation.samples["pooled"].counts[0])
+    return federation.clients * pooled * federation.task.size <= POOLED_BUDGET
