@@ -1,9 +1,11 @@
-"""Milliseconds per round of FedAvg: an expert's sequential PyTorch loop, the loop engine and the stacked engine, side by side.
+"""Milliseconds per round of FedAvg: an expert's sequential PyTorch loop, the loop engine and the stacked
+engine, side by side.
 
     python bench/engines.py [--device cuda] [--repeats 5] [--only cnn] [--compile] [--json FILE]
 
-The expert's loop is what one would write by hand for one workload: a module, its optimizer, the data on the device already.
-Every figure is the best of the repeats, which are interleaved so that a busy machine slows all of them alike.
+The expert's loop is what one would write by hand for one workload: a module, its optimizer, the data on the
+device already. Every figure is the best of the repeats, which are interleaved so that a busy machine slows
+all of them alike.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def expert_loop(workload: Workload, data: ClientData, device: str) -> Callable[[
     return one_round
 
 
-def engine_round(workload: Workload, data: ClientData, device: str, engine: str, **settings: Any) -> Callable[[], None]:
+def engine_round(
+    workload: Workload, data: ClientData, device: str, engine: str, **settings: Any
+) -> Callable[[], None]:
     """FedAvg's own round on one of the engines."""
     task = make_task(workload.model, MODELS[workload.model](), workload.shape, 10, 0)
     hyper = FedAvgHyper(lr=LR)
@@ -150,7 +154,9 @@ def measure(workload: Workload, device: str, repeats: int, compiled: bool) -> di
     task = make_task(workload.model, MODELS[workload.model](), workload.shape, 10, 0)
     return {
         "workload": workload.name,
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
         "auto": choose_engine("auto", task, device, data.train.x, data.train.y),
         "milliseconds": best,
         "spread": {name: max(values) / min(values) for name, values in figures.items()},
@@ -162,7 +168,9 @@ def measure(workload: Workload, device: str, repeats: int, compiled: bool) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="names of workloads")
@@ -171,7 +179,16 @@ def main() -> None:
     arguments = parser.parse_args()
     results = []
     table = Table(title="FedAvg, milliseconds per round (ratio to the expert's loop)")
-    for column in ("workload", "engine", "ms / round", "ratio", "slowest / best", "first 3 rounds, s", "peak MB", "samples / s"):
+    for column in (
+        "workload",
+        "engine",
+        "ms / round",
+        "ratio",
+        "slowest / best",
+        "first 3 rounds, s",
+        "peak MB",
+        "samples / s",
+    ):
         table.add_column(column, justify="left" if column in ("workload", "engine") else "right")
     for workload in WORKLOADS:
         if arguments.only and workload.name not in arguments.only:

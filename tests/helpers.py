@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sartor.algorithms.base import Algorithm, Hyper
 from sartor.data.clients import ClientData, Split
-from sartor.models import MODELS, make_task
+from sartor.experiment import Local
+from sartor.federation import Federation, make_federation
+from sartor.models import MODELS, make_task, seeded
 from sartor.task import Task
 
 RAGGED = (5, 17, 33, 64, 7, 16)
@@ -27,7 +31,10 @@ def classification(
     centres = torch.randn(classes, *shape, generator=generator)
 
     def split(counts: list[int]) -> Split:
-        labels = [torch.randint(0, 1 + (number % classes), (count,), generator=generator) for number, count in enumerate(counts)]
+        labels = [
+            torch.randint(0, 1 + (number % classes), (count,), generator=generator)
+            for number, count in enumerate(counts)
+        ]
         y = torch.cat(labels)
         x = centres[y] + torch.randn(len(y), *shape, generator=generator)
         start = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
@@ -55,8 +62,13 @@ class Point(nn.Module):
         return self.w.expand(x.shape[0], -1)
 
 
-def quadratics(centres: Tensor, curvatures: Tensor, sizes: tuple[int, ...] | None = None) -> tuple[Task, ClientData]:
-    """f_i(w) = ½ Σ_j h_ij (w_j − b_ij)²: every sample of client i has y = (b_i, h_i), so all batches have one gradient."""
+def quadratics(
+    centres: Tensor, curvatures: Tensor, sizes: tuple[int, ...] | None = None
+) -> tuple[Task, ClientData]:
+    """f_i(w) = ½ Σ_j h_ij (w_j − b_ij)².
+
+    Every sample of client i has y = (b_i, h_i), so all batches have one gradient.
+    """
     clients, dimension = centres.shape
     sizes = sizes or (1,) * clients
     rows = torch.cat([centres, curvatures], dim=1).double()
@@ -72,3 +84,39 @@ def quadratics(centres: Tensor, curvatures: Tensor, sizes: tuple[int, ...] | Non
         return 0.5 * (h * (w - b) ** 2).sum(dim=1)
 
     return Task(Point(dimension), loss=loss, name="point"), data
+
+
+def federation_of(
+    engine: str,
+    task: Task,
+    data: ClientData,
+    *,
+    hyper: Any = None,
+    local: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Federation:
+    """A federation with these local settings; the learning rate is 0.1 unless ``hyper`` says otherwise."""
+    return make_federation(
+        engine, task, data, local=Local(**(local or {})), hyper=hyper or Hyper(lr=0.1), **settings
+    )
+
+
+def play(algorithm: Algorithm, federation: Federation, cohorts: Sequence[Sequence[int]]) -> Any:
+    """The server after one round for each cohort; rounds count from 1."""
+    server = algorithm.start(federation)
+    for round, cohort in enumerate(cohorts, 1):
+        federation.round = round
+        server = algorithm.round(server, federation, np.asarray(cohort, dtype=np.int64))
+    return server
+
+
+def module_of(name: str, shape: tuple[int, ...], classes: int, seed: int = 0, **settings: Any) -> nn.Module:
+    """A named network as an ordinary module in double precision, so that two ways to one result agree
+    tightly.
+    """
+    return seeded(lambda: MODELS[name](**settings).build(shape, classes), seed).double()
+
+
+def flat(module: nn.Module) -> Tensor:
+    """A module's parameters as one vector, in the order PyTorch names them."""
+    return torch.cat([value.detach().reshape(-1) for value in module.parameters()])

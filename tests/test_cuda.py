@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
 from helpers import RAGGED, classification, model_task
 
 from sartor import random
-from sartor.algorithms import algorithms
+from sartor.algorithms import algorithms, make
 from sartor.experiment import Local
 from sartor.federation import make_federation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _full_precision() -> Iterator[None]:
+    """Convolutions use TF32 by default; equality with a CPU needs all digits."""
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 def test_the_streams_give_the_same_integers() -> None:
@@ -37,7 +48,7 @@ def test_graphs_equal_the_loop(name: str, sizes: tuple[int, ...], compiled: bool
     models = {}
     for device, engine in (("cpu", "loop"), ("cuda", "stacked")):
         task = model_task("lenet", data)
-        algorithm = algorithms()[name]()
+        algorithm = make(algorithms()[name], lr=0.01)
         settings = {"compile": compiled} if engine == "stacked" else {}
         federation = make_federation(
             engine, task, data, local=Local(batch=8), hyper=algorithm.hyper, device=device, **settings

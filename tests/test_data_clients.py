@@ -19,6 +19,7 @@ from sartor.data import (
     from_folder,
     from_table,
     make_partition,
+    prepare,
     source_from_dataset,
 )
 from sartor.data.schemes import Dirichlet
@@ -77,6 +78,8 @@ def test_a_client_s_split_depends_on_its_name_and_the_seed_alone():
     assert torch.equal(both.test.of(1)[0], alone.test.x)
     other = from_clients({"b": numbered(100, 30)}, seed=5)
     assert not torch.equal(other.test.x, alone.test.x)
+    twins = from_clients({"a": numbered(0, 30), "b": numbered(0, 30)})
+    assert not torch.equal(twins.test.of(0)[0], twins.test.of(1)[0])
 
 
 def test_given_splits_stay_as_they_are_and_missing_ones_are_drawn():
@@ -123,6 +126,20 @@ def test_regression_has_targets_and_no_classes():
     assert describe(data)[0]["classes"] is None
     with pytest.raises(DataError, match="not finite, first in sample 3"):
         from_clients({"a": (x, np.where(np.arange(20) == 3, np.nan, 1.0))}, regression=True)
+
+
+def test_own_data_can_be_normalised_from_training_samples_and_turned_into_features():
+    data = from_clients({"a": numbered(0, 40), "b": numbered(40, 30)}, validation_fraction=0.2)
+    scaled = prepare(data, normalise=True)
+    mean, deviation = data.train.x.mean(0), data.train.x.std(0, correction=0)
+    for split in ("train", "test", "validation"):
+        expected = (getattr(data, split).x - mean) / deviation
+        assert torch.allclose(getattr(scaled, split).x, expected, atol=1e-5)
+    assert scaled.pooled_x is scaled.test.x
+    doubled = prepare(data, features=lambda x: torch.cat([x, 2 * x], 1))
+    assert torch.equal(doubled.test.x[:, 2:], 2 * data.test.x)
+    assert (doubled.hash, doubled.names) == (data.hash, data.names)
+    assert prepare(data) is data
 
 
 def test_to_moves_every_tensor():

@@ -57,7 +57,7 @@ def values_of(hint: Any, allowed: Meaning) -> st.SearchStrategy[Any]:
     if hint is bool:
         return st.booleans()
     if hint is int:
-        numbers: Any = st.integers(
+        numbers: st.SearchStrategy[Any] = st.integers(
             -(2**63) if low is None else math.ceil(low), 2**63 - 1 if high is None else math.floor(high)
         )
         return numbers.filter(allowed.accepts)

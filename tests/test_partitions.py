@@ -83,10 +83,11 @@ def test_apportion_respects_caps(pairs, data):
     counts = apportion(total, shares, caps)
     assert counts.sum() == total
     assert (counts <= caps).all()
-    # Where a share could have had more, no smaller share of the uncapped has overtaken it.
-    free = np.flatnonzero(counts < caps)
-    for first in free:
-        assert all(counts[second] <= counts[first] + 1 for second in free if shares[second] < shares[first])
+    # Those not full stand in proportion to their shares: one factor fits all of them within one.
+    free = (counts < caps) & (shares > 1e-9)
+    if free.any() and total > 0:
+        low, high = (counts[free] - 1) / shares[free], (counts[free] + 1) / shares[free]
+        assert low.max() <= high.min() * (1 + 1e-9)
 
 
 def test_apportion_survives_shares_too_small_to_divide():
@@ -196,6 +197,17 @@ def test_exactly_k_classes_used_equally_often(labels, clients, data, seed):
         assert held.max() - held.min() <= 1
     if clients * k < classes:
         assert "unused" in partition.notes[0]
+
+
+def test_exactly_k_classes_with_fixed_sizes():
+    labels = shuffled([500] * 10), shuffled([100] * 10)
+    partition = make_partition(labels, {"name": "classes", "k": 2, "train": 50, "test": 10}, 40, 1)
+    for split, each in (("train", 25), ("test", 5)):
+        assert [sorted(row)[-3:] for row in partition.counts(split).tolist()] == [[0, each, each]] * 40
+    with pytest.raises(DataError, match="too few samples to give each client 30 of exactly 2 classes"):
+        make_partition(shuffled([500, 20]), {"name": "classes", "k": 2, "train": 30}, 3, 1)
+    with pytest.raises(SettingError, match="test needs train"):
+        find_scheme({"name": "classes", "test": 5})
 
 
 def test_classes_are_paired_at_random_so_there_are_no_hidden_groups():
@@ -317,6 +329,7 @@ def test_fixed_sizes_are_exact_and_train_and_test_labels_have_one_law(
 ):
     data = labels if official else labels[0]
     assume(clients * (train + (0 if official else test)) <= len(labels[0]))
+    assume(clients * test <= len(labels[1]))
     scheme = Dirichlet(alpha=0.2, by="client", train=train, test=test)
     partition = make_partition(data, scheme, clients, seed)
     assert {len(part) for part in partition.train} == {train}
@@ -326,6 +339,15 @@ def test_fixed_sizes_are_exact_and_train_and_test_labels_have_one_law(
     unlike = np.abs(partition.counts("test") - test * partition.counts("train") / train).max(axis=1) >= 1
     said = [note for note in partition.notes if "unlike" in note]
     assert unlike.sum() <= (int(said[0].split()[0]) if said else 0)
+
+
+def test_a_class_whose_test_samples_are_used_up_counts_as_exhausted():
+    labels = shuffled([100, 100]), shuffled([10, 40])
+    scheme = Practical(groups=(2,), dominant=1, share=1.0, train=20, test=10)
+    partition = make_partition(labels, scheme, 2, 1)
+    assert sorted(partition.counts("train").tolist()) == [[0, 20], [20, 0]]
+    assert np.array_equal(2 * partition.counts("test"), partition.counts("train"))
+    assert not any("unlike" in note for note in partition.notes)
 
 
 def test_an_exhausted_class_is_replaced_by_the_client_s_others():
@@ -595,14 +617,18 @@ def test_apply_gives_each_client_its_samples():
     assert (clients.hash, clients.names, clients.classes) == (partition.hash, partition.names, 3)
 
 
-def test_a_partition_may_mix_training_and_test_samples():
+def test_clients_may_be_tested_on_samples_of_both_sets_but_never_trained_on_the_test_set():
     data = source(train=(6, 6), test=(3, 3))
     partition = make_partition(data, "iid", 2, 1)
-    mixed = dataclasses.replace(
-        partition, train=(np.array([0, 13]), np.array([1])), test=(np.array([2]), np.array([14]))
-    )
-    x, _ = apply(data, mixed).train.of(0)
-    assert torch.equal(x, torch.stack([data.train_x[0], data.test_x[1]]))
+    train = (np.array([0, 3]), np.array([1]))
+    mixed = dataclasses.replace(partition, train=train, test=(np.array([2, 13]), np.array([14])))
+    x, _ = apply(data, mixed).test.of(0)
+    assert torch.equal(x, torch.stack([data.train_x[2], data.test_x[1]]))
+    for split in ("train", "validation"):
+        with pytest.raises(DataError, match=f"{split} holds sample 13, which is of the test set"):
+            dataclasses.replace(mixed, **{split: (np.array([0, 13]), np.array([1]))})
+    with pytest.raises(DataError, match="no client has a test sample"):
+        dataclasses.replace(mixed, test=(np.arange(0), np.arange(0)))
 
 
 def test_without_an_official_test_set_the_clients_tests_are_pooled():

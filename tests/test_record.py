@@ -103,6 +103,7 @@ def test_a_path_that_is_a_file_or_below_one_is_refused(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "file" / "run", EXPERIMENT)
 
 
+@pytest.mark.slow
 def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
     code = (
         "import sys; from sartor.record import RunFolder; from sartor.errors import SartorError\n"

@@ -35,16 +35,19 @@ def run(
 ) -> Result:
     """Run an algorithm and return its :class:`~sartor.runner.Result`.
 
-    ``data`` is a data set's name, or your own: ``{client: (x, y)}``, or a :class:`ClientData`. ``model`` is a network's
-    name, any ``nn.Module``, or a :class:`Task`; ``head`` names the module that is a personal head. Every other setting
-    goes by section: ``hyper={"lr": 0.05}``, ``local={"epochs": 2}``, ``partition={"name": "dirichlet", "alpha": 0.1}``.
-    ``experiment`` is a TOML file or a mapping to start from. ``store=False`` writes no run folder.
+    ``data`` is a data set's name, or your own: ``{client: (x, y)}``, or a :class:`ClientData`. ``model`` is
+    a network's name, any ``nn.Module``, or a :class:`Task`; ``head`` names the module that is a personal
+    head. Every other setting goes by section: ``hyper={"lr": 0.05}``, ``local={"epochs": 2}``,
+    ``partition={"name": "dirichlet", "alpha": 0.1}``. ``experiment`` is a TOML file or a mapping to start
+    from. ``store=False`` writes no run folder.
     """
     given = _mapping(experiment)
     _put(given, "", algorithm=algorithm, rounds=rounds, seed=seed)
     for section, values in sections.items():
         if not isinstance(values, Mapping):
-            raise SettingError(f"{section}: give a section as a mapping, as in hyper={{'lr': 0.1}}, got {values!r}")
+            raise SettingError(
+                f"{section}: give a section as a mapping, as in hyper={{'lr': 0.1}}, got {values!r}"
+            )
         _put(given, section, **values)
     _put(given, "engine", name=engine, device=device)
     own_data = None

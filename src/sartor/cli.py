@@ -143,7 +143,7 @@ def run(
     if as_json:
         print(to_json(result.summary))
     else:
-        _print_table(("", ""), _flat(result.summary))
+        _print_result(result.summary)
         print(f"run folder: {result.folder}")
 
 
@@ -302,14 +302,32 @@ def _card(name: str, algorithm: Any) -> dict[str, str]:
     return {"name": name, "summary": summary, **{field: getattr(algorithm, field) for field in fields}}
 
 
-def _flat(value: Any, key: str = "") -> Iterable[tuple[str, str]]:
-    """Nested mappings as rows of dotted key and value."""
-    for name, entry in value.items():
-        place = f"{key}.{name}" if key else str(name)
-        if isinstance(entry, dict):
-            yield from _flat(entry, place)
-        else:
-            yield place, _text(entry)
+def _print_result(summary: dict[str, Any]) -> None:
+    """The evaluation matrix after the last round, a row per cell, and what the run took."""
+    heads = (
+        "model",
+        "tested on",
+        "accuracy",
+        "by samples",
+        "worst decile",
+        "loss",
+        "best by validation",
+        "best on test",
+    )
+    rows = []
+    for name, cell in summary["last"].items():
+        if cell is None:
+            continue
+        worst = cell.get("accuracy_spread", {}).get("worst_decile")
+        numbers = [cell["accuracy"], cell.get("accuracy_weighted"), worst, cell["loss"]]
+        for key in ("best_by_validation", "best_on_test"):
+            best = summary[key][name]
+            numbers.append(None if best is None else best["accuracy"])
+        rows.append((*name.split("_"), *map(_text, numbers)))
+    _print_table(heads, rows)
+    size = f"{summary['clients']} clients, {summary['rounds']} rounds, {summary['seconds']:.1f} s"
+    traffic = f"{summary['bytes_down']:,} bytes down, {summary['bytes_up']:,} bytes up"
+    print(f"{summary['algorithm']} on {summary['data']}: {size}, {traffic}")
 
 
 def _text(value: Any) -> str:
@@ -317,7 +335,7 @@ def _text(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return f"{value:.4g}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -1,8 +1,9 @@
 """Evaluation is a matrix: {shared model, personal model} × {a client's own test data, the pooled test data}.
 
-Clients evaluate and send counts, so that the same code serves real federations. Every client is evaluated, drawn or not, and
-every client's result is kept. A cell is named ``shared_local``, ``shared_pooled``, ``personal_local`` or
-``personal_pooled``; with validation data there are ``shared_validation`` and ``personal_validation`` too.
+Clients evaluate and send counts, so that the same code serves real federations. Every client is evaluated,
+drawn or not, and every client's result is kept. A cell is named ``shared_local``, ``shared_pooled``,
+``personal_local`` or ``personal_pooled``; with validation data there are ``shared_validation`` and
+``personal_validation`` too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from sartor.metrics import scores, spread
 
 CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
 POOLED_BUDGET = 10**11
-"""``evaluate.personal_pooled = auto`` evaluates up to this many clients × pooled samples × parameters at a time."""
+"""``evaluate.personal_pooled = auto`` evaluates up to this many clients × pooled samples × parameters at
+a time.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ class Cell:
         return result
 
 
-def evaluate(algorithm: Algorithm, server: Any, federation: Federation, settings: Evaluate) -> dict[str, Cell]:
+def evaluate(
+    algorithm: Algorithm, server: Any, federation: Federation, settings: Evaluate
+) -> dict[str, Cell]:
     """All cells the method has a model for."""
     everyone = np.arange(federation.clients)
     cells: dict[str, Cell] = {}
@@ -62,7 +67,9 @@ def evaluate(algorithm: Algorithm, server: Any, federation: Federation, settings
         cells["shared_pooled"] = _ask(federation, Call(shared_model, shared), everyone[:1], "pooled")
         cells["shared_local"] = _ask(federation, Call(shared_model, {"w": w}), everyone, "test")
         if "validation" in federation.samples:
-            cells["shared_validation"] = _ask(federation, Call(shared_model, {"w": w}), everyone, "validation")
+            cells["shared_validation"] = _ask(
+                federation, Call(shared_model, {"w": w}), everyone, "validation"
+            )
     personal = algorithm.personalize(server, everyone)
     if personal is not None:
         cells["personal_local"] = _ask(federation, personal, everyone, "test")

@@ -1,8 +1,9 @@
 """What a client can do: go through its samples in batches, take gradients, descend, evaluate.
 
-A client function gets a :class:`Client` and calls its methods; it is pure and written for one client, whatever engine runs
-it. The one way to the client's samples is :meth:`Client.scan`, a fold over batches; everything else is made of scans. An
-engine decides how a scan is carried out: one client after the other, or a step of many clients at once.
+A client function gets a :class:`Client` and calls its methods; it is pure and written for one client,
+whatever engine runs it. The one way to the client's samples is :meth:`Client.scan`, a fold over batches;
+everything else is made of scans. An engine decides how a scan is carried out: one client after the other,
+or a step of many clients at once.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ Direction = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of one scan: ``steps`` of them, or ``epochs`` passes; the last, short batch of a pass is kept.
+    """The batches of one scan: ``steps`` of them, or ``epochs`` passes; the last, short batch of a pass is
+    kept.
 
-    ``size`` 0 takes all samples at once. Shuffled batches come from the keyed stream named ``stream``, so two scans of
-    one round that name the same stream see the same batches.
+    ``size`` 0 takes all samples at once. Shuffled batches come from the keyed stream named ``stream``, so
+    two scans of one round that name the same stream see the same batches.
     """
 
     split: str = "train"
@@ -59,7 +61,8 @@ class Scan(Protocol):
 
     def __call__(
         self, client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches
-    ) -> Any: ...  # pragma: no cover
+    ) -> Any:
+        """The carry after all batches."""
 
 
 class Client:
@@ -93,10 +96,14 @@ class Client:
         """The number of training samples."""
         return self.counts["train"]
 
-    # Quantities of one batch -----------------------------------------------------------------------------------------
+    # Quantities of one batch
+    # -----------------------------------------------------------------------------------------
 
     def grad(self, w: Tensor, batch: Batch, *, track: bool = True) -> Tensor:
-        """The gradient of the mean loss over the batch. ``track=False`` leaves the running statistics as they are."""
+        """The gradient of the mean loss over the batch.
+
+        ``track=False`` leaves the running statistics as they are.
+        """
         gradient, after = self.task.grad_and_buffers(w, batch, self.buffers, self._frozen)
         if track:
             self.buffers = after
@@ -106,15 +113,21 @@ class Client:
         """What the model returns, in evaluation mode."""
         return self.task.outputs(w, x, self.buffers)
 
-    # Quantities of the whole local data ------------------------------------------------------------------------------
+    # Quantities of the whole local data
+    # ------------------------------------------------------------------------------
 
     def scan(self, body: Callable[[Carry, Batch], Carry], carry: Carry, batches: Batches) -> Carry:
-        """``carry = body(carry, batch)`` over the batches; ``carry`` is a tensor or a tuple or dict of tensors."""
+        """``carry = body(carry, batch)`` over the batches.
+
+        ``carry`` is a tensor or a tuple or dict of tensors.
+        """
         result: Carry = self._scan(self, body, carry, batches)
         return result
 
     def mean(self, quantity: Callable[[Batch], Tensor], like: Tensor, split: str = "train") -> Tensor:
-        """The mean over all samples of a split of a quantity that is itself a mean over a batch, shaped as ``like``."""
+        """The mean over all samples of a split of a quantity that is itself a mean over a batch, shaped
+        as ``like``.
+        """
 
         def add(total: Tensor, batch: Batch) -> Tensor:
             return total + quantity(batch) * batch.size
@@ -129,7 +142,9 @@ class Client:
 
     def loss(self, w: Tensor, split: str = "train") -> Tensor:
         """f_i(w): the mean loss over all samples of a split, in evaluation mode."""
-        return self.mean(lambda batch: batch.mean(self.task.losses(w, batch, self.buffers)), w.new_zeros(()), split)
+        return self.mean(
+            lambda batch: batch.mean(self.task.losses(w, batch, self.buffers)), w.new_zeros(()), split
+        )
 
     def evaluate(self, model: Tensor | Callable[[Tensor], Tensor], split: str = "test") -> dict[str, Tensor]:
         """Sum of losses, number of samples and, for classes, the confusion matrix (rows: truth) of a model.
@@ -141,23 +156,31 @@ class Client:
         like = self.counts[split]
         carry = {"loss": like.new_zeros((), dtype=self.task.dtype)}
         if classes is not None:
-            carry["confusion"] = like.new_zeros((classes, classes), dtype=self.task.dtype)
+            carry["confusion"] = like.new_zeros((classes, classes), dtype=torch.float32)
 
         def add(carry: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
             result = outputs(batch.x)
-            added = {"loss": carry["loss"] + batch.mean(self.task.loss_function(result, batch.y)) * batch.size}
+            added = {
+                "loss": carry["loss"] + batch.mean(self.task.loss_function(result, batch.y)) * batch.size
+            }
             if classes is not None:
                 truth, guess = _one_hot(batch.y, classes), _one_hot(result.argmax(dim=-1), classes)
-                truth = truth if batch.weight is None else truth * batch.weight[:, None]
+                truth = truth if batch.weight is None else truth * batch.weight[:, None].to(truth.dtype)
                 added["confusion"] = carry["confusion"] + truth.T @ guess
             return added
 
-        return {**self.scan(add, carry, Batches(split, self._evaluation_batch)), "n": like}
+        total = self.scan(add, carry, Batches(split, self._evaluation_batch))
+        return {**total, "n": like}
 
-    # The local loop --------------------------------------------------------------------------------------------------
+    # The local loop
+    # --------------------------------------------------------------------------------------------------
 
-    def batches(self, *, epochs: int | None = None, steps: int | None = None, stream: str = "batch") -> Batches:
-        """The shuffled training batches that the ``local`` settings ask for, or so many epochs or steps of them."""
+    def batches(
+        self, *, epochs: int | None = None, steps: int | None = None, stream: str = "batch"
+    ) -> Batches:
+        """The shuffled training batches that the ``local`` settings ask for, or so many epochs or steps
+        of them.
+        """
         if epochs is None and steps is None:
             epochs, steps = self.local.epochs, self.local.steps
         return Batches("train", self.local.batch, epochs or 0, steps or 0, shuffled=True, stream=stream)
@@ -168,9 +191,12 @@ class Client:
         return count
 
     def rate(self, lr: float | Tensor) -> float | Tensor:
-        """η of this round: the learning rate after ``local.lr_decay``."""
+        """η of this round: rounds count from 1, and ``local.lr_decay`` acts after each."""
         decay = self.local.lr_decay
-        return lr if decay == 1.0 else lr * torch.pow(torch.full_like(self.round, decay, dtype=self.task.dtype), self.round)
+        if decay == 1.0:
+            return lr
+        factor = torch.full_like(self.round, decay, dtype=self.task.dtype)
+        return lr * torch.pow(factor, (self.round - 1).clamp(min=0))
 
     def descend(
         self,
@@ -186,9 +212,10 @@ class Client:
     ) -> Tensor:
         """Local training from ``w``: K_i steps against ``direction(w_k, batch)``, by default the gradient.
 
-        The ``local`` settings say how many steps, which optimiser, momentum and weight decay; ``epochs`` or ``steps``
-        override the amount. ``updates`` steps are taken on every batch. ``only`` is a boolean vector: what is false in it
-        does not move, not by momentum or weight decay either. The optimiser starts afresh each time.
+        The ``local`` settings say how many steps, which optimiser, momentum and weight decay; ``epochs`` or
+        ``steps`` override the amount. ``updates`` steps are taken on every batch. ``only`` is a boolean
+        vector: what is false in it does not move, not by momentum or weight decay either. The optimiser
+        starts afresh each time.
         """
         direction = direction or self.grad
         rate = self.rate(lr)

@@ -51,7 +51,9 @@ class MLP:
 
 @dataclass(frozen=True)
 class CNN:
-    """McMahan's CNN: 5×5 convolutions with 32 and 64 channels, each with 2×2 max pooling, a dense layer of 512."""
+    """McMahan's CNN: 5×5 convolutions with 32 and 64 channels, each with 2×2 max pooling, a dense layer
+    of 512.
+    """
 
     head: ClassVar[str | None] = "output"
 
@@ -92,7 +94,9 @@ class ResNet8:
     def build(self, shape: Shape, classes: int) -> nn.Module:
         """The module for images of this shape."""
         if len(shape) != 3:
-            raise SettingError(f"model.name = 'resnet8': needs images [channels, height, width], the data has {list(shape)}")
+            raise SettingError(
+                f"model.name = 'resnet8': needs images [channels, height, width], the data has {list(shape)}"
+            )
         return _ResNet8(shape[0], classes, self.norm)
 
 
@@ -109,13 +113,17 @@ MODELS: dict[str, type] = {
 def make_task(name: str, settings: Any, shape: Shape, classes: int | None, seed: int) -> Task:
     """The task of a named model on inputs of a shape, with initial weights that depend on the seed alone."""
     if classes is None:
-        raise SettingError(f"model.name = {name!r}: classifies, but the data has no classes; give a model of your own")
+        raise SettingError(
+            f"model.name = {name!r}: classifies, but the data has no classes; give a model of your own"
+        )
     module = seeded(lambda: settings.build(tuple(shape), classes), seed)
     return Task(module, classes=classes, head=settings.head, name=name)
 
 
 def seeded(build: Callable[[], nn.Module], seed: int, index: int = 0) -> nn.Module:
-    """What ``build`` makes with PyTorch's generator set from the stream (seed, "initial", index), then restored."""
+    """What ``build`` makes with PyTorch's generator set from the stream (seed, "initial", index), then
+    restored.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(random.integer(random.stream(seed, "initial", index)))
         return build()
@@ -137,13 +145,16 @@ def _convolutional(
 ) -> nn.Module:
     """Two 5×5 convolutions with pooling, then dense layers."""
     if len(shape) != 3:
-        raise SettingError(f"model.name = {name!r}: needs images [channels, height, width], the data has {list(shape)}")
+        raise SettingError(
+            f"model.name = {name!r}: needs images [channels, height, width], the data has {list(shape)}"
+        )
     height, width = shape[1:]
     for _ in channels:
         height, width = (height - 4 + 2 * padding) // 2, (width - 4 + 2 * padding) // 2
     if min(height, width) < 1:
         raise SettingError(
-            f"model.name = {name!r}: images of {shape[1]}×{shape[2]} are too small for it; take mlp, softmax or resnet8"
+            f"model.name = {name!r}: images of {shape[1]}×{shape[2]} are too small for it; "
+            "take mlp, softmax or resnet8"
         )
     layers: dict[str, nn.Module] = {}
     previous = shape[0]
@@ -177,7 +188,9 @@ class _Block(nn.Module):
         self.norm2 = _norm(norm, outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = _named(convolution=nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm=_norm(norm, outputs))
+            self.shortcut = _named(
+                convolution=nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm=_norm(norm, outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.convolution1(x)))
@@ -189,9 +202,14 @@ class _ResNet8(nn.Module):
         super().__init__()
         self.convolution = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
         self.norm = _norm(norm, 16)
-        self.block1, self.block2, self.block3 = _Block(16, 16, 1, norm), _Block(16, 32, 2, norm), _Block(32, 64, 2, norm)
+        self.block1, self.block2, self.block3 = (
+            _Block(16, 16, 1, norm),
+            _Block(16, 32, 2, norm),
+            _Block(32, 64, 2, norm),
+        )
         self.output = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.block3(self.block2(self.block1(F.relu(self.norm(self.convolution(x))))))
-        return self.output(y.mean(dim=(2, 3)))
+        scores: Tensor = self.output(y.mean(dim=(2, 3)))
+        return scores

@@ -1,8 +1,9 @@
 """Keyed randomness: every draw is a pure function of (seed, purpose, round, client, index).
 
-A stream is named by a 64-bit key, folded from its arguments, and its i-th word is a hash of (key, i): the finaliser of
-SplitMix64, written in wrapping 64-bit integer arithmetic that gives the same integers on every device. There is no state,
-so results depend neither on the order of the draws nor on the engine, the chunking or an interruption.
+A stream is named by a 64-bit key, folded from its arguments, and its i-th word is a hash of (key, i): the
+finaliser of SplitMix64, written in wrapping 64-bit integer arithmetic that gives the same integers on every
+device. There is no state, so results depend neither on the order of the draws nor on the engine, the
+chunking or an interruption.
 
 >>> key = stream(0, "cohort", 3)
 >>> bool((uniform(key, 5) == uniform(key, 5)).all())
@@ -13,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from functools import lru_cache
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +36,10 @@ def _wrap(value: Word) -> Word:
 
 
 def _shift(value: Word, places: int) -> Word:
-    """A logical right shift: torch shifts signed words arithmetically, so the sign's copies are masked away."""
+    """A logical right shift.
+
+    Torch shifts signed words arithmetically, so the sign's copies are masked away.
+    """
     return (value >> places) & ((1 << (64 - places)) - 1)
 
 
@@ -48,17 +52,22 @@ def _mix(word: Word) -> Word:
 
 def fold(key: int | Tensor, value: int | Tensor) -> int | Tensor:
     """The key of a sub-stream: ``value`` is a round, a client or an epoch, an integer or a tensor of them."""
-    inner = _mix(_wrap(value + _signed(_GOLDEN)) if isinstance(value, int) else value + _signed(_GOLDEN))
-    return _mix(key ^ inner)  # type: ignore[type-var]
+    inner: Any = _mix(_wrap(value + _signed(_GOLDEN)) if isinstance(value, int) else value + _signed(_GOLDEN))
+    outer: Any = key ^ inner
+    mixed: int | Tensor = _mix(outer)
+    return mixed
 
 
-@lru_cache(maxsize=None)
+@cache
 def _purpose(name: str) -> int:
     return _signed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
 def stream(seed: int, purpose: str, *values: int | Tensor) -> int | Tensor:
-    """The key of the stream (seed, purpose, values...); tensor values give a tensor of keys, one per entry."""
+    """The key of the stream (seed, purpose, values...).
+
+    Tensor values give a tensor of keys, one per entry.
+    """
     key: int | Tensor = fold(fold(0, _signed(seed)), _purpose(purpose))
     for value in values:
         key = fold(key, value)
@@ -66,7 +75,10 @@ def stream(seed: int, purpose: str, *values: int | Tensor) -> int | Tensor:
 
 
 def words(key: int | Tensor, index: Tensor) -> Tensor:
-    """The words of a stream at the given indices, 64 random bits each; ``key`` broadcasts against ``index``."""
+    """The words of a stream at the given indices, 64 random bits each.
+
+    ``key`` broadcasts against ``index``.
+    """
     return _mix((index + 1) * _signed(_GOLDEN) + key)
 
 
@@ -91,9 +103,11 @@ def integer(key: int | Tensor) -> int:
 
 
 def choose(key: int | Tensor, population: int, count: int) -> list[int]:
-    """``count`` different numbers below ``population``, sorted, each subset equally likely (Floyd's algorithm).
+    """``count`` different numbers below ``population``, sorted, each subset equally likely (Floyd's
+    algorithm).
 
-    The cost depends on ``count`` alone, so that a cohort of a hundred out of a million clients costs a hundred draws.
+    The cost depends on ``count`` alone, so that a cohort of a hundred out of a million clients costs a
+    hundred draws.
     """
     if count >= population:
         return list(range(population))
@@ -105,13 +119,14 @@ def choose(key: int | Tensor, population: int, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def shuffled(keys: Tensor, sizes: Tensor, length: int) -> Tensor:
-    """Endless epochs of every client's samples, shuffled anew in each: ``[clients, length]`` sample numbers.
+def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
+    """Endless epochs of every client's samples, shuffled anew in each: ``[clients, places]`` sample numbers.
 
-    Row i holds a permutation of ``range(sizes[i])``, then another, and so on. Epoch and hash form one sort key, so one
-    stable sort serves all clients and epochs. Entries past the last whole epoch that fits have no meaning.
+    Row i holds a permutation of ``range(sizes[i])``, then another, and so on. Epoch and hash form one sort
+    key, so one stable sort serves all clients and epochs. ``places`` counts 0, 1, 2, …; entries past the
+    last whole epoch that fits have no meaning.
     """
-    place = _index(length, keys.device)[None, :]
+    place = places[None, :]
     size = sizes[:, None].clamp(min=1)
     epoch = place // size
     order = (epoch << 43) | _shift(words(keys[:, None], place), 21)

@@ -38,7 +38,10 @@ MOST_MODEL_NUMBERS = 10**8
 """Personal models are stored and returned up to this many numbers in all."""
 
 COMPILE_ROUNDS = 2000
-"""On CUDA ``engine.compile = auto`` compiles runs of at least so many rounds: measured, it then pays for itself."""
+"""On CUDA ``engine.compile = auto`` compiles runs of at least so many rounds.
+
+Measured, it then pays for itself.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,10 @@ class Result:
     rounds: list[dict[str, Any]]
     """One row per round."""
     clients: dict[str, list[Any]]
-    """One row per client and evaluation, as columns: ``pandas.DataFrame(result.clients)`` takes it as it is."""
+    """One row per client and evaluation, as columns.
+
+    ``pandas.DataFrame(result.clients)`` takes it as it is.
+    """
     task: Task
     w: Tensor | None
     """The shared model, where the method has one."""
@@ -62,7 +68,9 @@ class Result:
         """The shared model, or a client's personal one, to load into a module of your own."""
         model = self.w if client is None else None if self.personal is None else self.personal[client]
         if model is None:
-            raise SartorError(f"{self.summary['algorithm']} has no {'shared' if client is None else 'personal'} model")
+            raise SartorError(
+                f"{self.summary['algorithm']} has no {'shared' if client is None else 'personal'} model"
+            )
         return self.task.state_dict(model)
 
 
@@ -75,17 +83,24 @@ def execute(
     store: bool = True,
     progress: bool = False,
 ) -> Result:
-    """Run an experiment. ``data`` and ``task`` stand in for what it names; ``store=False`` writes no run folder."""
+    """Run an experiment. ``data`` and ``task`` stand in for what it names.
+
+    ``store=False`` writes no run folder.
+    """
     if experiment.engine.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
     partition = None
     if data is None:
         data, partition = load_data(experiment)
     if experiment.cohort.count > data.clients:
-        raise SettingError(f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}")
+        raise SettingError(
+            f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}"
+        )
     if task is None:
         shape = tuple(data.train.x.shape[1:])
-        task = make_task(experiment.model.name, experiment.model.settings, shape, data.classes, experiment.seed)
+        task = make_task(
+            experiment.model.name, experiment.model.settings, shape, data.classes, experiment.seed
+        )
     algorithm = algorithms()[experiment.algorithm](experiment.hyper)
     experiment = resolve(experiment, algorithm, task, data)
     federation = open_federation(experiment, task, data)
@@ -115,7 +130,9 @@ def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
         partition = make_partition(source, scheme, settings.clients, experiment.seed, settings.validation)
     for note in partition.notes:
         log.warning("%s: %s", settings.name, note)
-    return apply(source, partition, normalise=settings.normalise, features=experiment.features.settings), partition
+    return apply(
+        source, partition, normalise=settings.normalise, features=experiment.features.settings
+    ), partition
 
 
 def _own_data(experiment: Experiment) -> ClientData:
@@ -200,7 +217,7 @@ class _Run:
             cohort = draw_cohort(experiment.seed, round, federation.clients, experiment.cohort)
             server = algorithm.round(server, federation, cohort)
             self._wait()
-            row = {
+            row: dict[str, Any] = {
                 "round": round,
                 "cohort": len(cohort),
                 "answered": federation.answered,
@@ -241,7 +258,9 @@ class _Run:
                 )
 
     def _keep_clients(self, cells: Mapping[str, Cell], round: int) -> None:
-        """One row per client: its results on its own test data, and of its personal model on the pooled data."""
+        """One row per client: its results on its own test data, and of its personal model on the pooled
+        data.
+        """
         clients = self.data.clients
         columns: dict[str, Any] = {
             "round": [round] * clients,
@@ -321,7 +340,9 @@ class _Run:
         }
 
     def _best(self, name: str, validated: bool) -> dict[str, Any] | None:
-        """Accuracy and round of a cell where it, or the model's accuracy on validation data, was highest first."""
+        """Accuracy and round of a cell where it, or the model's accuracy on validation data, was highest
+        first.
+        """
         judge = name.split("_")[0] + "_validation" if validated else name
         judged = {
             round: cells[judge]["accuracy"]
@@ -343,7 +364,10 @@ def _tensors(server: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sha256(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of names, shapes and values: two runs with the same hash ended with the same models to the bit."""
+    """A hash of names, shapes and values.
+
+    Two runs with the same hash ended with the same models to the bit.
+    """
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()

@@ -1,13 +1,13 @@
 """A model as a vector: any ``nn.Module`` becomes functions of one flat vector ``w``.
 
-Papers write ``w ∈ R^d``; so do the algorithms here. :class:`Task` lays a module's parameters into one vector and its
-float buffers (BatchNorm's running statistics) into a second one, and gives loss, gradient and predictions as functions
-of them. Parameters are views of ``w``: nothing is copied. Named slices of the vector, ``task.parts``, are declared by
-module path. Integer buffers stay as they were in the module.
+Papers write ``w ∈ R^d``; so do the algorithms here. :class:`Task` lays a module's parameters into one
+vector and its float buffers (BatchNorm's running statistics) into a second one, and gives loss, gradient
+and predictions as functions of them. Parameters are views of ``w``: nothing is copied. Named slices of the
+vector, ``task.parts``, are declared by module path. Integer buffers stay as they were in the module.
 
-Two kinds of layers do something that depends on more than their input, and are replaced by versions that a cohort of
-clients can share: BatchNorm (statistics over the real samples of a padded batch, running statistics handed out instead of
-changed in place) and Dropout (masks from the keyed streams).
+Two kinds of layers do something that depends on more than their input, and are replaced by versions that a
+cohort of clients can share: BatchNorm (statistics over the real samples of a padded batch, running
+statistics handed out instead of changed in place) and Dropout (masks from the keyed streams).
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional as F
+from torch.nn.parameter import UninitializedParameter
 
 from sartor import random
+from sartor.convolution import conv2d
 from sartor.errors import NotStackable, SartorError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Batch(NamedTuple):
-    """Some samples of one client. ``weight`` is 1 for a real sample and 0 for padding; None when all are real."""
+    """Some samples of one client.
+
+    ``weight`` is 1 for a real sample and 0 for padding; None when all are real.
+    """
 
     x: Tensor
     y: Tensor
@@ -85,9 +90,9 @@ class Part:
 class Task:
     """A module, a loss and named parts, as functions of flat vectors.
 
-    ``module`` is taken as it is: its values are the initial model. ``loss(outputs, targets)`` gives one number per
-    sample. ``head`` names the module whose input are the features (``body`` is then everything else); ``stages`` names
-    groups of module paths that together cover the model.
+    ``module`` is taken as it is: its values are the initial model. ``loss(outputs, targets)`` gives one
+    number per sample. ``head`` names the module whose input are the features (``body`` is then everything
+    else); ``stages`` names groups of module paths that together cover the model.
 
     >>> task = Task(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), head="2")
     >>> task.size, task.parts["head"].size
@@ -108,22 +113,31 @@ class Task:
         self.loss_function: Loss = loss or _cross_entropy
         self.classes = classes
         self.head_path = head
-        parameters = dict(module.named_parameters())
+        lazy = [key for key, value in module.named_parameters() if isinstance(value, UninitializedParameter)]
+        if lazy:
+            raise SartorError(f"model {name}: {lazy[0]!r} has no shape yet; run the module once on a sample")
+        parameters = {key: value for key, value in module.named_parameters() if value.requires_grad}
         if not parameters:
-            raise SartorError(f"model {name}: it has no parameters, so there is nothing to train")
+            raise SartorError(f"model {name}: it has no parameters that take a gradient: nothing to train")
         kinds = {value.dtype for value in parameters.values()}
         if len(kinds) > 1 or not next(iter(kinds)).is_floating_point:
-            raise SartorError(f"model {name}: parameters must share one float type, found {sorted(map(str, kinds))}")
+            raise SartorError(
+                f"model {name}: parameters must share one float type, found {sorted(map(str, kinds))}"
+            )
         self.dtype = next(iter(kinds))
         buffers = dict(module.named_buffers())
         floats = {key: value for key, value in buffers.items() if value.is_floating_point()}
-        self._constants = {key: value.detach().clone() for key, value in buffers.items() if key not in floats}
+        fixed = {key: value for key, value in buffers.items() if key not in floats}
+        fixed |= {key: value for key, value in module.named_parameters() if not value.requires_grad}
+        self._constants = {key: value.detach().clone() for key, value in fixed.items()}
         self._constants_by_device: dict[torch.device, dict[str, Tensor]] = {}
         self._parameters, self._buffers = _Layout(parameters), _Layout(floats)
         self.size, self.buffer_size = self._parameters.size, self._buffers.size
         self._initial_w = self._parameters.flatten(parameters).to(self.dtype)
         self._initial_b = self._buffers.flatten(floats).to(self.dtype)
-        self._module = _shareable(module)
+        self._module = _shareable(module, name)
+        self._stored = _stored_names(module)
+        self._changed_in_place = _buffers_of_others(self._module, floats)
         self.draws = any(isinstance(layer, _Dropout) for layer in self._module.modules())
         self._module_paths = [path for path, _ in module.named_modules() if path]
         self._local = threading.local()
@@ -136,9 +150,12 @@ class Task:
                 self.parts[stage] = self._part(stage, list(paths))
         self.stages = tuple(stages or (("body", "head") if head is not None else ()))
         if stages is not None and self._rest("rest", [self.parts[stage] for stage in stages]).slices:
-            raise SartorError(f"model {name}: the stages {', '.join(stages)} do not cover all of its parameters")
+            raise SartorError(
+                f"model {name}: the stages {', '.join(stages)} do not cover all of its parameters"
+            )
 
-    # The vectors ---------------------------------------------------------------------------------------------------
+    # The vectors
+    # ---------------------------------------------------------------------------------------------------
 
     def initial(self, device: torch.device | str = "cpu") -> Tensor:
         """The initial model: the values the module came with."""
@@ -152,7 +169,7 @@ class Task:
         """A model's vector as a module's ``state_dict``, to load into the user's own module."""
         floats = self._buffers.views(self._initial_b if buffers is None else buffers)
         named = {**self._parameters.views(w), **floats, **self._constants}
-        return {key: value.detach().clone() for key, value in named.items()}
+        return {key: named[first].detach().clone() for key, first in self._stored.items()}
 
     def part(self, name: str) -> Part:
         """A declared part; the error for one that is missing names the module paths there are."""
@@ -161,17 +178,22 @@ class Task:
         paths = ", ".join(self._module_paths)
         raise SartorError(
             f"model {self.name}: no part {name!r} is declared (parts: {', '.join(self.parts) or 'none'}); "
-            f"give it by module path, for example head={self._module_paths[-1:] or ['...']}[0]; paths: {paths}"
+            f"declare it by module path, for example head={(self._module_paths or ['...'])[-1]!r}; "
+            f"paths: {paths}"
         )
 
     def _part(self, name: str, paths: list[str]) -> Part:
         slices = []
         for path in paths:
-            found = [place for key, place in self._parameters.places.items() if key == path or key.startswith(path + ".")]
+            found = [
+                place
+                for key, place in self._parameters.places.items()
+                if key == path or key.startswith(path + ".")
+            ]
             if not found:
                 raise SartorError(
-                    f"model {self.name}: part {name!r} names the module path {path!r}, which has no parameters; "
-                    f"paths: {', '.join(self._module_paths) or 'none'}"
+                    f"model {self.name}: part {name!r} names the module path {path!r}, which has no "
+                    f"parameters; paths: {', '.join(self._module_paths) or 'none'}"
                 )
             slices += found
         return Part(name, _merge(slices))
@@ -181,13 +203,16 @@ class Task:
         slices, position = [], 0
         for start, stop in [*taken, (self.size, self.size)]:
             if start < position and stop > start:
-                raise SartorError(f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap")
+                raise SartorError(
+                    f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap"
+                )
             if start > position:
                 slices.append(slice(position, start))
             position = max(position, stop)
         return Part(name, tuple(slices))
 
-    # The functions -------------------------------------------------------------------------------------------------
+    # The functions
+    # -------------------------------------------------------------------------------------------------
 
     def outputs(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
         """What the module returns for ``x``, in evaluation mode."""
@@ -213,13 +238,18 @@ class Task:
     def loss_and_buffers(
         self, w: Tensor, batch: Batch, buffers: Tensor | None = None, frozen: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The mean training loss and the buffers after this batch; ``frozen`` buffers are used and not changed."""
+        """The mean training loss and the buffers after this batch.
+
+        ``frozen`` buffers are used and not changed.
+        """
         mode = _Mode(training=True, weight=batch.weight, frozen=frozen, key=batch.key)
         loss = batch.mean(self.loss_function(self._call(w, batch.x, buffers, mode), batch.y))
         if not mode.changed:
             return loss, buffers
         views = self._buffers.views(self._given(buffers, w))
-        return loss, torch.cat([mode.changed.get(key, view).reshape(-1) for key, view in views.items()]).detach()
+        return loss, torch.cat(
+            [mode.changed.get(key, view).reshape(-1) for key, view in views.items()]
+        ).detach()
 
     def grad(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
         """The gradient of the batch's mean training loss."""
@@ -236,13 +266,17 @@ class Task:
 
     def _constants_on(self, device: torch.device) -> dict[str, Tensor]:
         if device not in self._constants_by_device:
-            self._constants_by_device[device] = {key: value.to(device) for key, value in self._constants.items()}
+            self._constants_by_device[device] = {
+                key: value.to(device) for key, value in self._constants.items()
+            }
         return self._constants_by_device[device]
 
     def _given(self, buffers: Tensor | None, w: Tensor) -> Tensor:
         return self.initial_buffers(w.device) if buffers is None else buffers
 
-    def _call(self, w: Tensor, x: Tensor, buffers: Tensor | None, mode: _Mode, without_head: bool = False) -> Tensor:
+    def _call(
+        self, w: Tensor, x: Tensor, buffers: Tensor | None, mode: _Mode, without_head: bool = False
+    ) -> Tensor:
         # functional_call swaps tensors into the module while it runs, so every thread has modules of its own.
         if not hasattr(self._local, "modules"):
             self._local.modules = {}
@@ -256,6 +290,8 @@ class Task:
         named = self._parameters.views(w)
         if self.buffer_size:
             named |= self._buffers.views(self._given(buffers, w))
+            for key in self._changed_in_place:  # such a layer shall not write into the vector it was given
+                named[key] = named[key].clone()
         named |= self._constants_on(w.device)
         previous = getattr(_context, "mode", None)
         _context.mode = mode
@@ -263,29 +299,43 @@ class Task:
             result = functional_call(module, named, (x,), strict=False)
         finally:
             _context.mode = previous
+        if mode.training and not mode.frozen:
+            mode.changed |= {key: named[key] for key in self._changed_in_place}
         if not isinstance(result, Tensor):
-            raise SartorError(f"model {self.name}: forward returned {type(result).__name__}, a tensor is needed")
+            raise SartorError(
+                f"model {self.name}: forward returned {type(result).__name__}, a tensor is needed"
+            )
         return result
 
-    # What the engines ask ------------------------------------------------------------------------------------------
+    # What the engines ask
+    # ------------------------------------------------------------------------------------------
 
     def why_not_stackable(self, x: Tensor, y: Tensor) -> str | None:
-        """The reason why this model cannot train many clients in one batch, or None: one step of two clients is tried."""
-        w, buffers = self.initial(x.device), self.initial_buffers(x.device)
-        pair = Batch(torch.stack([x, x]), torch.stack([y, y]), torch.ones(2, x.shape[0], device=x.device, dtype=w.dtype))
+        """The reason why this model cannot train many clients in one batch, or None.
 
-        def step(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            return self.grad_and_buffers(w, Batch(x, y, weight), buffers)[0]
+        One step of two clients is tried.
+        """
+        w, buffers = self.initial(x.device), self.initial_buffers(x.device)
+        # Each client's batch is padded by one more sample, so that a layer that looks across samples shows.
+        padded_x, padded_y = torch.cat([x, x[:1]]), torch.cat([y, y[:1]])
+        weight = torch.ones(len(padded_y), device=x.device, dtype=w.dtype)
+        weight[-1] = 0
+
+        def step(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            gradient = self.grad_and_buffers(w, Batch(x, y, weight), buffers)[0]
+            return gradient, self.outputs(w, x, buffers)[:-1]
 
         try:
-            stacked = torch.vmap(step)(pair.x, pair.y, pair.weight)
+            pair = [torch.stack([value, value]) for value in (padded_x, padded_y, weight)]
+            stacked, outputs = torch.vmap(step)(*pair)
         except Exception as error:  # whatever torch says about this module is the reason
             if "data-dependent control flow" in str(error):
                 return "its forward pass branches on the data"
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        single = self.grad(w, Batch(x, y))
-        if not torch.allclose(stacked[0], single, rtol=1e-3, atol=1e-4 * float(single.abs().max()) + 1e-8):
-            return "a padded batch gives another gradient than a plain one, so a layer mixes samples or draws at random"
+        for several, one in ((stacked, self.grad(w, Batch(x, y))), (outputs, self.outputs(w, x, buffers))):
+            largest = float(one.abs().nan_to_num().max())
+            if not torch.allclose(several[0], one, rtol=1e-3, atol=1e-4 * largest + 1e-8, equal_nan=True):
+                return "a padded batch gives another result: a layer mixes samples or draws at random"
         return None
 
     def require_stackable(self, x: Tensor, y: Tensor) -> None:
@@ -300,7 +350,10 @@ class Task:
         return any(isinstance(module, nn.modules.conv._ConvNd) for module in self._module.modules())
 
     def activations(self, x: Tensor) -> int:
-        """Numbers held by the outputs of all layers for one sample: what a step needs beside copies of ``w``."""
+        """Numbers held by the outputs of all layers for one sample.
+
+        What a step needs beside copies of ``w``.
+        """
         total = 0
 
         def count(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -335,9 +388,12 @@ class _Layout:
         return torch.cat([tensors[key].detach().reshape(-1).cpu() for key in self.shapes])
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        # One split whose backward is one concatenation; slices would each give a gradient of the whole vector.
-        pieces = vector.split(self.sizes) if self.sizes else ()
-        return {key: piece.view(shape) for (key, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
+        # One split whose backward is one concatenation; slices would each give a gradient of the whole
+        # vector.
+        pieces = torch.split(vector, self.sizes) if self.sizes else ()
+        return {
+            key: piece.view(shape) for (key, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+        }
 
 
 def _merge(slices: list[slice]) -> tuple[slice, ...]:
@@ -355,7 +411,8 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
-# Layers that need to know more than their input ------------------------------------------------------------------------
+# Layers that need to know more than their input
+# ------------------------------------------------------------------------
 
 
 class _Mode:
@@ -373,28 +430,37 @@ _context = threading.local()
 
 
 class _BatchNorm(nn.Module):
-    """BatchNorm over the real samples of a padded batch; it returns running statistics rather than changing them."""
+    """BatchNorm over the real samples of a padded batch.
+
+    It returns running statistics rather than changing them.
+    """
 
     running_mean: Tensor | None
     running_var: Tensor | None
 
     def __init__(self, original: nn.modules.batchnorm._BatchNorm, path: str) -> None:
         super().__init__()
+        assert original.momentum is not None
         self.path, self.eps, self.momentum = path, original.eps, original.momentum
-        self.weight, self.bias = original.weight, original.bias
+        self.weight: nn.Parameter | None = original.weight
+        self.bias: nn.Parameter | None = original.bias
         self.register_buffer("running_mean", original.running_mean)
         self.register_buffer("running_var", original.running_var)
         self.register_buffer("num_batches_tracked", original.num_batches_tracked)
 
     def forward(self, x: Tensor) -> Tensor:
         mode: _Mode = _context.mode
-        if self.running_mean is not None and self.running_var is not None and (not mode.training or mode.frozen):
+        if (
+            self.running_mean is not None
+            and self.running_var is not None
+            and (not mode.training or mode.frozen)
+        ):
             mean, variance = self.running_mean, self.running_var
         else:
             mean, variance = self._statistics(x, mode.weight)
         shape = [1, -1] + [1] * (x.dim() - 2)
         normal = (x - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
-        if self.weight is None:
+        if self.weight is None or self.bias is None:
             return normal
         return normal * self.weight.view(shape) + self.bias.view(shape)
 
@@ -407,11 +473,19 @@ class _BatchNorm(nn.Module):
         centred = (x - mean.view([1, -1] + [1] * (x.dim() - 2))) * weight
         variance = (centred * centred).sum(others) / count
         if self.running_mean is not None and self.running_var is not None:
-            share = 0.1 if self.momentum is None else self.momentum
+            share = self.momentum
             unbiased = variance * count / (count - 1).clamp(min=1)
+            # A layer that is called twice in one pass goes on from its own first change.
             changed = _context.mode.changed
-            changed[self.path + "running_mean"] = (1 - share) * self.running_mean + share * mean
-            changed[self.path + "running_var"] = (1 - share) * self.running_var + share * unbiased
+            before_mean = changed.get(self.path + "running_mean", self.running_mean)
+            before_var = changed.get(self.path + "running_var", self.running_var)
+            # One value has no variance, and PyTorch refuses it; here the running statistics stand in and
+            # stay.
+            single = count <= 1
+            mean, variance = torch.where(single, before_mean, mean), torch.where(single, before_var, variance)
+            changed[self.path + "running_mean"] = before_mean + share * (mean - before_mean)
+            moved = before_var + share * (unbiased - before_var)
+            changed[self.path + "running_var"] = torch.where(single, before_var, moved)
         return mean, variance
 
 
@@ -420,7 +494,7 @@ class _Dropout(nn.Module):
 
     def __init__(self, original: nn.modules.dropout._DropoutNd) -> None:
         super().__init__()
-        self.p, self.whole_channels = original.p, not isinstance(original, (nn.Dropout, nn.AlphaDropout))
+        self.p, self.whole_channels = original.p, not isinstance(original, nn.Dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         mode: _Mode = _context.mode
@@ -430,13 +504,50 @@ class _Dropout(nn.Module):
         shape = x.shape[:2] if self.whole_channels else x.shape
         draws = random.uniform(random.fold(mode.key, mode.draws), shape.numel(), x.device).view(shape)
         keep = (draws >= self.p).to(x.dtype)
-        return x * keep.view(*shape, *[1] * (x.dim() - len(shape))) / (1 - self.p)
+        scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
+        return x * keep.view(*shape, *[1] * (x.dim() - len(shape))) * scale
 
 
-def _shareable(module: nn.Module) -> nn.Module:
+def _stored_names(module: nn.Module) -> dict[str, str]:
+    """The keys of the module's ``state_dict`` with the name each tensor goes by.
+
+    Tied tensors have several keys.
+    """
+    first = {id(value): key for key, value in [*module.named_parameters(), *module.named_buffers()]}
+    stored = module.state_dict(keep_vars=True)
+    return {key: first[id(value)] for key, value in stored.items() if id(value) in first}
+
+
+def _buffers_of_others(module: nn.Module, floats: Iterable[str]) -> list[str]:
+    """Float buffers of layers other than BatchNorm, which may change them in place while they train."""
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    own = {layer.path + name for layer in norms for name in ("running_mean", "running_var")}
+    return [key for key in floats if key not in own]
+
+
+class _Conv2d(nn.Conv2d):
+    """A convolution that many clients, each with its own weights, compute together on a GPU."""
+
+    def __init__(self, original: nn.Conv2d) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(original.__dict__)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return conv2d(x, self.weight, self.bias, self.stride, self.padding)
+
+
+def _shareable(module: nn.Module, name: str) -> nn.Module:
     """A copy of the module with BatchNorm and Dropout layers replaced by versions that clients can share."""
     module = copy.deepcopy(module)
     for path, layer in list(module.named_modules()):
+        if isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
+            kind = type(layer).__name__
+            raise SartorError(
+                f"model {name}: layer {path!r} is {kind}, which has no keyed form; take Dropout"
+            )
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
+            what = "BatchNorm with momentum=None, an average over all batches ever seen"
+            raise SartorError(f"model {name}: layer {path!r} is {what}; give it a momentum, such as 0.1")
         replacement = _replacement(layer, path)
         if replacement is None:
             continue
@@ -451,5 +562,10 @@ def _replacement(layer: nn.Module, path: str) -> nn.Module | None:
         return _BatchNorm(layer, path + "." if path else "")
     if isinstance(layer, nn.modules.dropout._DropoutNd):
         return _Dropout(layer)
+    if type(layer) is nn.Conv2d and (layer.groups, layer.dilation, layer.padding_mode) == (
+        1,
+        (1, 1),
+        "zeros",
+    ):
+        return _Conv2d(layer)
     return None
-

@@ -1,8 +1,8 @@
 """What an algorithm is: hyper-parameters, client functions, and ``start / round / personalize``.
 
-An algorithm lives in one file and registers itself with :func:`register`. It asks clients through ``federation.map`` and does
-the server's mathematics on what comes back; it has no loop over clients, no device, no files. Its server state is one frozen
-value: ``round`` returns a new one.
+An algorithm lives in one file and registers itself with :func:`register`. It asks clients through
+``federation.map`` and does the server's mathematics on what comes back; it has no loop over clients, no
+device, no files. Its server state is one frozen value: ``round`` returns a new one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class Algorithm:
         return model
 
     def personalize(self, server: Any, cohort: np.ndarray) -> Call | None:
-        """How a client gets its personal model: a client function whose reply has ``w``, or None where there is none."""
+        """How a client gets its personal model.
+
+        A client function whose reply has ``w``, or None where there is none.
+        """
         return None
 
 
@@ -78,7 +81,9 @@ def register(cls: A) -> A:
     if missing or not cls.__doc__:
         raise SartorError(f"algorithm {cls.__name__}: describe it by {', '.join(missing) or 'a docstring'}")
     if cls.name in _REGISTRY and _REGISTRY[cls.name].__qualname__ != cls.__qualname__:
-        raise SartorError(f"algorithm {cls.name!r} is registered already, by {_REGISTRY[cls.name].__module__}")
+        raise SartorError(
+            f"algorithm {cls.name!r} is registered already, by {_REGISTRY[cls.name].__module__}"
+        )
     _REGISTRY[cls.name] = cls
     return cls
 

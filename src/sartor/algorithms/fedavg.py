@@ -50,7 +50,9 @@ class FedAvg(Algorithm):
 class FedUpdateHyper(FedAvgHyper):
     """FedUpdate's hyper-parameters."""
 
-    finetune_epochs: int = setting(5, "epochs of fine-tuning before a client uses its model", symbol="F", low=0)
+    finetune_epochs: int = setting(
+        5, "epochs of fine-tuning before a client uses its model", symbol="F", low=0
+    )
     finetune_lr: float = setting(0.1, "learning rate of fine-tuning", symbol="η_p", low=0)
 
 
@@ -63,8 +65,8 @@ def fine_tuning(client: Client, hyper: FedUpdateHyper, w: Tensor) -> Reply:
 class FedUpdate(FedAvg):
     """FedAvg whose model every client fine-tunes on its training data before use.
 
-    The personal model is made anew from w at every evaluation and thrown away: training never sees it. Clients that were
-    never drawn fine-tune too. Evaluated: the fine-tuned model (personal) and w (shared).
+    The personal model is made anew from w at every evaluation and thrown away: training never sees it.
+    Clients that were never drawn fine-tune too. Evaluated: the fine-tuned model (personal) and w (shared).
     """
 
     name = "fedupdate"

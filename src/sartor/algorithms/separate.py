@@ -31,8 +31,8 @@ def own_model(client: Client, hyper: Hyper, w_i: Tensor) -> Reply:
 class Separate(Algorithm):
     """Every client trains its own model, from a common start, and shares nothing.
 
-    A client trains in the rounds in which it is drawn, so that it does the same work as under the other methods. BatchNorm
-    statistics stay with the client. Evaluated: w_i.
+    A client trains in the rounds in which it is drawn, so that it does the same work as under the other
+    methods. BatchNorm statistics stay with the client. Evaluated: w_i.
     """
 
     name = "separate"

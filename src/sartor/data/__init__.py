@@ -1,6 +1,6 @@
 """Data: where it comes from, how it is divided among clients, and what the clients hold in the end."""
 
-from sartor.data.clients import ClientData, Split, from_clients
+from sartor.data.clients import ClientData, Split, from_clients, prepare
 from sartor.data.features import FEATURES
 from sartor.data.own import (
     from_dataset,
@@ -39,5 +39,6 @@ __all__ = [
     "load_source",
     "make_partition",
     "plot_partition",
+    "prepare",
     "source_from_dataset",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -155,10 +155,54 @@ def gather(
     )
 
 
+def prepare(
+    data: ClientData,
+    *,
+    normalise: bool = False,
+    features: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> ClientData:
+    """The same clients with features in place of their samples, and with normalised samples.
+
+    ``features`` comes first (see :mod:`sartor.data.features`). With ``normalise`` each channel, or each
+    column of flat samples, gets mean 0 and standard deviation 1 over the clients' *training* samples; a
+    constant one is only centred. Nothing is learned from validation or test samples.
+
+    >>> data = from_clients({"a": (np.array([[1.0], [3.0], [9.0]]), [0, 0, 1])})
+    >>> sorted(prepare(data, normalise=True).train.x.flatten().tolist())
+    [-1.0, 1.0]
+    """
+    if features is not None:
+        data = _map_x(data, features)
+    return _map_x(data, _normaliser(data.train.x)) if normalise else data
+
+
 def check_fraction(name: str, fraction: float) -> None:
     """A share of the samples to set aside lies in [0, 1)."""
     if not 0 <= fraction < 1:
         raise DataError(f"{name}: must be at least 0 and below 1, got {fraction!r}")
+
+
+def _map_x(data: ClientData, function: Callable[[torch.Tensor], torch.Tensor]) -> ClientData:
+    """The same data with every sample mapped; a pooled test set that is the clients' stays theirs."""
+    splits = {name: getattr(data, name) for name in SPLITS if getattr(data, name) is not None}
+    mapped = {name: dataclasses.replace(split, x=function(split.x)) for name, split in splits.items()}
+    pooled = mapped["test"].x if data.pooled_x is data.test.x else function(data.pooled_x)
+    return dataclasses.replace(data, pooled_x=pooled, **mapped)
+
+
+def _normaliser(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Shift and scale by the mean and deviation of each channel of ``x``, summed in double precision."""
+    flat = x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
+    number = flat.shape[0] * flat.shape[2]
+    chunks = torch.split(flat, 4096)
+    mean = sum((chunk.double().sum(dim=(0, 2)) for chunk in chunks), torch.zeros(())) / number
+    centred = ((chunk.double() - mean[:, None]).square().sum(dim=(0, 2)) for chunk in chunks)
+    deviation = (sum(centred, torch.zeros(())) / number).sqrt()
+    # A constant channel has a deviation of rounding size at most; dividing by it would blow up noise.
+    deviation = torch.where(deviation > 1e-7 * (1 + mean.abs()), deviation, 1.0)
+    shape = (-1, *[1] * (x.ndim - 2))
+    shift, scale = mean.float().view(shape), deviation.float().view(shape)
+    return lambda values: (values - shift).div_(scale)
 
 
 def _splits_of(

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from sartor.data.apportion import Counts, cut
-from sartor.data.clients import SPLITS, ClientData, Split, check_fraction
+from sartor.data.clients import SPLITS, ClientData, Split, check_fraction, prepare
 from sartor.data.readers import read_npz
 from sartor.data.schemes import (
     PARTITIONS,
@@ -129,7 +129,7 @@ class Partition:
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with open(temporary, "wb") as file:
-                np.savez_compressed(file, allow_pickle=False, **arrays)
+                np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # no array is a flag
             os.replace(temporary, path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -238,10 +238,8 @@ def apply(
 ) -> ClientData:
     """The clients' data: a source divided by a partition.
 
-    ``features`` is computed from the samples first (see :mod:`sartor.data.features`). With ``normalise``
-    each channel, or each column of flat samples, gets mean 0 and standard deviation 1 over the clients'
-    *training* samples; a constant one is only centred. The pooled test set is the source's, or the clients'
-    together where it has none.
+    ``features`` and ``normalise`` are as in :func:`~sartor.data.clients.prepare`. The pooled test set is the
+    source's, or the clients' together where it has none.
     """
     own = np.concatenate([source.train_y.numpy(), source.test_y.numpy()])
     if partition.train_total != len(source.train_y) or not np.array_equal(partition.labels, own):
@@ -251,29 +249,24 @@ def apply(
             f"{len(source.train_y)} and {len(source.test_y)}, and all labels must be the same; "
             "make it again from this source"
         )
-    transform = features or (lambda x: x)
     splits: dict[str, Split] = {}
     for name, parts in partition.splits().items():
         x, y = _take(source, np.concatenate(parts))
         count = np.array([len(part) for part in parts], np.int64)
-        splits[name] = Split(transform(x), y, np.cumsum(count) - count, count)
+        splits[name] = Split(x, y, np.cumsum(count) - count, count)
     official = len(source.test_y) > 0
-    pooled_x = transform(source.test_x) if official else splits["test"].x
-    if normalise:
-        shift = _normaliser(splits["train"].x)
-        splits = {name: Split(shift(part.x), part.y, part.start, part.count) for name, part in splits.items()}
-        pooled_x = shift(pooled_x) if official else splits["test"].x
-    return ClientData(
+    data = ClientData(
         names=partition.names,
         train=splits["train"],
         test=splits["test"],
         validation=splits.get("validation"),
-        pooled_x=pooled_x,
+        pooled_x=source.test_x if official else splits["test"].x,
         pooled_y=source.test_y if official else splits["test"].y,
         classes=source.classes,
         hash=partition.hash,
         name=source.name,
     )
+    return prepare(data, normalise=normalise, features=features)
 
 
 def describe(data: Partition | ClientData) -> list[dict[str, Any]]:
@@ -349,11 +342,15 @@ def _check(partition: Partition) -> None:
         joined = np.concatenate(parts)
         if len(joined) and (joined.min() < 0 or joined.max() >= total):
             raise DataError(f"partition: {split} names a sample outside 0..{total - 1}")
+        if split != "test" and joined.max(initial=0) >= partition.train_total:
+            raise DataError(f"partition: {split} holds sample {joined.max()}, which is of the test set")
         use[split] = np.zeros(total, bool)
         use[split][joined] = True
     for name, part in zip(partition.names, partition.train, strict=True):
         if not len(part):
             raise DataError(f"partition: client {name} has no training samples")
+    if not use["test"].any():
+        raise DataError("partition: no client has a test sample; give each at least two samples")
     pairs = [(first, second) for first in use for second in use if first < second]
     for first, second in pairs:
         shared = np.flatnonzero(use[first] & use[second])
@@ -408,21 +405,6 @@ def _take(source: Source, index: Counts) -> tuple[torch.Tensor, torch.Tensor]:
     x[early], y[early] = source.train_x[rows[early]], source.train_y[rows[early]]
     x[~early], y[~early] = source.test_x[rows[~early] - first], source.test_y[rows[~early] - first]
     return x, y
-
-
-def _normaliser(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Shift and scale by the mean and deviation of each channel of ``x``, summed in double precision."""
-    flat = x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
-    number = flat.shape[0] * flat.shape[2]
-    chunks = torch.split(flat, 4096)
-    mean = sum((chunk.double().sum(dim=(0, 2)) for chunk in chunks), torch.zeros(())) / number
-    centred = ((chunk.double() - mean[:, None]).square().sum(dim=(0, 2)) for chunk in chunks)
-    deviation = (sum(centred, torch.zeros(())) / number).sqrt()
-    # A constant channel has a deviation of rounding size at most; dividing by it would blow up noise.
-    deviation = torch.where(deviation > 1e-7 * (1 + mean.abs()), deviation, 1.0)
-    shape = (-1, *[1] * (x.ndim - 2))
-    shift, scale = mean.float().view(shape), deviation.float().view(shape)
-    return lambda values: (values - shift).div_(scale)
 
 
 def _train_counts(data: Partition | ClientData) -> Counts | None:

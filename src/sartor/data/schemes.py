@@ -127,6 +127,12 @@ class Classes:
 
     name: ClassVar[str] = "classes"
     k: int = setting(2, "classes each client holds", low=1)
+    train: int | None = setting(None, "training samples of each; all are divided if not given", low=1)
+    test: int | None = setting(None, "test samples of each; matched to the train labels if not given", low=1)
+
+    def __post_init__(self) -> None:
+        if self.test is not None and self.train is None:
+            raise SettingError("partition classes: test needs train too")
 
     def split(self, labels: Labels, clients: int, seed: int) -> Draw:
         """Choose classes client by client, then divide each class evenly among its holders."""
@@ -143,6 +149,16 @@ class Classes:
             chosen = np.lexsort((random.random(len(present)), -left))[: self.k]
             left[chosen] -= 1
             holds[client, present[chosen]] = True
+        unused = [int(label) for label in present if not holds[:, label].any()]
+        notes = (f"{clients} clients of {self.k} classes leave classes {unused} unused",) if unused else ()
+        if self.train is not None:
+            draw = _draw_by_law(self.name, labels, holds / self.k, self.train, self.test, seed)
+            if not np.array_equal(class_counts(labels.train, draw.train, labels.classes) > 0, holds):
+                raise DataError(
+                    f"partition classes: a class has too few samples to give each client {self.train} "
+                    f"of exactly {self.k} classes; use a smaller train or fewer clients"
+                )
+            return dataclasses.replace(draw, notes=(*notes, *draw.notes))
         counts = np.zeros(holds.shape, np.int64)
         for label in present:
             holders = np.flatnonzero(holds[:, label])
@@ -153,8 +169,6 @@ class Classes:
                 )
             if len(holders):
                 counts[holders, label] = apportion(int(sizes[label]), np.ones(len(holders)))
-        unused = [int(label) for label in present if not holds[:, label].any()]
-        notes = (f"{clients} clients of {self.k} classes leave classes {unused} unused",) if unused else ()
         return Draw(_deal(labels.pools(seed, "classes"), counts), notes=notes)
 
 

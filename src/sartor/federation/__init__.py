@@ -18,9 +18,9 @@ __all__ = ["Call", "Federation", "Replies", "Reply", "choose_engine", "make_fede
 def choose_engine(name: str, task: Task, device: str, x: Tensor, y: Tensor) -> str:
     """The engine that ``auto`` means for a model, before anything runs.
 
-    On CUDA: stacked. On a CPU: stacked for models without convolutions, whose steps are too small to keep a core busy;
-    the loop for those with convolutions, which a CPU computes one client at a time faster than grouped. A model that
-    cannot be stacked at all runs on the loop engine everywhere.
+    On CUDA: stacked. On a CPU: stacked for models without convolutions, whose steps are too small to keep a
+    core busy; the loop for those with convolutions, which a CPU computes one client at a time faster than
+    grouped. A model that cannot be stacked at all runs on the loop engine everywhere.
     """
     if name != "auto":
         return name

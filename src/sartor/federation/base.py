@@ -1,9 +1,9 @@
 """The contract between algorithms and engines: map a client function over a cohort.
 
-``replies = federation.map(client_function, cohort, shared=..., each=...)`` sends ``shared`` to everyone and one row of
-``each`` to every client, and returns what they answered, stacked in cohort order. Replies may be partial: a client can be
-gone. What a client keeps stays in its state, which the server never sees; a client whose reply did not arrive has not
-moved. ``dispatch`` and ``collect`` are the two halves of ``map``.
+``replies = federation.map(client_function, cohort, shared=..., each=...)`` sends ``shared`` to everyone and
+one row of ``each`` to every client, and returns what they answered, stacked in cohort order. Replies may be
+partial: a client can be gone. What a client keeps stays in its state, which the server never sees; a client
+whose reply did not arrive has not moved. ``dispatch`` and ``collect`` are the two halves of ``map``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Answers = Callable[[int, np.ndarray], np.ndarray]
 POLICIES = ("average", "local", "freeze")
 
 
-class ClientError(RuntimeError):
+class ClientError(SartorError):
     """A client function failed; the message names function, round and, on the loop engine, the client."""
 
 
@@ -63,6 +63,7 @@ class Replies:
     """Their numbers of training samples."""
     values: dict[str, Tensor]
     device: torch.device
+    dtype: torch.dtype
 
     def __getitem__(self, name: str) -> Tensor:
         return self.values[name]
@@ -73,22 +74,25 @@ class Replies:
     @property
     def n(self) -> Tensor:
         """n_i of those who answered."""
-        return to_device(self.counts.astype(np.float32), self.device)
+        return to_device(self.counts, self.device).to(self.dtype)
 
     @property
     def weights(self) -> Tensor:
         """p'_i = n_i / Σ n_j over those who answered."""
-        return to_device(self.counts / max(self.counts.sum(), 1), self.device)
+        return _weights(self.counts.tobytes(), self.device, self.dtype)
 
     def sum(self, name: str, weights: Tensor | None = None) -> Tensor:
-        """Σ weight_i · value_i in the order of the clients' numbers, whatever the cohort's; zero if nobody answered."""
+        """Σ weight_i · value_i in the order of the clients' numbers, whatever the cohort's.
+
+        Zero if nobody answered.
+        """
         values = self.values[name]
         if weights is None:
-            weights = torch.ones(len(self), device=self.device)
-        if (np.diff(self.clients) < 0).any():
+            weights = torch.ones(len(self), device=self.device, dtype=self.dtype)
+        if (self.clients[1:] < self.clients[:-1]).any():
             order = to_device(np.argsort(self.clients, kind="stable"), self.device)
             values, weights = values[order], weights[order]
-        return (weights.to(values.dtype) @ values.flatten(1)).view(values.shape[1:])
+        return (weights.to(values.dtype) @ values[:, None].flatten(1)).view(values.shape[1:])
 
     def mean(self, name: str, weights: Tensor | None = None) -> Tensor:
         """The mean over those who answered, by default with the weights p'_i; zero if nobody answered."""
@@ -187,11 +191,19 @@ class Federation(ABC):
 
     @property
     def mean_buffers(self) -> Tensor | None:
-        """The float buffers that go with a shared model: the server's, or the mean of those that clients keep."""
-        return self.states["buffers"].mean(dim=0).to(self.device) if "buffers" in self.states else self.buffers
+        """The float buffers that go with a shared model.
+
+        The server's, or the mean of those that clients keep.
+        """
+        return (
+            self.states["buffers"].mean(dim=0).to(self.device) if "buffers" in self.states else self.buffers
+        )
 
     def declare(self, **initial: Tensor) -> None:
-        """Give every client a state: its name and initial value. Client functions take it as an argument by name."""
+        """Give every client a state.
+
+        Its name and initial value. Client functions take it as an argument by name.
+        """
         for name, value in initial.items():
             self.states.declare(name, value.to(self.device))
 
@@ -213,7 +225,10 @@ class Federation(ABC):
         shared: Arguments | None = None,
         each: Arguments | None = None,
     ) -> Replies:
-        """Ask as ``map`` does, for evaluation: everyone answers, nothing is kept and no traffic is counted."""
+        """Ask as ``map`` does, for evaluation.
+
+        Everyone answers, nothing is kept and no traffic is counted.
+        """
         traffic = replace(self.traffic)
         pending = self.dispatch(function, cohort, shared, each)
         self.traffic = traffic
@@ -234,7 +249,9 @@ class Federation(ABC):
         for name, value in each.items():
             if value.shape[:1] != (len(numbers),):
                 found = list(value.shape)
-                raise SartorError(f"map: each[{name!r}] needs one row for each of {len(numbers)} clients, it is {found}")
+                raise SartorError(
+                    f"map: each[{name!r}] needs one row for each of {len(numbers)} clients, it is {found}"
+                )
         states = self._state_names(function, {*shared, *each})
         state = {name: self.states.rows(name, numbers) for name in states}
         buffers = self.buffers
@@ -248,7 +265,11 @@ class Federation(ABC):
         for name in kept:
             if name not in self.states:
                 known = ", ".join(self.states) or "none"
-                raise SartorError(f"{name_of(function)} keeps {name!r}, which is no declared state (declared: {known})")
+                raise SartorError(
+                    f"{name_of(function)} keeps {name!r}, which is no declared state (declared: {known})"
+                )
+        if after is not None and self.policy == "average":
+            self.traffic.down += after.nbytes
         return Pending(numbers, sent, kept, after)
 
     def collect(self, pending: Pending) -> Replies:
@@ -272,15 +293,16 @@ class Federation(ABC):
         return replies
 
     def _replies(self, numbers: np.ndarray, sent: dict[str, Tensor]) -> Replies:
-        return Replies(numbers, self.samples["train"].counts[numbers], sent, self.device)
+        return Replies(numbers, self.samples["train"].counts[numbers], sent, self.device, self.task.dtype)
 
     def _take_buffers(self, replies: Replies, buffers: Tensor) -> None:
         if self.policy == "local":
             self.states.write("buffers", replies.clients, buffers)
-        elif self.policy == "average":
-            self.buffers = replace(replies, values={"buffers": buffers}).mean("buffers")
+        elif self.policy == "average" and self.buffers is not None:
+            # As changes, so that buffers which nobody changed stay what they were to the bit.
+            changes = replace(replies, values={"buffers": buffers - self.buffers})
+            self.buffers = self.buffers + changes.mean("buffers")
             self.traffic.up += buffers.nbytes
-            self.traffic.down += buffers.nbytes
 
     @abstractmethod
     def _run(
@@ -293,33 +315,44 @@ class Federation(ABC):
         state: dict[str, Tensor],
         buffers: Tensor | None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-        """Run the function for these clients: replies, new states and, if it trained, buffers, one row each."""
+        """Run the function for these clients.
+
+        Replies, new states and, if it trained, buffers, one row each.
+        """
 
     def _numbers(self, cohort: Sequence[int] | np.ndarray) -> np.ndarray:
         numbers = np.asarray(cohort, dtype=np.int64)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.clients):
-            raise SartorError(f"map: the cohort has client {numbers.max()}, there are {self.clients} clients")
-        if len(np.unique(numbers)) < len(numbers):
+            wrong = numbers[(numbers < 0) | (numbers >= self.clients)][0]
+            raise SartorError(
+                f"map: the cohort has client {wrong}, there are clients 0 to {self.clients - 1}"
+            )
+        if not (numbers[1:] > numbers[:-1]).all() and len(np.unique(numbers)) < len(numbers):
             raise SartorError("map: a client stands twice in the cohort")
         return numbers
 
     def _tensor(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):
             return value.to(self.device)
-        return torch.as_tensor(value, dtype=self.task.dtype if isinstance(value, float) else None, device=self.device)
+        return torch.as_tensor(
+            value, dtype=self.task.dtype if isinstance(value, float) else None, device=self.device
+        )
 
     def _state_names(self, function: ClientFunction, given: set[str]) -> list[str]:
         wanted = [name for name in argument_names(function) if name not in given]
         for name in wanted:
             if name not in self.states:
                 raise SartorError(
-                    f"{name_of(function)} takes {name!r}, which is neither sent (shared, each) nor a declared state"
+                    f"{name_of(function)} takes {name!r}, which is neither sent (shared, each) "
+                    "nor a declared state"
                 )
         return wanted
 
     def _reply(self, function: ClientFunction, result: Any) -> Reply:
         if not isinstance(result, Reply):
-            raise SartorError(f"{name_of(function)} returned {type(result).__name__}; a client function returns a Reply")
+            raise SartorError(
+                f"{name_of(function)} returned {type(result).__name__}; a client function returns a Reply"
+            )
         for part in (result.sent, result.kept):
             for name, value in part.items():
                 part[name] = value if isinstance(value, Tensor) else self._tensor(value)
@@ -332,6 +365,16 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+@lru_cache(maxsize=256)
+def _weights(counts: bytes, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """n_i / Σ n_j, divided in double precision.
+
+    Equal clients have the same weights every round: they are remembered.
+    """
+    n = np.frombuffer(counts, dtype=np.int64)
+    return to_device(n / max(n.sum(), 1), device).to(dtype)
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """A client function's name for messages."""
     return str(getattr(function, "__name__", function))
@@ -339,6 +382,9 @@ def name_of(function: Callable[..., Any]) -> str:
 
 @lru_cache(maxsize=1024)
 def argument_names(function: ClientFunction) -> tuple[str, ...]:
-    """The arguments a client function takes after ``client`` and ``hyper``; those with defaults are left alone."""
+    """The arguments a client function takes after ``client`` and ``hyper``.
+
+    Those with defaults are left alone.
+    """
     named = list(inspect.signature(function).parameters.values())[2:]
     return tuple(entry.name for entry in named if entry.default is entry.empty)

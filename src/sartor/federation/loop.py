@@ -1,7 +1,7 @@
 """The plain engine: one client after the other. It is the specification, the oracle and the debugger.
 
-On a CPU several clients run at once, each in a thread of its own with one intra-op thread: convolutions of a small batch use
-two cores better that way than by splitting each operation.
+On a CPU several clients run at once, each in a thread of its own with one intra-op thread: convolutions of
+a small batch use two cores better that way than by splitting each operation.
 """
 
 from __future__ import annotations
@@ -54,8 +54,12 @@ class LoopFederation(Federation):
         if not results:
             return {}, {}, None
         sent, kept, after = zip(*results, strict=True)
-        trained = None if after[0] is None else torch.stack(after)
-        return _stack(sent), _stack(kept), trained
+        if buffers is None or all(row is None for row in after):
+            return _stack(sent), _stack(kept), None
+        # A client without samples took no step: its buffers are those it was given.
+        given = [buffers if shared_buffers else buffers[place] for place in range(len(numbers))]
+        trained = [before if row is None else row for row, before in zip(after, given, strict=True)]
+        return _stack(sent), _stack(kept), torch.stack(trained)
 
     def _each(self, one: Callable[[int], Any], count: int) -> list[Any]:
         if self.workers == 1 or count == 1:
@@ -64,13 +68,19 @@ class LoopFederation(Federation):
         torch.set_num_threads(1)
         try:
             with ThreadPoolExecutor(self.workers, initializer=partial(torch.set_num_threads, 1)) as pool:
-                # The longest first would balance better; the order of the cohort keeps the debugger's story simple.
+                # The longest first would balance better; the order of the cohort keeps the debugger's story
+                # simple.
                 return list(pool.map(one, range(count)))
         finally:
             torch.set_num_threads(threads)
 
     def _client(
-        self, function: ClientFunction, hyper: Any, number: int, arguments: dict[str, Tensor], buffers: Tensor | None
+        self,
+        function: ClientFunction,
+        hyper: Any,
+        number: int,
+        arguments: dict[str, Tensor],
+        buffers: Tensor | None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         client = Client(
             task=self.task,
@@ -89,9 +99,8 @@ class LoopFederation(Federation):
         except SartorError:
             raise
         except Exception as error:
-            raise ClientError(
-                f"{name_of(function)}, round {self.round}, client {self.names[number]!r} (number {number}): {error}"
-            ) from error
+            who = f"client {self.names[number]!r} (number {number})"
+            raise ClientError(f"{name_of(function)}, round {self.round}, {who}: {error}") from error
         trained = client.buffers if buffers is not None and client.buffers is not buffers else None
         return reply.sent, reply.kept, trained
 
@@ -102,13 +111,27 @@ class LoopFederation(Federation):
             return carry
         size = samples.count[number : number + 1]
         turns = torch.arange(shape.steps, device=self.device)
+        places = torch.arange(shape.places, device=self.device)
         rows = torch.zeros_like(turns)
         table, real = scan_table(
-            batches, self.seed, shape, client.round, client.number[None], samples.start, size, rows, turns
+            batches,
+            self.seed,
+            shape.width,
+            places,
+            client.round,
+            client.number[None],
+            samples.start,
+            size,
+            rows,
+            turns,
         )
         for turn, (index, count) in enumerate(zip(table, real.tolist(), strict=True)):
             index = index[:count]
-            key = random.stream(self.seed, "layers", client.round, client.number, turns[turn]) if self.task.draws else 0
+            key = (
+                random.stream(self.seed, "layers", client.round, client.number, turns[turn])
+                if self.task.draws
+                else 0
+            )
             carry = body(carry, Batch(samples.x[index], samples.y[index], None, key))
         return carry
 

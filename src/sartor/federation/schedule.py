@@ -1,8 +1,9 @@
 """Who takes which step when: batches of ragged clients laid out for engines.
 
-Clients of one chunk take different numbers of steps. A :class:`Plan` packs them into lanes: in each step every lane works
-for one client, and a lane whose client is finished takes the next. Idle lanes point at a spare row behind the last client.
-Where all clients take the same number of steps there is a lane for each and nothing to look up.
+Clients of one chunk take different numbers of steps. A :class:`Plan` packs them into lanes: in each step
+every lane works for one client, and a lane whose client is finished takes the next. Idle lanes point at a
+spare row behind the last client. Where all clients take the same number of steps there is a lane for each
+and nothing to look up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from sartor.local import Batches
 
 
 def bucket(number: int, grain: int = 8) -> int:
-    """The number rounded up to one of ``grain`` sizes per power of two, so that few different shapes arise."""
+    """The number rounded up to one of ``grain`` sizes per power of two, so that few different shapes
+    arise.
+    """
     step = max(1, 1 << max(0, (number - 1).bit_length() - grain.bit_length() + 1))
     return -(-number // step) * step
 
@@ -38,15 +41,26 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """One scan over one chunk of clients. ``rows`` and ``turns`` are [steps, lanes]: whose turn, and its which step."""
+    """One scan over one chunk of clients.
+
+    ``rows`` and ``turns`` are [steps, lanes]: whose turn, and its which step.
+    """
 
     shape: Shape
     rows: np.ndarray | None
     turns: np.ndarray | None
 
+    @property
+    def table(self) -> np.ndarray | None:
+        """Rows and turns in one array, [2, steps, lanes]; None where every lane keeps its client."""
+        return None if self.rows is None or self.turns is None else np.stack([self.rows, self.turns])
+
 
 def plan(batches: Batches, sizes: np.ndarray, lanes: int = 0, rounded: bool = False) -> Plan:
-    """Lay out the steps of clients with these numbers of samples; ``lanes`` 0 chooses, ``rounded`` buckets the shape."""
+    """Lay out the steps of clients with these numbers of samples.
+
+    ``lanes`` 0 chooses, ``rounded`` buckets the shape.
+    """
     clients, most = len(sizes), int(sizes.max(initial=0))
     width = batches.width(most)
     counts = np.asarray(batches.count(sizes), dtype=np.int64)
@@ -74,7 +88,10 @@ def plan(batches: Batches, sizes: np.ndarray, lanes: int = 0, rounded: bool = Fa
 
 
 def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Longest clients first, each into the lane that is free first; ties by number, so that the result is fixed."""
+    """Longest clients first, each into the lane that is free first.
+
+    Ties by number, so that the result is fixed.
+    """
     clients = len(counts)
     free = [(0, lane) for lane in range(lanes)]
     begin = np.zeros(clients, dtype=np.int64)
@@ -93,19 +110,27 @@ def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
     return rows, turns
 
 
-def sample_order(batches: Batches, seed: int, round: Tensor, numbers: Tensor, sizes: Tensor, places: int) -> Tensor:
-    """Every client's samples in the order a scan visits them, [clients, places]."""
+def sample_order(
+    batches: Batches, seed: int, round: Tensor, numbers: Tensor, sizes: Tensor, places: Tensor
+) -> Tensor:
+    """Every client's samples in the order a scan visits them, [clients, places].
+
+    ``places`` counts 0, 1, 2, …
+    """
     if batches.shuffled:
         keys = random.stream(seed, batches.stream, round, numbers)
         assert isinstance(keys, Tensor)
         return random.shuffled(keys, sizes, places)
-    return torch.arange(places, device=sizes.device)[None, :] % sizes[:, None].clamp(min=1)
+    return places[None, :] % sizes[:, None].clamp(min=1)
 
 
 def sample_table(
     batches: Batches, order: Tensor, start: Tensor, sizes: Tensor, rows: Tensor, turns: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Which samples each turn uses, [..., width], and how many of them are real, [...]. A spare row uses none."""
+    """Which samples each turn uses, [..., width], and how many of them are real, [...].
+
+    A spare row uses none.
+    """
     clients, places = order.shape
     client = rows.clamp(max=clients - 1)
     size = sizes[client]
@@ -116,13 +141,16 @@ def sample_table(
     place = (first[..., None] + torch.arange(width, device=order.device)).clamp(max=places - 1)
     sample = order.view(-1)[client[..., None] * places + place]
     inside = torch.arange(width, device=order.device) < real[..., None]
-    return start[client][..., None] + torch.where(inside, sample, 0), real
+    # Where no sample is real the client may have none, so that its place may lie behind the last sample of all.
+    first = torch.where(real > 0, start[client], 0)
+    return first[..., None] + torch.where(inside, sample, 0), real
 
 
 def scan_table(
     batches: Batches,
     seed: int,
-    shape: Shape,
+    width: int,
+    places: Tensor,
     round: Tensor,
     numbers: Tensor,
     start: Tensor,
@@ -130,6 +158,9 @@ def scan_table(
     rows: Tensor,
     turns: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The samples of every turn of a scan and how many are real; ``start`` holds all clients, ``sizes`` these ones."""
-    order = sample_order(batches, seed, round, numbers, sizes, shape.places)
-    return sample_table(batches, order, start[numbers], sizes, rows, turns, shape.width)
+    """The samples of every turn of a scan and how many are real.
+
+    ``start`` holds all clients, ``sizes`` these ones.
+    """
+    order = sample_order(batches, seed, round, numbers, sizes, places)
+    return sample_table(batches, order, start[numbers], sizes, rows, turns, width)

@@ -1,13 +1,15 @@
 """The fast engine: a step of many clients at once.
 
-A client function is written for one client. Here it runs for a whole chunk of them under ``torch.vmap``, and its scans, the
-loops over batches, are carried out outside of it. That is done by replaying: the function is pure, so it is run until it
-reaches its first scan, where it is suspended; the scan is carried out; then the function is run again with the result in
-hand, and so on until it returns. Between scans a client function has only vector algebra, which costs nothing to repeat.
+A client function is written for one client. Here it runs for a whole chunk of them under ``torch.vmap``,
+and its scans, the loops over batches, are carried out outside of it. That is done by replaying: the
+function is pure, so it is run until it reaches its first scan, where it is suspended; the scan is carried
+out; then the function is run again with the result in hand, and so on until it returns. Between scans a
+client function has only vector algebra, which costs nothing to repeat.
 
-A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced once into a plain
-graph of tensor operations, which removes Python, vmap and autograd from every later step; on CUDA it may be compiled, and the
-whole call, from the shuffling of the samples to the replies, is captured as one CUDA graph per shape and replayed.
+A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced
+once into a plain graph of tensor operations, which removes Python, vmap and autograd from every later step;
+on CUDA it may be compiled, and the whole call, from the shuffling of the samples to the replies, is
+captured as one CUDA graph per shape and replayed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +51,9 @@ MOST_PLANS = 1024
 class _Suspended(Exception):
     """A client function reached a scan whose result is not known yet."""
 
-    def __init__(self, client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches) -> None:
+    def __init__(
+        self, client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches
+    ) -> None:
         self.client, self.body, self.carry, self.batches = client, body, carry, batches
 
 
@@ -86,21 +91,27 @@ class _Graph:
 
     graph: Any
     inputs: list[Tensor]
-    outputs: Any
+    outputs: _Result
     keep: Any
 
 
 class StackedFederation(Federation):
     """Runs client functions for many clients at once, in chunks that fit into memory.
 
-    ``chunk`` and ``lanes`` limit how many clients are held and stepped at once (0: as many as fit). ``compile`` puts
-    the traced step through ``torch.compile``. ``graphs`` captures calls as CUDA graphs.
+    ``chunk`` and ``lanes`` limit how many clients are held and stepped at once (0: as many as fit).
+    ``compile`` puts the traced step through ``torch.compile``. ``graphs`` captures calls as CUDA graphs.
     """
 
     engine = "stacked"
 
     def __init__(
-        self, *arguments: Any, chunk: int = 0, lanes: int = 0, compile: bool = False, graphs: bool = True, **settings: Any
+        self,
+        *arguments: Any,
+        chunk: int = 0,
+        lanes: int = 0,
+        compile: bool = False,
+        graphs: bool = True,
+        **settings: Any,
     ) -> None:
         super().__init__(*arguments, **settings)
         self.chunk, self.lanes, self.compile = chunk, lanes, compile
@@ -115,7 +126,8 @@ class StackedFederation(Federation):
         self.task.require_stackable(train.x[:few], train.y[:few])
         self._activations = self.task.activations(train.x)
 
-    # A call, chunk by chunk --------------------------------------------------------------------------------------------
+    # A call, chunk by chunk
+    # --------------------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -130,14 +142,12 @@ class StackedFederation(Federation):
         if not len(numbers):
             return {}, {}, None
         own = {**each, **state}
-        # Clients of like size share a chunk, so that little is left to wait for.
-        order = np.argsort(-self.samples["train"].counts[numbers], kind="stable")
         if not self.chunk:
             self.chunk = self._fitting_chunk()
         limit = self.chunk
         while True:
             try:
-                sent, kept, after = self._chunks(function, hyper, numbers, shared, own, buffers, order, limit)
+                sent, kept, after = self._chunks(function, hyper, numbers, shared, own, buffers, limit)
                 return sent, kept, after[0] if after else None
             except (torch.OutOfMemoryError, MemoryError):
                 if min(limit, len(numbers)) == 1:
@@ -154,7 +164,6 @@ class StackedFederation(Federation):
         shared: dict[str, Tensor],
         own: dict[str, Tensor],
         buffers: Tensor | None,
-        order: np.ndarray,
         limit: int,
     ) -> _Result:
         pieces = -(-len(numbers) // limit)
@@ -162,6 +171,8 @@ class StackedFederation(Federation):
         if pieces == 1 and size == len(numbers):
             return self._chunk(function, hyper, numbers, shared, own, buffers)
         local_buffers = self.policy == "local"
+        # Clients of like size share a chunk, so that little is left to wait for.
+        order = np.argsort(-self.samples["train"].counts[numbers], kind="stable")
         results: list[Any] = []
         for first in range(0, len(numbers), size):
             # A last chunk is filled up with copies of its first client, so that all chunks have one shape.
@@ -171,18 +182,22 @@ class StackedFederation(Federation):
             rows = {name: value[index] for name, value in own.items()}
             given = buffers if buffers is None or not local_buffers else buffers[index]
             result = self._chunk(function, hyper, numbers[places], shared, rows, given)
-            results.append(tree_map(lambda value, real=len(taken): value[:real], result))
+            results.append(tree_map(partial(_first, len(taken)), result))
         back = to_device(np.argsort(order, kind="stable"), self.device)
         sent, kept, after = tree_map(lambda *pieces: torch.cat(pieces)[back], *results)
         return sent, kept, after
 
     def _fitting_chunk(self) -> int:
-        """How many clients fit: a few copies of the model and the activations of a batch, with room to spare."""
+        """How many clients fit.
+
+        A few copies of the model and the activations of a batch, with room to spare.
+        """
         width = self.local.batch or int(self.samples["train"].counts.max(initial=1))
         numbers = 8 * self.task.size + 4 * max(width, self.evaluation_batch) * self._activations
         return max(1, int(0.7 * free_bytes(self.device)) // (numbers * self.task.initial().element_size()))
 
-    # A chunk: plain, or captured and replayed ----------------------------------------------------------------------------
+    # A chunk: plain, or captured and replayed
+    # ----------------------------------------------------------------------------
 
     def _chunk(
         self,
@@ -200,18 +215,27 @@ class StackedFederation(Federation):
         plans = None
         if program.scans is not None:
             plans = [self._plan(batches, numbers) for batches in program.scans]
-        tables = [] if plans is None else [self._on_device(plan) for plan in plans if plan.rows is not None]
         # Client numbers and the round travel together: one copy less to wait for.
         header = to_device(np.append(numbers, self.round), self.device)
-        given = () if buffers is None else (buffers,)
-        inputs, spec = tree_flatten((header, shared, own, given, tables))
+        inputs = [header, *shared.values(), *own.values()]
+        if buffers is not None:
+            inputs.append(buffers)
+        for scan_plan in plans or ():
+            if (table := scan_plan.table) is not None:
+                inputs.append(to_device(table, self.device))
 
-        def call(inputs: list[Tensor]) -> Any:
-            return self._execute(program, numbers, plans, *tree_unflatten(inputs, spec))
+        def call(inputs: list[Tensor]) -> _Result:
+            given = iter(inputs)
+            header = next(given)
+            shared_now, own_now = dict(zip(shared, given, strict=False)), dict(zip(own, given, strict=False))
+            buffers_now = () if buffers is None else (next(given),)
+            return self._execute(
+                program, numbers, plans, header, shared_now, own_now, buffers_now, list(given)
+            )
 
         if not self.graphs or plans is None:
             return call(inputs)
-        shape = (key, tuple(plan.shape for plan in plans))
+        shape = (key, tuple(scan_plan.shape for scan_plan in plans))
         if shape not in self._captured:
             # Once in the ordinary way: a shape that never comes again is not worth a capture.
             self._captured[shape] = None
@@ -221,14 +245,17 @@ class StackedFederation(Federation):
         for static, value in zip(captured.inputs, inputs, strict=True):
             static.copy_(value, non_blocking=True)
         captured.graph.replay()
-        return tree_map(torch.clone, captured.outputs)
+        sent, kept, after = captured.outputs
+        return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after)
 
-    def _capture(self, shape: Hashable, call: Callable[[list[Tensor]], Any], inputs: list[Tensor]) -> _Graph:
+    def _capture(
+        self, shape: Hashable, call: Callable[[list[Tensor]], _Result], inputs: list[Tensor]
+    ) -> _Graph:
         """Capture a call. Whatever it touched is kept: a graph finds its tensors by address."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         static = [value.clone() for value in inputs]
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             call(static)
@@ -249,7 +276,8 @@ class StackedFederation(Federation):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # Running a program ---------------------------------------------------------------------------------------------------
+    # Running a program
+    # ---------------------------------------------------------------------------------------------------
 
     def _execute(
         self,
@@ -260,7 +288,7 @@ class StackedFederation(Federation):
         shared: dict[str, Tensor],
         own: dict[str, Tensor],
         buffers: tuple[Tensor, ...],
-        tables: list[tuple[Tensor, Tensor]],
+        tables: list[Tensor],
     ) -> _Result:
         """Advance the function from scan to scan until it returns."""
         index, round = header[:-1], header[-1]
@@ -293,8 +321,8 @@ class StackedFederation(Federation):
             batches = suspended[0]
             scan_plan = self._plan(batches, numbers) if plans is None else plans[len(scans)]
             table = None
-            if scan_plan.rows is not None:
-                table = next(waiting) if plans is not None else self._on_device(scan_plan)
+            if (packed := scan_plan.table) is not None:
+                table = next(waiting) if plans is not None else to_device(packed, self.device)
             memo.append(self._scan(program, len(scans), batches, scan_plan, table, fixed, rows, memo, result))
             scans.append(batches)
 
@@ -330,7 +358,7 @@ class StackedFederation(Federation):
         position: int,
         batches: Batches,
         plan: Plan,
-        table: tuple[Tensor, Tensor] | None,
+        table: Tensor | None,
         fixed: _Fixed,
         rows: _Rows,
         memo: list[Any],
@@ -346,12 +374,22 @@ class StackedFederation(Federation):
             lanes = torch.arange(clients, device=self.device).expand(shape.steps, clients)
             turns = torch.arange(shape.steps, device=self.device)[:, None].expand(shape.steps, clients)
         else:
-            lanes, turns = table
+            lanes, turns = table[0], table[1]
             # One more row, for idle lanes to work on.
             carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
+        places = torch.arange(shape.places, device=self.device)
         size = rows.counts[batches.split]
         index, real = self._samples(
-            batches, self.seed, shape, fixed.round, rows.number, samples.start, size, lanes, turns
+            batches,
+            self.seed,
+            shape.width,
+            places,
+            fixed.round,
+            rows.number,
+            samples.start,
+            size,
+            lanes,
+            turns,
         )
         for turn in range(shape.steps):
             lane = () if table is None else (lanes[turn],)
@@ -366,7 +404,14 @@ class StackedFederation(Federation):
 
     def _step(self, program: _Program, position: int, batches: Batches, plan: Plan, arguments: Any) -> Any:
         """One step of every lane, traced on first use."""
-        key = (position, plan.shape.lanes, plan.shape.width, plan.shape.packed, plan.shape.full, len(arguments[2]))
+        key = (
+            position,
+            plan.shape.lanes,
+            plan.shape.width,
+            plan.shape.packed,
+            plan.shape.full,
+            len(arguments[2]),
+        )
         inputs, spec = tree_flatten(arguments)
         traced = program.steps.get(key)
         if traced is None:
@@ -376,7 +421,9 @@ class StackedFederation(Federation):
     def _trace(self, program: _Program, batches: Batches, plan: Plan, spec: Any, inputs: list[Tensor]) -> Any:
         result_spec: list[Any] = []
 
-        def lane(fixed: _Fixed, rows: _Rows, memo: list[Any], carry: Any, index: Tensor, real: Tensor, turn: Tensor) -> Any:
+        def lane(
+            fixed: _Fixed, rows: _Rows, memo: list[Any], carry: Any, index: Tensor, real: Tensor, turn: Tensor
+        ) -> Any:
             x, y = fixed.data[batches.split]
             weight = None
             if not plan.shape.full:
@@ -386,7 +433,9 @@ class StackedFederation(Federation):
                 self._replay(program, fixed, rows, memo)
             except _Suspended as reached:
                 return reached.body(carry, Batch(x[index], y[index], weight, key))
-            raise SartorError(f"{name_of(program.function)}: a client function must make the same scans each time")
+            raise SartorError(
+                f"{name_of(program.function)}: a client function must make the same scans each time"
+            )
 
         def step(inputs: list[Tensor]) -> list[Tensor]:
             fixed, rows, memo, carry, lanes, index, real, turn = tree_unflatten(inputs, spec)
@@ -394,7 +443,9 @@ class StackedFederation(Federation):
                 client = lanes[0].clamp(max=len(rows.number) - 1)
                 rows, memo = tree_map(lambda value: value[client], (rows, memo))
                 carry = tree_map(lambda value: value[lanes[0]], carry)
-            after = torch.vmap(lane, in_dims=(None, 0, 0, 0, 0, 0, 0))(fixed, rows, memo, carry, index, real, turn)
+            after = torch.vmap(lane, in_dims=(None, 0, 0, 0, 0, 0, 0))(
+                fixed, rows, memo, carry, index, real, turn
+            )
             leaves, after_spec = tree_flatten(after)
             if not result_spec:
                 result_spec.append(after_spec)
@@ -412,19 +463,23 @@ class StackedFederation(Federation):
         return lambda inputs: tree_unflatten(run(inputs), result_spec[0])
 
     def _explained(self, program: _Program, error: Exception) -> Exception:
-        """An error of vmap or tracing in a user's words; out of memory and our own errors stay what they are."""
+        """An error of vmap or tracing in a user's words.
+
+        Out of memory and our own errors stay what they are.
+        """
         if isinstance(error, (SartorError, torch.OutOfMemoryError, MemoryError)):
             return error
         if "can't allocate memory" in str(error):
             return MemoryError(str(error))
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if isinstance(error, RuntimeError) and ("vmap" in first or "functorch" in first):
-            return NotStackable(
-                f"{name_of(program.function)} cannot be stacked ({first}); engine.name=loop runs one client at a time"
-            )
-        return ClientError(f"{name_of(program.function)}, round {self.round}: {first}; engine.name=loop names the client")
+            cure = "engine.name=loop runs one client at a time"
+            return NotStackable(f"{name_of(program.function)} cannot be stacked ({first}); {cure}")
+        cure = "engine.name=loop names the client"
+        return ClientError(f"{name_of(program.function)}, round {self.round}: {first}; {cure}")
 
-    # Plans -----------------------------------------------------------------------------------------------------------------
+    # Plans ------------------------------------------------------------------------------------------------
+    # -----------------
 
     def _plan(self, batches: Batches, numbers: np.ndarray) -> Plan:
         sizes = self.samples[batches.split].counts[numbers]
@@ -435,11 +490,14 @@ class StackedFederation(Federation):
             self._plans[key] = plan(batches, sizes, self.lanes, rounded=self.graphs)
         return self._plans[key]
 
-    def _on_device(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        assert plan.rows is not None and plan.turns is not None
-        both = to_device(np.stack([plan.rows, plan.turns]), self.device)
-        return both[0], both[1]
-
 
 def _signature(values: dict[str, Tensor]) -> Hashable:
     return tuple((name, value.shape, value.dtype) for name, value in values.items())
+
+
+def _first(count: int, value: Tensor) -> Tensor:
+    return value[:count]
+
+
+def _cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in values.items()}

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 ON_DEVICE_BYTES = 4 << 30
-"""States up to this size stay on the device; larger ones lie in host memory and only a cohort's rows travel."""
+"""States up to this size stay on the device.
+
+Larger ones lie in host memory and only a cohort's rows travel.
+"""
 
 
 class StateStore:
