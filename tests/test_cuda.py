@@ -34,7 +34,7 @@ def test_the_streams_give_the_same_integers() -> None:
     assert torch.equal(here, there.cpu())
     sizes = torch.arange(1, 51)
     assert torch.equal(
-        random.shuffled(keys, sizes, 600), random.shuffled(keys.cuda(), sizes.cuda(), 600).cpu()
+        random.shuffled(keys, sizes, index), random.shuffled(keys.cuda(), sizes.cuda(), index.cuda()).cpu()
     )
 
 

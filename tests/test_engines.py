@@ -22,7 +22,7 @@ from sartor.local import Client
 from sartor.task import Batch, Task
 
 ENGINES = ["loop", "stacked"]
-COHORTS = [[0, 1, 2, 3, 4, 5], [1, 3, 4], [2, 5]]
+COHORTS = [[0, 1, 2, 4], [1, 3, 4, 5], [0, 2, 3, 5]]
 
 
 def ended(name: str, federation: Federation, cohorts: Sequence[Sequence[int]] = COHORTS) -> dict[str, Tensor]:
@@ -54,20 +54,15 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def network(dtype: torch.dtype = torch.float64) -> Task:
-    """Every kind of layer that knows more than its input, and a head."""
+    """Both kinds of layer that know more than their input, and a head."""
     torch.manual_seed(0)
-    module = nn.Sequential()
-    layers = {
-        "first": nn.Linear(5, 8),
-        "norm": nn.BatchNorm1d(8),
-        "relu": nn.ReLU(),
-        "dropout": nn.Dropout(0.2),
-        "groups": nn.GroupNorm(2, 8),
-        "output": nn.Linear(8, 4),
-    }
-    for name, layer in layers.items():
-        module.add_module(name, layer)
-    return Task(module.to(dtype), classes=4, head="output")
+    module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
+    return Task(module.to(dtype), classes=4, head="4")
+
+
+def plain() -> Task:
+    """A network that is quick to trace, where nothing depends on its layers."""
+    return Task(module_of("mlp", (5,), 4, hidden=6), classes=4, head="output")
 
 
 def vectors(dtype: torch.dtype = torch.float64) -> ClientData:
@@ -133,17 +128,15 @@ def several_scans(client: Client, hyper: Any, w: Tensor, c: Tensor, scale: Tenso
     def direction(w_k: Tensor, batch: Batch) -> Tensor:
         return client.grad(w_k, batch) - client.grad(w, batch, track=False) + anchor + scale * c
 
-    y = client.descend(w, direction, lr=0.1)
-    z = client.descend(y, lr=0.05, steps=3, stream="second")
-
     def pair(carry: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         return carry[0] + batch.size, torch.maximum(carry[1], batch.mean(batch.x.flatten(1).sum(1)))
 
-    n, largest = client.scan(pair, (w.new_zeros(()), w.new_full((), -1e9)), client.batches())
-    return Reply(delta=z - w, before=client.loss(w), after=client.loss(z), n=n, largest=largest).keep(c=y - w)
+    y = client.descend(w, direction, lr=0.1)
+    n, largest = client.scan(pair, (w.new_zeros(()), w.new_full((), -1e9)), client.batches(stream="second"))
+    return Reply(delta=y - w, n=n, largest=largest).keep(c=y - w)
 
 
-@pytest.mark.parametrize("policy", ["average", "local", "freeze"])
+@pytest.mark.parametrize("policy", ["average", "local"])
 def test_engines_are_equal_for_functions_with_several_scans_and_states(policy: str) -> None:
     data = vectors()
     found = []
@@ -153,29 +146,25 @@ def test_engines_are_equal_for_functions_with_several_scans_and_states(policy: s
         federation.declare(c=torch.zeros(task.size, dtype=torch.float64))
         w = task.initial()
         values: dict[str, Tensor] = {}
-        for round, cohort in enumerate(COHORTS, 1):
+        for round, cohort in enumerate(COHORTS[:2], 1):
             federation.round = round
             scale = torch.arange(len(cohort), dtype=torch.float64) / 10
             replies = federation.map(several_scans, cohort, {"w": w}, {"scale": scale})
             w = w + replies.mean("delta")
             values |= {f"{round}.{name}": value for name, value in replies.values.items()}
-        assert values["1.n"].tolist() == list(RAGGED)
-        values |= {"c": federation.states["c"], "w": w}
-        if federation.mean_buffers is not None:
-            values["buffers"] = federation.mean_buffers
-        found.append(values)
+        assert values["1.n"].tolist() == [RAGGED[number] for number in COHORTS[0]]
+        assert federation.mean_buffers is not None
+        found.append({**values, "c": federation.states["c"], "w": w, "buffers": federation.mean_buffers})
     assert_close(found[0], found[1], 1e-9)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"chunk": 1}, {"chunk": 2}, {"chunk": 4}, {"lanes": 1}, {"lanes": 4}, {"chunk": 4, "lanes": 2}],
-)
+@pytest.mark.parametrize("settings", [{"chunk": 1}, {"chunk": 2}, {"lanes": 1}, {"chunk": 4, "lanes": 3}])
 def test_chunks_and_lanes_do_not_change_the_result(settings: dict[str, int]) -> None:
-    data, task = vectors(), network()
+    data, task = vectors(), plain()
     local = {"batch": 8, "momentum": 0.5}
-    expected = ended("separate", federation_of("stacked", task, data, local=local, buffers="local"))
-    found = ended("separate", federation_of("stacked", task, data, local=local, buffers="local", **settings))
+    everyone = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]
+    expected = ended("separate", federation_of("loop", task, data, local=local), everyone)
+    found = ended("separate", federation_of("stacked", task, data, local=local, **settings), everyone)
     assert_close(expected, found, 1e-11)
 
 
@@ -218,8 +207,8 @@ def test_where_the_arithmetic_is_the_same_the_bits_are(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_order_of_the_cohort_does_not_change_the_server(engine: str) -> None:
-    data, task = vectors(), network()
-    shuffled = [[3, 0, 5, 1, 4, 2], [4, 1, 3], [5, 2]]
+    data, task = vectors(), plain()
+    shuffled = [[4, 0, 2, 1], [3, 5, 4, 1], [5, 3, 2, 0]]
     expected = ended("fedavg", federation_of(engine, task, data, local={"batch": 8}))
     found = ended("fedavg", federation_of(engine, task, data, local={"batch": 8}), shuffled)
     if engine == "loop":
@@ -228,20 +217,19 @@ def test_the_order_of_the_cohort_does_not_change_the_server(engine: str) -> None
         assert_close(expected, found, 1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", sorted(algorithms()))
+@pytest.mark.parametrize(
+    ("name", "engine"), [*((name, "stacked") for name in sorted(algorithms())), ("fedavg", "loop")]
+)
 def test_a_run_repeated_gives_the_same_bits(name: str, engine: str) -> None:
     data = vectors()
-    policy = algorithms()[name].buffers
     first, second = (
-        ended(name, federation_of(engine, network(), data, local={"batch": 8}, buffers=policy), COHORTS[1:])
-        for _ in range(2)
+        ended(name, federation_of(engine, plain(), data, local={"batch": 8}), COHORTS[:2]) for _ in range(2)
     )
     assert_same(first, second)
 
 
 def test_the_seed_and_the_round_change_the_batches() -> None:
-    data, task = vectors(), network()
+    data, task = vectors(), plain()
 
     def after(seed: int, round: int) -> Tensor:
         federation = federation_of("stacked", task, data, local={"batch": 8}, seed=seed)
@@ -260,20 +248,21 @@ def test_the_seed_and_the_round_change_the_batches() -> None:
 def test_running_out_of_memory_halves_the_chunk_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    data, task = vectors(), network()
-    expected = ended("separate", federation_of("stacked", task, data, local={"batch": 8}, buffers="local"))
-    plain = StackedFederation._chunk
+    data, task = vectors(), plain()
+    everyone = [[0, 1, 2, 3, 4, 5]] * 2
+    expected = ended("separate", federation_of("loop", task, data, local={"batch": 8}), everyone)
+    usual = StackedFederation._chunk
     tried: list[int] = []
 
     def short_of_memory(self: Any, function: Any, hyper: Any, numbers: np.ndarray, *rest: Any) -> Any:
         tried.append(len(numbers))
         if len(numbers) > 2:
             raise error("no memory for that many")
-        return plain(self, function, hyper, numbers, *rest)
+        return usual(self, function, hyper, numbers, *rest)
 
     monkeypatch.setattr(StackedFederation, "_chunk", short_of_memory)
-    federation = federation_of("stacked", task, data, local={"batch": 8}, buffers="local", chunk=6)
-    found = ended("separate", federation)
+    federation = federation_of("stacked", task, data, local={"batch": 8}, chunk=6)
+    found = ended("separate", federation, everyone)
     assert federation.chunk in (1, 2)
     assert max(tried) == 6
     assert sum(count > 2 for count in tried) <= 2  # it remembers
@@ -346,6 +335,12 @@ def test_a_hyper_parameter_may_be_given_with_the_call(engine: str) -> None:
     assert [float(default), float(other)] == pytest.approx([0.1, 0.7])
 
 
+def moves(client: Client, hyper: Any, w: Tensor, c: Tensor, scale: Tensor) -> Reply:
+    """Trains, so that buffers move, and keeps a state."""
+    y = client.descend(w, lr=0.1)
+    return Reply(delta=y - w).keep(c=scale + y - w)
+
+
 def without(*gone: int) -> Callable[[int, np.ndarray], np.ndarray]:
     return lambda round, numbers: ~np.isin(numbers, gone)
 
@@ -362,8 +357,8 @@ def test_clients_that_do_not_answer_have_not_moved(engine: str, policy: str) -> 
         federation.round = 1
     each = torch.arange(6, dtype=torch.float64)
     start = {"w": task.initial()}
-    replies = some.map(several_scans, range(6), start, {"scale": each})
-    expected = only.map(several_scans, [0, 2, 3, 5], start, {"scale": each[[0, 2, 3, 5]]})
+    replies = some.map(moves, range(6), start, {"scale": each})
+    expected = only.map(moves, [0, 2, 3, 5], start, {"scale": each[[0, 2, 3, 5]]})
     assert replies.clients.tolist() == [0, 2, 3, 5]
     assert some.answered == 4
     assert torch.allclose(replies.weights, expected.weights)
@@ -409,7 +404,7 @@ def test_dispatch_and_collect_are_the_two_halves_of_map(engine: str) -> None:
         federation = federation_of(engine, task, data, local={"batch": 8})
         federation.declare(c=torch.zeros(task.size, dtype=torch.float64))
         federation.round = 1
-        arguments = (several_scans, [4, 1, 2], {"w": task.initial()}, {"scale": torch.ones(3).double()})
+        arguments = (moves, [4, 1, 2], {"w": task.initial()}, {"scale": torch.ones(3).double()})
         if halves:
             pending = federation.dispatch(*arguments)
             assert bool((federation.states["c"] == 0).all())  # not before the answer arrives
@@ -446,9 +441,7 @@ def test_asking_moves_nothing(engine: str, policy: str) -> None:
     traffic, answered = dataclasses.astuple(federation.traffic), federation.answered
     states = {name: federation.states[name].clone() for name in federation.states}
     buffers = federation.buffers.clone()
-    replies = federation.ask(
-        several_scans, range(6), {"w": task.initial()}, {"scale": torch.ones(6).double()}
-    )
+    replies = federation.ask(moves, range(6), {"w": task.initial()}, {"scale": torch.ones(6).double()})
     assert replies.clients.tolist() == list(range(6))  # for evaluation everyone answers
     assert float(replies["delta"].abs().max()) > 1e-3
     assert dataclasses.astuple(federation.traffic) == traffic

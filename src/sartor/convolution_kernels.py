@@ -290,8 +290,14 @@ def _power(number: int, low: int, high: int) -> int:
 
 
 def _convolve_tiles(out: int, channels: int) -> Tiles:
-    return Tiles(_power(out, 16, 64), 128, 32 if channels % 32 == 0 else 16, warps=4, stages=3)
+    """Measured on an H200: deep tiles pay for many channels, and where few fill one with little padding."""
+    many = channels % 32 == 0
+    depth = 32 if many or 4 <= channels < 16 else 16
+    return Tiles(_power(out, 16, 64), 128, depth, warps=4, stages=5 if many else 3)
 
 
 def _correlate_tiles(out: int, size: int) -> Tiles:
-    return Tiles(_power(out, 16, 64), _power(size, 16, 128), 32, warps=4, stages=3)
+    """Measured on an H200: few rows leave room for more programs with narrower columns."""
+    rows = _power(out, 16, 64)
+    narrow = rows == 16 and size > 128
+    return Tiles(rows, 64 if narrow else _power(size, 16, 128), 32, warps=4, stages=4 if narrow else 3)

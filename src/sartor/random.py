@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 import math
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-Word = TypeVar("Word", int, Tensor)
+Word: TypeAlias = Any
+"""A 64-bit word: a Python integer or a tensor of them. Both wrap in the same way."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -52,10 +53,8 @@ def _mix(word: Word) -> Word:
 
 def fold(key: int | Tensor, value: int | Tensor) -> int | Tensor:
     """The key of a sub-stream: ``value`` is a round, a client or an epoch, an integer or a tensor of them."""
-    inner: Any = _mix(_wrap(value + _signed(_GOLDEN)) if isinstance(value, int) else value + _signed(_GOLDEN))
-    outer: Any = key ^ inner
-    mixed: int | Tensor = _mix(outer)
-    return mixed
+    folded: int | Tensor = _mix(key ^ _mix(_wrap(value + _signed(_GOLDEN))))
+    return folded
 
 
 @cache
@@ -79,7 +78,8 @@ def words(key: int | Tensor, index: Tensor) -> Tensor:
 
     ``key`` broadcasts against ``index``.
     """
-    return _mix((index + 1) * _signed(_GOLDEN) + key)
+    mixed: Tensor = _mix((index + 1) * _signed(_GOLDEN) + key)
+    return mixed
 
 
 def _index(count: int, device: torch.device | str | None) -> Tensor:
@@ -88,7 +88,8 @@ def _index(count: int, device: torch.device | str | None) -> Tensor:
 
 def uniform(key: int | Tensor, count: int, device: torch.device | str | None = None) -> Tensor:
     """Numbers in [0, 1) with 53 random bits, in float64."""
-    return _shift(words(key, _index(count, device)), 11).to(torch.float64) * 2.0**-53
+    high: Tensor = _shift(words(key, _index(count, device)), 11)
+    return high.to(torch.float64) * 2.0**-53
 
 
 def normal(key: int | Tensor, count: int, device: torch.device | str | None = None) -> Tensor:

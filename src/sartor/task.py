@@ -16,7 +16,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -533,7 +533,9 @@ class _Conv2d(nn.Conv2d):
         self.__dict__.update(original.__dict__)
 
     def forward(self, x: Tensor) -> Tensor:
-        return conv2d(x, self.weight, self.bias, self.stride, self.padding)
+        return conv2d(
+            x, self.weight, self.bias, cast("tuple[int, int]", self.stride), cast(Any, self.padding)
+        )
 
 
 def _shareable(module: nn.Module, name: str) -> nn.Module:

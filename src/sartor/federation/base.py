@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sartor import random
 from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError
 from sartor.experiment import Local
@@ -188,6 +189,12 @@ class Federation(ABC):
     def sizes(self) -> Tensor:
         """n_i of every client."""
         return self.samples["train"].count
+
+    def stream(self, name: str) -> int:
+        """The key of this run's stream with that name; rounds, clients and indices are folded into it."""
+        key = random.stream(self.seed, name)
+        assert isinstance(key, int)
+        return key
 
     @property
     def mean_buffers(self) -> Tensor | None:

@@ -115,7 +115,7 @@ class LoopFederation(Federation):
         rows = torch.zeros_like(turns)
         table, real = scan_table(
             batches,
-            self.seed,
+            self.stream(batches.stream),
             shape.width,
             places,
             client.round,

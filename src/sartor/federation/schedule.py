@@ -111,14 +111,14 @@ def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample_order(
-    batches: Batches, seed: int, round: Tensor, numbers: Tensor, sizes: Tensor, places: Tensor
+    batches: Batches, key: int, round: Tensor, numbers: Tensor, sizes: Tensor, places: Tensor
 ) -> Tensor:
     """Every client's samples in the order a scan visits them, [clients, places].
 
     ``places`` counts 0, 1, 2, …
     """
     if batches.shuffled:
-        keys = random.stream(seed, batches.stream, round, numbers)
+        keys = random.fold(random.fold(key, round), numbers)
         assert isinstance(keys, Tensor)
         return random.shuffled(keys, sizes, places)
     return places[None, :] % sizes[:, None].clamp(min=1)
@@ -141,14 +141,14 @@ def sample_table(
     place = (first[..., None] + torch.arange(width, device=order.device)).clamp(max=places - 1)
     sample = order.view(-1)[client[..., None] * places + place]
     inside = torch.arange(width, device=order.device) < real[..., None]
-    # Where no sample is real the client may have none, so that its place may lie behind the last sample of all.
+    # Where no sample is real the client may have none, and its place may lie behind the last sample of all.
     first = torch.where(real > 0, start[client], 0)
     return first[..., None] + torch.where(inside, sample, 0), real
 
 
 def scan_table(
     batches: Batches,
-    seed: int,
+    key: int,
     width: int,
     places: Tensor,
     round: Tensor,
@@ -162,5 +162,5 @@ def scan_table(
 
     ``start`` holds all clients, ``sizes`` these ones.
     """
-    order = sample_order(batches, seed, round, numbers, sizes, places)
+    order = sample_order(batches, key, round, numbers, sizes, places)
     return sample_table(batches, order, start[numbers], sizes, rows, turns, width)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -121,6 +122,8 @@ class StackedFederation(Federation):
         self._pool: Any = None
         self._plans: dict[Hashable, Plan] = {}
         self._samples = torch.compile(scan_table, dynamic=False) if compile else scan_table
+        if compile:  # PyTorch's default precision is meant; its hint that there is a coarser one is no news
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
         train = self.samples["train"]
         few = min(2, len(train.y))
         self.task.require_stackable(train.x[:few], train.y[:few])
@@ -381,7 +384,7 @@ class StackedFederation(Federation):
         size = rows.counts[batches.split]
         index, real = self._samples(
             batches,
-            self.seed,
+            self.stream(batches.stream),
             shape.width,
             places,
             fixed.round,

@@ -1,0 +1,1 @@
+"""The server's mathematics that several methods share."""
