@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from helpers import RAGGED, classification, model_task
 
+from helpers import RAGGED, classification, model_task
 from sartor import random
 from sartor.algorithms import algorithms, make
 from sartor.experiment import Local

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import RAGGED, classification, federation_of, model_task, module_of, play, quadratics
 from torch import Tensor, nn
 
+from helpers import RAGGED, classification, federation_of, model_task, module_of, play, quadratics
 from sartor.algorithms import algorithms, make
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError
@@ -26,7 +26,7 @@ COHORTS = [[0, 1, 2, 4], [1, 3, 4, 5], [0, 2, 3, 5]]
 
 
 def ended(name: str, federation: Federation, cohorts: Sequence[Sequence[int]] = COHORTS) -> dict[str, Tensor]:
-    """Everything a method leaves behind: the server's tensors, the clients' states, buffers, personal models."""
+    """What a method leaves behind: the server's tensors, the clients' states, buffers, personal models."""
     algorithm = make(algorithms()[name], lr=0.05)
     federation.hyper = algorithm.hyper
     server = play(algorithm, federation, cohorts)
@@ -577,3 +577,17 @@ def test_a_client_function_that_branches_on_data_runs_on_the_loop_alone() -> Non
     )
     with pytest.raises(SartorError, match=r"branching cannot be stacked.*engine.name=loop"):
         federation_of("stacked", network(), vectors()).map(branching, [0, 1], {"w": w})
+
+
+def test_a_chunk_is_never_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = StackedFederation._chunk
+    held: list[int] = []
+
+    def noting(self: Any, function: Any, hyper: Any, numbers: np.ndarray, *rest: Any) -> Any:
+        held.append(len(numbers))
+        return usual(self, function, hyper, numbers, *rest)
+
+    monkeypatch.setattr(StackedFederation, "_chunk", noting)
+    task, data = quadratics(torch.zeros(18, 2), torch.ones(18, 2))
+    federation_of("stacked", task, data, chunk=9).map(lambda c, h: Reply(n=c.n), range(18))
+    assert max(held) <= 9

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import RAGGED, classification, federation_of, flat, module_of, play, quadratics
 from torch import Tensor
 from torch.nn import functional as F
 
+from helpers import RAGGED, classification, federation_of, flat, module_of, play, quadratics
 from sartor.algorithms import Algorithm, algorithms, make, register
 from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError, SettingError
@@ -137,7 +137,7 @@ CENTRES = torch.tensor([[4.0, -2.0], [0.0, 8.0], [-6.0, 1.0]], dtype=torch.float
 def test_parabolas_of_one_curvature_have_the_closed_form(engine: str, server_lr: float) -> None:
     """w' = b + (1 − ηh)^K (w − b) with b = Σ q_i b_i and q_i = n_i / Σ n_j over the cohort."""
     h, lr, steps, sizes = 1.7, 0.2, 5, (1, 6, 3)
-    task, data = quadratics(CENTRES, torch.full((3, 2), h), sizes)
+    task, data = quadratics(CENTRES, torch.full((3, 2), h, dtype=torch.float64), sizes)
     federation = federation_of(engine, task, data, local={"batch": 2, "steps": steps})
     cohorts = [[0, 1, 2], [0, 2], [2, 1]]
     server = play(method("fedavg", federation, lr=lr, server_lr=server_lr), federation, cohorts)

@@ -65,7 +65,7 @@ def test_high_and_low_bytes_are_uniform(words: np.ndarray, places: int) -> None:
 def test_uniform_numbers_fill_a_thousand_cells_evenly() -> None:
     draws = random.uniform(random.stream(5, "cells"), MILLION)
     assert draws.dtype == torch.float64
-    assert 0 <= float(draws.min())
+    assert float(draws.min()) >= 0
     assert float(draws.max()) < 1
     cells = np.bincount((draws * 1000).long().numpy(), minlength=1000)
     assert abs(chi_square(cells, MILLION / 1000)) < 5

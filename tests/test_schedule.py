@@ -25,7 +25,7 @@ BATCHES = st.builds(
 
 
 def check_turns(rows: np.ndarray, turns: np.ndarray, counts: np.ndarray) -> None:
-    """Every client takes exactly its turns, in order, in one lane; no lane and no step has it twice at once."""
+    """Every client takes exactly its turns, in order, in one lane, and at most one of them in a step."""
     clients = len(counts)
     assert rows.shape == turns.shape
     assert rows.min(initial=0) >= 0
@@ -115,7 +115,7 @@ def test_a_plan_that_chooses_its_lanes_wastes_little(
 def test_every_turn_has_its_samples_and_an_epoch_has_each_once(
     batches: Batches, sizes: list[int], lanes: int, rounded: bool
 ) -> None:
-    """The identity as the order of samples: what is left is the arithmetic of turns, offsets and short batches."""
+    """Samples in their own order, so that the arithmetic of turns, offsets and short batches remains."""
     n = torch.tensor(sizes)
     made = plan(batches, n.numpy(), lanes, rounded)
     shape = made.shape

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import classification, federation_of, flat, module_of, play
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sartor
+from helpers import classification, federation_of, flat, module_of, play
 from sartor.algorithms import algorithms, make
 from sartor.errors import NotStackable, SartorError
 from sartor.evaluation import evaluate
@@ -108,6 +108,21 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
         step[index] = 1e-6
         slope = (task.loss(w + step, Batch(x, y)) - task.loss(w - step, Batch(x, y))) / 2e-6
         assert float(slope) == pytest.approx(float(gradient[index]), abs=1e-8)
+
+
+def test_a_layer_of_ones_own_is_told_whether_it_trains() -> None:
+    class Doubling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x if self.training else x
+
+    module = own(Doubling())
+    task = Task(module, classes=CLASSES, head="output")
+    x, y = samples((6,))
+    with torch.no_grad():
+        assert close(task.loss(task.initial(), Batch(x, y)), F.cross_entropy(module.train()(x), y))
+        assert close(task.outputs(task.initial(), x), module.eval()(x))
+        features = torch.tanh(module.first(x))
+        assert close(task.features(task.initial(), x), features)
 
 
 def test_a_loss_of_ones_own_is_used_per_sample() -> None:
@@ -322,7 +337,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def normed(kind: str) -> nn.Module:
     torch.manual_seed(0)
     module = NORMS[kind][0]().double()
-    for name, value in module.named_buffers():  # not the zeros and ones that hide a mistake
+    for value in module.buffers():  # not the zeros and ones that hide a mistake
         if value.is_floating_point():
             value.copy_(torch.rand(value.shape, dtype=value.dtype) + 0.5)
         else:
@@ -388,7 +403,7 @@ def test_frozen_buffers_are_used_in_training_and_not_changed() -> None:
 
 
 def test_a_single_value_uses_and_keeps_the_running_statistics() -> None:
-    """PyTorch refuses to train on one sample in front of a dense BatchNorm; a client's last batch may be one."""
+    """PyTorch refuses to train a dense BatchNorm on one sample; the last batch of a client may be one."""
     module = normed("dense")
     task = Task(module, classes=CLASSES)
     x, y = samples((6,))

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from sartor.runner import Result
     from sartor.settings import setting
     from sartor.task import Task
+
+# Threads that wait for each other spin, by default for milliseconds, which makes two runs on one machine
+# ten times slower than one. A bounded spin costs nothing alone. It has to be said before torch is imported;
+# a user's own value stays.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __version__ = "0.1.0"
 

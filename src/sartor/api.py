@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from sartor.data.clients import ClientData, from_clients
+from sartor.data.clients import ClientData, from_clients, prepare
 from sartor.errors import SettingError
-from sartor.experiment import Experiment, from_mapping, read_toml
+from sartor.experiment import OWN_DATA, Experiment, from_mapping, read_toml
 from sartor.runner import Result, execute
 from sartor.task import Task
 
@@ -35,11 +35,17 @@ def run(
 ) -> Result:
     """Run an algorithm and return its :class:`~sartor.runner.Result`.
 
-    ``data`` is a data set's name, or your own: ``{client: (x, y)}``, or a :class:`ClientData`. ``model`` is
-    a network's name, any ``nn.Module``, or a :class:`Task`; ``head`` names the module that is a personal
-    head. Every other setting goes by section: ``hyper={"lr": 0.05}``, ``local={"epochs": 2}``,
-    ``partition={"name": "dirichlet", "alpha": 0.1}``. ``experiment`` is a TOML file or a mapping to start
-    from. ``store=False`` writes no run folder.
+    ``data`` is a data set's name, or your own, taken as it is: ``{client: (x, y)}``, or a
+    :class:`~sartor.data.ClientData`. ``model`` is a network's name, any ``nn.Module``, or a :class:`Task`;
+    ``head`` names the module that is a personal head. Every other setting goes by section:
+    ``hyper={"lr": 0.05}``, ``local={"epochs": 2}``, ``partition={"name": "dirichlet", "alpha": 0.1}``.
+    ``experiment`` is a TOML file or a mapping to start from. ``store=False`` writes no run folder.
+
+    >>> import torch
+    >>> x, y = torch.randn(40, 3), torch.arange(40) % 2
+    >>> result = run("separate", data={"a": (x, y), "b": (-x, y)}, rounds=1, store=False)
+    >>> result.personal.shape[0]
+    2
     """
     given = _mapping(experiment)
     _put(given, "", algorithm=algorithm, rounds=rounds, seed=seed)
@@ -62,18 +68,21 @@ def run(
         raise SettingError(f"clients: {clients}, but the data has {own_data.clients} clients; leave it out")
     _put(given, "data", clients=own_data.clients if own_data is not None else clients)
     own_task = None
-    if isinstance(model, str):
+    if isinstance(model, (nn.Module, Task)):
+        _put(given, "model", name="custom")
+    elif isinstance(model, str):
         _put(given, "model", name=model)
+    elif model is not None:
+        raise SettingError(f"model: give a name, an nn.Module or a Task, got {model!r}")
     resolved = from_mapping(given)
     if isinstance(model, Task):
         own_task = model
     elif isinstance(model, nn.Module):
-        classes = None if own_data is None else own_data.classes
-        own_task = Task(model, classes=classes or _classes(resolved), head=head, name=type(model).__name__)
-    if own_task is not None:
-        resolved = replace(resolved, model=replace(resolved.model, name=own_task.name))
+        classes = _classes(resolved) if own_data is None else own_data.classes
+        own_task = Task(model, classes=classes, head=head, name=type(model).__name__)
     if own_data is not None:
-        resolved = replace(resolved, data=replace(resolved.data, name=own_data.name))
+        own_data = prepare(own_data, features=resolved.features.settings)
+        resolved = replace(resolved, data=replace(resolved.data, name=OWN_DATA, normalise=False))
     return execute(resolved, data=own_data, task=own_task, out=out, store=store, progress=progress)
 
 

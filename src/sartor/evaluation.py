@@ -99,6 +99,18 @@ def evaluation_of(function: ClientFunction, split: str) -> ClientFunction:
     return evaluated
 
 
+@lru_cache(maxsize=1024)
+def model_of(function: ClientFunction) -> ClientFunction:
+    """The client function that makes a model by ``function`` and sends it with its float buffers."""
+
+    @wraps(function)
+    def made(client: Client, hyper: Any, **arguments: Any) -> Reply:
+        model = function(client, hyper, **arguments).sent["w"]
+        return Reply(w=model) if client.buffers is None else Reply(w=model, buffers=client.buffers)
+
+    return made
+
+
 def _ask(federation: Federation, call: Call, clients: np.ndarray, split: str) -> Cell:
     replies = federation.ask(evaluation_of(call.function, split), clients, call.shared, call.each)
     n = replies["n"].cpu().numpy()

@@ -35,6 +35,10 @@ else:
     import tomli as tomllib
 
 
+OWN_DATA = "own"
+"""The name of data that was given in Python: a stored experiment can name it, but not load it."""
+
+
 @dataclass(frozen=True)
 class Data:
     """Where the samples come from and how many clients share them."""
@@ -125,9 +129,9 @@ class Engine:
         "auto", "one client after the other, or many in one batch", choices=("auto", "loop", "stacked")
     )
     device: str = setting("cpu", "the device that trains", choices=("cpu", "cuda"))
-    chunk: int = setting(0, "clients trained at once; 0: as memory allows", low=0)
-    lanes: int = setting(0, "chunks in flight at once; 0: automatic", low=0)
-    workers: int = setting(0, "processor threads; 0: automatic", low=0)
+    chunk: int = setting(0, "clients held on the device at once; 0: as memory allows", low=0)
+    lanes: int = setting(0, "clients of a chunk stepped at once; 0: as many as stay busy", low=0)
+    workers: int = setting(0, "clients trained at once by the loop engine on a CPU; 0: one per core", low=0)
     compile: str = setting("auto", "whether the training step is compiled", choices=("auto", "yes", "no"))
 
 
@@ -252,7 +256,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
             values = {key: value for key, value in values.items() if key in common}
             values["settings"] = build(kinds[section], own, section)
         parts[section] = build(cls, values, section)
-    if parts["data"].path is None:
+    if parts["data"].path is None and parts["data"].name != OWN_DATA:
         _name(parts["data"].name, "data")
     top = {key: value for key, value in mapping.items() if key in _TOP and value is not None}
     experiment = build(Experiment, {**top, **parts}, "")

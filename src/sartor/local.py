@@ -96,8 +96,7 @@ class Client:
         """The number of training samples."""
         return self.counts["train"]
 
-    # Quantities of one batch
-    # -----------------------------------------------------------------------------------------
+    # Quantities of one batch ----------------------------------------------------------------------
 
     def grad(self, w: Tensor, batch: Batch, *, track: bool = True) -> Tensor:
         """The gradient of the mean loss over the batch.
@@ -113,8 +112,7 @@ class Client:
         """What the model returns, in evaluation mode."""
         return self.task.outputs(w, x, self.buffers)
 
-    # Quantities of the whole local data
-    # ------------------------------------------------------------------------------
+    # Quantities of the whole local data -----------------------------------------------------------
 
     def scan(self, body: Callable[[Carry, Batch], Carry], carry: Carry, batches: Batches) -> Carry:
         """``carry = body(carry, batch)`` over the batches.
@@ -172,8 +170,7 @@ class Client:
         total = self.scan(add, carry, Batches(split, self._evaluation_batch))
         return {**total, "n": like}
 
-    # The local loop
-    # --------------------------------------------------------------------------------------------------
+    # The local loop -------------------------------------------------------------------------------
 
     def batches(
         self, *, epochs: int | None = None, steps: int | None = None, stream: str = "batch"
@@ -232,7 +229,7 @@ class Client:
                 if self.local.weight_decay:
                     g = g + self.local.weight_decay * w_k
                 step, slots = optimizer.step(g, slots)
-                moved = w_k - rate * step
+                moved = torch.sub(w_k, step, alpha=rate) if isinstance(rate, float) else w_k - rate * step
                 w_k = moved if only is None else torch.where(only, moved, w_k)
             after = {"w": w_k, "slots": slots}
             return after if self.buffers is None else {**after, "buffers": self.buffers}

@@ -100,6 +100,17 @@ class ResNet8:
         return _ResNet8(shape[0], classes, self.norm)
 
 
+@dataclass(frozen=True)
+class Custom:
+    """A model given in Python: a stored experiment can name it, but not make it."""
+
+    head: ClassVar[str | None] = None
+
+    def build(self, shape: Shape, classes: int) -> nn.Module:
+        """Refuse: the module itself is not in the experiment."""
+        raise SettingError("model.name = 'custom': the model was given in Python; pass it again as model=...")
+
+
 MODELS: dict[str, type] = {
     "softmax": Softmax,
     "mlp": MLP,
@@ -107,6 +118,7 @@ MODELS: dict[str, type] = {
     "lenet": LeNet,
     "cnn-spfl": CNNSPFL,
     "resnet8": ResNet8,
+    "custom": Custom,
 }
 
 

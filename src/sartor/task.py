@@ -154,8 +154,7 @@ class Task:
                 f"model {name}: the stages {', '.join(stages)} do not cover all of its parameters"
             )
 
-    # The vectors
-    # ---------------------------------------------------------------------------------------------------
+    # The vectors ----------------------------------------------------------------------------------
 
     def initial(self, device: torch.device | str = "cpu") -> Tensor:
         """The initial model: the values the module came with."""
@@ -211,8 +210,7 @@ class Task:
             position = max(position, stop)
         return Part(name, tuple(slices))
 
-    # The functions
-    # -------------------------------------------------------------------------------------------------
+    # The functions --------------------------------------------------------------------------------
 
     def outputs(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
         """What the module returns for ``x``, in evaluation mode."""
@@ -307,8 +305,7 @@ class Task:
             )
         return result
 
-    # What the engines ask
-    # ------------------------------------------------------------------------------------------
+    # What the engines ask -------------------------------------------------------------------------
 
     def why_not_stackable(self, x: Tensor, y: Tensor) -> str | None:
         """The reason why this model cannot train many clients in one batch, or None.
@@ -411,8 +408,7 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
-# Layers that need to know more than their input
-# ------------------------------------------------------------------------
+# Layers that need to know more than their input ---------------------------------------------------
 
 
 class _Mode:

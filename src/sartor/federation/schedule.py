@@ -20,10 +20,8 @@ from sartor.local import Batches
 
 
 def bucket(number: int, grain: int = 8) -> int:
-    """The number rounded up to one of ``grain`` sizes per power of two, so that few different shapes
-    arise.
-    """
-    step = max(1, 1 << max(0, (number - 1).bit_length() - grain.bit_length() + 1))
+    """The number rounded up to one of ``grain`` sizes per power of two: few different shapes arise."""
+    step = 1 << max(0, (number - 1).bit_length() - grain.bit_length())
     return -(-number // step) * step
 
 

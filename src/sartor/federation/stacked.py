@@ -129,8 +129,7 @@ class StackedFederation(Federation):
         self.task.require_stackable(train.x[:few], train.y[:few])
         self._activations = self.task.activations(train.x)
 
-    # A call, chunk by chunk
-    # --------------------------------------------------------------------------------------------
+    # A call, chunk by chunk -----------------------------------------------------------------------
 
     def _run(
         self,
@@ -170,7 +169,7 @@ class StackedFederation(Federation):
         limit: int,
     ) -> _Result:
         pieces = -(-len(numbers) // limit)
-        size = bucket(-(-len(numbers) // pieces))
+        size = min(bucket(-(-len(numbers) // pieces)), limit)
         if pieces == 1 and size == len(numbers):
             return self._chunk(function, hyper, numbers, shared, own, buffers)
         local_buffers = self.policy == "local"
@@ -199,8 +198,7 @@ class StackedFederation(Federation):
         numbers = 8 * self.task.size + 4 * max(width, self.evaluation_batch) * self._activations
         return max(1, int(0.7 * free_bytes(self.device)) // (numbers * self.task.initial().element_size()))
 
-    # A chunk: plain, or captured and replayed
-    # ----------------------------------------------------------------------------
+    # A chunk: plain, or captured and replayed -----------------------------------------------------
 
     def _chunk(
         self,
@@ -279,8 +277,7 @@ class StackedFederation(Federation):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # Running a program
-    # ---------------------------------------------------------------------------------------------------
+    # Running a program ----------------------------------------------------------------------------
 
     def _execute(
         self,
@@ -423,32 +420,34 @@ class StackedFederation(Federation):
 
     def _trace(self, program: _Program, batches: Batches, plan: Plan, spec: Any, inputs: list[Tensor]) -> Any:
         result_spec: list[Any] = []
+        fixed: _Fixed
 
         def lane(
-            fixed: _Fixed, rows: _Rows, memo: list[Any], carry: Any, index: Tensor, real: Tensor, turn: Tensor
+            rows: _Rows, memo: list[Any], carry: Any, x: Tensor, y: Tensor, real: Tensor, turn: Tensor
         ) -> Any:
-            x, y = fixed.data[batches.split]
             weight = None
             if not plan.shape.full:
-                weight = (torch.arange(plan.shape.width, device=index.device) < real).to(self.task.dtype)
+                weight = (torch.arange(plan.shape.width, device=x.device) < real).to(self.task.dtype)
             key = random.stream(self.seed, "layers", fixed.round, rows.number, turn) if self.task.draws else 0
             try:
                 self._replay(program, fixed, rows, memo)
             except _Suspended as reached:
-                return reached.body(carry, Batch(x[index], y[index], weight, key))
+                return reached.body(carry, Batch(x, y, weight, key))
             raise SartorError(
                 f"{name_of(program.function)}: a client function must make the same scans each time"
             )
 
         def step(inputs: list[Tensor]) -> list[Tensor]:
+            nonlocal fixed
             fixed, rows, memo, carry, lanes, index, real, turn = tree_unflatten(inputs, spec)
+            # Whole samples are copied, which is faster than indexing them under vmap.
+            x, y = (part.index_select(0, index.view(-1)) for part in fixed.data[batches.split])
+            x, y = (part.view(*index.shape, *part.shape[1:]) for part in (x, y))
             if lanes:
                 client = lanes[0].clamp(max=len(rows.number) - 1)
                 rows, memo = tree_map(lambda value: value[client], (rows, memo))
                 carry = tree_map(lambda value: value[lanes[0]], carry)
-            after = torch.vmap(lane, in_dims=(None, 0, 0, 0, 0, 0, 0))(
-                fixed, rows, memo, carry, index, real, turn
-            )
+            after = torch.vmap(lane)(rows, memo, carry, x, y, real, turn)
             leaves, after_spec = tree_flatten(after)
             if not result_spec:
                 result_spec.append(after_spec)
