@@ -61,5 +61,5 @@ def test_the_example_of_an_algorithm_is_short() -> None:
 
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [README, *PAGES, ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#:]+?)\)", page.read_text(encoding="utf-8")):
+        for target in re.findall(r"\]\(([^)#:=\s]+?)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

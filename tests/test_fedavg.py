@@ -56,7 +56,7 @@ def batches_of(
 
 def sgd(task: Task, w: Tensor, batches: list[Batch], lr: float) -> Tensor:
     for batch in batches:
-        w = w - lr * task.grad(w, batch)
+        w = torch.sub(w, task.grad(w, batch), alpha=lr)
     return w
 
 

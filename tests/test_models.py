@@ -20,7 +20,12 @@ IMAGES = {
 
 
 def test_every_model_is_covered_here() -> None:
-    assert set(IMAGES) == set(MODELS)
+    assert set(IMAGES) == set(MODELS) - {"custom"}
+
+
+def test_a_custom_model_cannot_be_built_from_its_name() -> None:
+    with pytest.raises(SettingError, match="given in Python"):
+        MODELS["custom"]().build((1, 8, 8), 3)
 
 
 @pytest.mark.parametrize("name", sorted(IMAGES))

@@ -193,9 +193,9 @@ def test_cells_that_a_method_has_no_model_for_are_null(data: ClientData) -> None
     assert [separate.summary["accuracy"][cell] is None for cell in CELLS] == [True, True, False, False]
     for part in ("last", "best_on_test", "best_by_validation"):
         assert [separate.summary[part][cell] is None for cell in CELLS] == [True, True, False, False]
-    with pytest.raises(SartorError, match="fedavg has no personal model"):
+    with pytest.raises(SartorError, match="fedavg: the run has no personal model"):
         shared.state_dict(client=0)
-    with pytest.raises(SartorError, match="separate has no shared model"):
+    with pytest.raises(SartorError, match="separate: the run has no shared model"):
         separate.state_dict()
 
 

@@ -352,7 +352,7 @@ def read_toml(path: Path | str) -> dict[str, Any]:
     except RecursionError:
         raise SettingError(f"{path}: values are nested too deeply") from None
     except ValueError as error:  # bad syntax, a number of too many digits, a null character in the path
-        raise SettingError(f"{shown(str(path))[1:-1]}: not a TOML experiment: {error}") from None
+        raise SettingError(f"{ascii(str(path))[1:-1]}: not a TOML experiment: {error}") from None
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
