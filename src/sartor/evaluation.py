@@ -23,9 +23,7 @@ from sartor.metrics import scores, spread
 
 CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
 POOLED_BUDGET = 10**11
-"""``evaluate.personal_pooled = auto`` evaluates up to this many clients × pooled samples × parameters at
-a time.
-"""
+"""``evaluate.personal_pooled = auto`` stops at this many clients × pooled samples × parameters."""
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,10 @@ Direction = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of one scan: ``steps`` of them, or ``epochs`` passes; the last, short batch of a pass is
-    kept.
+    """The batches of one scan: ``steps`` of them, or ``epochs`` passes over the samples.
 
-    ``size`` 0 takes all samples at once. Shuffled batches come from the keyed stream named ``stream``, so
-    two scans of one round that name the same stream see the same batches.
+    The last, short batch of a pass is kept. ``size`` 0 takes all samples at once. Shuffled batches come from
+    the keyed stream named ``stream``: two scans of one round that name the same see the same batches.
     """
 
     split: str = "train"
@@ -123,9 +122,7 @@ class Client:
         return result
 
     def mean(self, quantity: Callable[[Batch], Tensor], like: Tensor, split: str = "train") -> Tensor:
-        """The mean over all samples of a split of a quantity that is itself a mean over a batch, shaped
-        as ``like``.
-        """
+        """The mean over a split of a quantity that is itself a mean over a batch, shaped as ``like``."""
 
         def add(total: Tensor, batch: Batch) -> Tensor:
             return total + quantity(batch) * batch.size
@@ -175,9 +172,7 @@ class Client:
     def batches(
         self, *, epochs: int | None = None, steps: int | None = None, stream: str = "batch"
     ) -> Batches:
-        """The shuffled training batches that the ``local`` settings ask for, or so many epochs or steps
-        of them.
-        """
+        """The shuffled training batches of the ``local`` settings, or so many epochs or steps of them."""
         if epochs is None and steps is None:
             epochs, steps = self.local.epochs, self.local.steps
         return Batches("train", self.local.batch, epochs or 0, steps or 0, shuffled=True, stream=stream)

@@ -51,9 +51,7 @@ class MLP:
 
 @dataclass(frozen=True)
 class CNN:
-    """McMahan's CNN: 5×5 convolutions with 32 and 64 channels, each with 2×2 max pooling, a dense layer
-    of 512.
-    """
+    """McMahan's CNN: 5×5 convolutions of 32 and 64 channels with 2×2 max pooling, a dense layer of 512."""
 
     head: ClassVar[str | None] = "output"
 

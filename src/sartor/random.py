@@ -104,8 +104,7 @@ def integer(key: int | Tensor) -> int:
 
 
 def choose(key: int | Tensor, population: int, count: int) -> list[int]:
-    """``count`` different numbers below ``population``, sorted, each subset equally likely (Floyd's
-    algorithm).
+    """``count`` different numbers below ``population``, sorted; each subset is equally likely (Floyd).
 
     The cost depends on ``count`` alone, so that a cohort of a hundred out of a million clients costs a
     hundred draws.

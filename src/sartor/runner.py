@@ -290,9 +290,7 @@ class _Run:
                 )
 
     def _keep_clients(self, cells: Mapping[str, Cell], round: int) -> None:
-        """One row per client: its results on its own test data, and of its personal model on the pooled
-        data.
-        """
+        """One row per client: its results on its own test data and with its model on the pooled data."""
         clients = self.data.clients
         columns: dict[str, Any] = {
             "round": [round] * clients,
@@ -376,9 +374,7 @@ class _Run:
         }
 
     def _best(self, name: str, validated: bool) -> dict[str, Any] | None:
-        """Accuracy and round of a cell where it, or the model's accuracy on validation data, was highest
-        first.
-        """
+        """Accuracy and round of a cell where it, or its model on validation data, was highest first."""
         judge = name.split("_")[0] + "_validation" if validated else name
         judged = {
             round: cells[judge]["accuracy"]

@@ -257,9 +257,17 @@ class Task:
         self, w: Tensor, batch: Batch, buffers: Tensor | None = None, frozen: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The gradient of the batch's mean training loss, and the buffers after this batch."""
-        if not self.buffer_size:
-            return grad(self.loss)(w, batch), buffers
-        gradient, after = grad(self.loss_and_buffers, has_aux=True)(w, batch, self._given(buffers, w), frozen)
+        given = self._given(buffers, w) if self.buffer_size else buffers
+        if _inside_transform():
+            if given is None:
+                return grad(self.loss)(w, batch), None
+            gradient, after = grad(self.loss_and_buffers, has_aux=True)(w, batch, given, frozen)
+            return gradient, after
+        # Outside of vmap plain autograd gives the same bits with less overhead.
+        with torch.enable_grad():
+            live = w.detach().requires_grad_()
+            loss, after = self.loss_and_buffers(live, batch, given, frozen)
+            (gradient,) = torch.autograd.grad(loss, live)
         return gradient, after
 
     def _constants_on(self, device: torch.device) -> dict[str, Tensor]:
@@ -402,6 +410,11 @@ def _merge(slices: list[slice]) -> tuple[slice, ...]:
         else:
             merged.append(piece)
     return tuple(merged)
+
+
+def _inside_transform() -> bool:
+    """Whether a torch.func transform, such as the stacked engine's vmap, is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

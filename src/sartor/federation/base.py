@@ -198,19 +198,13 @@ class Federation(ABC):
 
     @property
     def mean_buffers(self) -> Tensor | None:
-        """The float buffers that go with a shared model.
-
-        The server's, or the mean of those that clients keep.
-        """
-        return (
-            self.states["buffers"].mean(dim=0).to(self.device) if "buffers" in self.states else self.buffers
-        )
+        """The float buffers that go with a shared model: the server's, or the mean of the clients'."""
+        if "buffers" not in self.states:
+            return self.buffers
+        return self.states["buffers"].mean(dim=0).to(self.device)
 
     def declare(self, **initial: Tensor) -> None:
-        """Give every client a state.
-
-        Its name and initial value. Client functions take it as an argument by name.
-        """
+        """Give every client a state of this name and initial value; client functions take it by name."""
         for name, value in initial.items():
             self.states.declare(name, value.to(self.device))
 
@@ -322,10 +316,7 @@ class Federation(ABC):
         state: dict[str, Tensor],
         buffers: Tensor | None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-        """Run the function for these clients.
-
-        Replies, new states and, if it trained, buffers, one row each.
-        """
+        """Run the function for these clients: replies, new states and buffers (if it trained) by row."""
 
     def _numbers(self, cohort: Sequence[int] | np.ndarray) -> np.ndarray:
         numbers = np.asarray(cohort, dtype=np.int64)

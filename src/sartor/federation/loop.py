@@ -56,7 +56,7 @@ class LoopFederation(Federation):
             given = buffers if buffers is None or shared_buffers else buffers[place]
             return self._client(function, hyper, int(numbers[place]), {**shared, **own}, given)
 
-        results = self._each(one, len(numbers))
+        results = self._each(one, numbers)
         if not results:
             return {}, {}, None
         sent, kept, after = zip(*results, strict=True)
@@ -67,16 +67,17 @@ class LoopFederation(Federation):
         trained = [before if row is None else row for row, before in zip(after, given, strict=True)]
         return _stack(sent), _stack(kept), torch.stack(trained)
 
-    def _each(self, one: Callable[[int], Any], count: int) -> list[Any]:
-        if self.workers == 1 or count == 1:
-            return [one(place) for place in range(count)]
+    def _each(self, one: Callable[[int], Any], numbers: np.ndarray) -> list[Any]:
+        if self.workers == 1 or len(numbers) == 1:
+            return [one(place) for place in range(len(numbers))]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
+            # The largest clients first, so that none of them is left for one worker at the end.
+            order = np.argsort(-self.samples["train"].counts[numbers], kind="stable")
             with ThreadPoolExecutor(self.workers, initializer=partial(torch.set_num_threads, 1)) as pool:
-                # The longest first would balance better; the order of the cohort keeps the debugger's story
-                # simple.
-                return list(pool.map(one, range(count)))
+                results = dict(zip(order.tolist(), pool.map(one, order.tolist()), strict=True))
+            return [results[place] for place in range(len(numbers))]
         finally:
             torch.set_num_threads(threads)
 

@@ -190,10 +190,7 @@ class StackedFederation(Federation):
         return sent, kept, after
 
     def _fitting_chunk(self) -> int:
-        """How many clients fit.
-
-        A few copies of the model and the activations of a batch, with room to spare.
-        """
+        """How many clients fit: some copies of the model and a batch's activations, with room to spare."""
         width = self.local.batch or int(self.samples["train"].counts.max(initial=1))
         numbers = 8 * self.task.size + 4 * max(width, self.evaluation_batch) * self._activations
         return max(1, int(0.7 * free_bytes(self.device)) // (numbers * self.task.initial().element_size()))
@@ -366,7 +363,8 @@ class StackedFederation(Federation):
     ) -> Any:
         """Carry out a scan for all clients of the chunk: ``carry`` holds one row per client."""
         shape, clients = plan.shape, len(rows.number)
-        carry = tree_map(lambda value: value.contiguous(), carry)
+        if self.device.type == "cuda":  # one layout for all steps: a compiled step is for one layout only
+            carry = tree_map(lambda value: value.contiguous(), carry)
         if shape.steps == 0:
             return carry
         samples = self.samples[batches.split]
