@@ -244,7 +244,7 @@ class _Run:
         begin = time.perf_counter()
         server = algorithm.start(federation)
         for round in range(1, experiment.rounds + 1):
-            started = time.perf_counter()
+            started, before = time.perf_counter(), replace(federation.traffic)
             federation.round = round
             cohort = draw_cohort(experiment.seed, round, federation.clients, experiment.cohort)
             server = algorithm.round(server, federation, cohort)
@@ -254,8 +254,8 @@ class _Run:
                 "cohort": len(cohort),
                 "answered": federation.answered,
                 "seconds": time.perf_counter() - started,
-                "bytes_down": federation.traffic.down,
-                "bytes_up": federation.traffic.up,
+                "bytes_down": federation.traffic.down - before.down,
+                "bytes_up": federation.traffic.up - before.up,
             }
             every = experiment.evaluate.every
             if round == experiment.rounds or (every and round % every == 0):
