@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from sartor.task import Batch, Task
+from sartor.errors import SettingError
+from sartor.task import Batch, Penalty, Task
 
 if TYPE_CHECKING:
     from sartor.experiment import Local
@@ -97,12 +98,13 @@ class Client:
 
     # Quantities of one batch ----------------------------------------------------------------------
 
-    def grad(self, w: Tensor, batch: Batch, *, track: bool = True) -> Tensor:
+    def grad(self, w: Tensor, batch: Batch, *, track: bool = True, penalty: Penalty | None = None) -> Tensor:
         """The gradient of the mean loss over the batch.
 
-        ``track=False`` leaves the running statistics as they are.
+        ``track=False`` leaves the running statistics as they are. ``penalty``, a function of the features
+        with one number per sample, is added to the loss.
         """
-        gradient, after = self.task.grad_and_buffers(w, batch, self.buffers, self._frozen)
+        gradient, after = self.task.grad_and_buffers(w, batch, self.buffers, self._frozen, penalty)
         if track:
             self.buffers = after
         return gradient
@@ -190,6 +192,10 @@ class Client:
         factor = torch.full_like(self.round, decay, dtype=self.task.dtype)
         return lr * torch.pow(factor, (self.round - 1).clamp(min=0))
 
+    def work(self, lr: float | Tensor) -> Tensor:
+        """Σ_k η_k = K_i η: the rates of all steps that :meth:`descend` takes, added up."""
+        return self.steps().to(self.task.dtype) * self.rate(lr)
+
     def descend(
         self,
         w: Tensor,
@@ -233,6 +239,23 @@ class Client:
         self.buffers = carry.get("buffers")
         result: Tensor = carry["w"]
         return result
+
+
+def require_plain_sgd(local: Local, method: str, *, weight_decay: bool = True) -> None:
+    """Refuse local optimisers under which a step is not η times the direction, and so a method's identity
+    fails.
+
+    Weight decay is an L2 term of the loss under plain SGD; ``weight_decay=False`` refuses it as well.
+    """
+    wrong = [
+        ("optimizer", local.optimizer, "sgd", local.optimizer != "sgd"),
+        ("momentum", local.momentum, 0, local.momentum != 0),
+        ("weight_decay", local.weight_decay, 0, local.weight_decay != 0 and not weight_decay),
+    ]
+    for key, value, plain, refused in wrong:
+        if refused:
+            cure = f"set local.{key} to {plain!r}"
+            raise SettingError(f"local.{key} = {value!r}: {method} is defined for plain SGD steps; {cure}")
 
 
 def _one_hot(labels: Tensor, classes: int) -> Tensor:

@@ -29,6 +29,8 @@ from sartor.convolution import conv2d
 from sartor.errors import NotStackable, SartorError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Penalty = Callable[[Tensor], Tensor]
+"""From the features (the head's input) of a batch to one number per sample, added to the losses."""
 
 
 class Batch(NamedTuple):
@@ -222,8 +224,9 @@ class Task:
 
     def features(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
         """The input of the head, in evaluation mode."""
-        self.part("head")
-        return self._call(w, x, buffers, _Mode(training=False), without_head=True)
+        mode = _Mode(training=False)
+        self._call(w, x, buffers, mode)
+        return self._features(mode)
 
     def losses(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
         """The loss of every sample, in evaluation mode."""
@@ -234,14 +237,20 @@ class Task:
         return self.loss_and_buffers(w, batch, buffers)[0]
 
     def loss_and_buffers(
-        self, w: Tensor, batch: Batch, buffers: Tensor | None = None, frozen: bool = False
+        self,
+        w: Tensor,
+        batch: Batch,
+        buffers: Tensor | None = None,
+        frozen: bool = False,
+        penalty: Penalty | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The mean training loss and the buffers after this batch.
 
-        ``frozen`` buffers are used and not changed.
+        ``frozen`` buffers are used and not changed. ``penalty`` adds a term of the features to the loss.
         """
         mode = _Mode(training=True, weight=batch.weight, frozen=frozen, key=batch.key)
-        loss = batch.mean(self.loss_function(self._call(w, batch.x, buffers, mode), batch.y))
+        losses = self.loss_function(self._call(w, batch.x, buffers, mode), batch.y)
+        loss = batch.mean(losses if penalty is None else losses + penalty(self._features(mode)))
         if not mode.changed:
             return loss, buffers
         views = self._buffers.views(self._given(buffers, w))
@@ -254,21 +263,33 @@ class Task:
         return self.grad_and_buffers(w, batch, buffers)[0]
 
     def grad_and_buffers(
-        self, w: Tensor, batch: Batch, buffers: Tensor | None = None, frozen: bool = False
+        self,
+        w: Tensor,
+        batch: Batch,
+        buffers: Tensor | None = None,
+        frozen: bool = False,
+        penalty: Penalty | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The gradient of the batch's mean training loss, and the buffers after this batch."""
         given = self._given(buffers, w) if self.buffer_size else buffers
         if _inside_transform():
             if given is None:
-                return grad(self.loss)(w, batch), None
-            gradient, after = grad(self.loss_and_buffers, has_aux=True)(w, batch, given, frozen)
+                return grad(lambda w: self.loss_and_buffers(w, batch, penalty=penalty)[0])(w), None
+            gradient, after = grad(self.loss_and_buffers, has_aux=True)(w, batch, given, frozen, penalty)
             return gradient, after
         # Outside of vmap plain autograd gives the same bits with less overhead.
         with torch.enable_grad():
             live = w.detach().requires_grad_()
-            loss, after = self.loss_and_buffers(live, batch, given, frozen)
+            loss, after = self.loss_and_buffers(live, batch, given, frozen, penalty)
             (gradient,) = torch.autograd.grad(loss, live)
         return gradient, after
+
+    def _features(self, mode: _Mode) -> Tensor:
+        """What the head was given in the pass that ran in this mode."""
+        self.part("head")
+        if mode.features is None:
+            raise SartorError(f"model {self.name}: its forward pass never calls the head {self.head_path!r}")
+        return mode.features
 
     def _constants_on(self, device: torch.device) -> dict[str, Tensor]:
         if device not in self._constants_by_device:
@@ -280,19 +301,17 @@ class Task:
     def _given(self, buffers: Tensor | None, w: Tensor) -> Tensor:
         return self.initial_buffers(w.device) if buffers is None else buffers
 
-    def _call(
-        self, w: Tensor, x: Tensor, buffers: Tensor | None, mode: _Mode, without_head: bool = False
-    ) -> Tensor:
+    def _call(self, w: Tensor, x: Tensor, buffers: Tensor | None, mode: _Mode) -> Tensor:
         # functional_call swaps tensors into the module while it runs, so every thread has modules of its own.
         if not hasattr(self._local, "modules"):
             self._local.modules = {}
-        kind = (mode.training, without_head)
-        if kind not in self._local.modules:
+        if mode.training not in self._local.modules:
             module = copy.deepcopy(self._module).train(mode.training)
-            if without_head and self.head_path is not None:
-                module.set_submodule(self.head_path, nn.Identity())
-            self._local.modules[kind] = module
-        module = self._local.modules[kind]
+            head = dict(module.named_modules()).get(self.head_path or "")
+            if self.head_path and head is not None:
+                head.register_forward_pre_hook(_note_features)
+            self._local.modules[mode.training] = module
+        module = self._local.modules[mode.training]
         named = self._parameters.views(w)
         if self.buffer_size:
             named |= self._buffers.views(self._given(buffers, w))
@@ -312,6 +331,26 @@ class Task:
                 f"model {self.name}: forward returned {type(result).__name__}, a tensor is needed"
             )
         return result
+
+    # Linear models --------------------------------------------------------------------------------
+
+    @property
+    def raw_features(self) -> int | None:
+        """How many raw features a model that is one linear layer on the flattened input takes, else None."""
+        layers = [self._module]
+        if type(self._module) is nn.Sequential:
+            layers = [layer for layer in self._module if type(layer) not in (nn.Flatten, nn.Identity)]
+        if len(layers) == 1 and type(layers[0]) is nn.Linear and layers[0].weight.requires_grad:
+            return layers[0].in_features
+        return None
+
+    def by_feature(self, values: Tensor) -> Tensor:
+        """One value per raw feature as a vector like ``w``: every weight has its feature's, a bias has 1."""
+        pieces = [
+            values.expand(shape).reshape(-1) if len(shape) == 2 else values.new_ones(shape)
+            for shape in self._parameters.shapes.values()
+        ]
+        return torch.cat(pieces)
 
     # What the engines ask -------------------------------------------------------------------------
 
@@ -418,6 +457,9 @@ def _inside_transform() -> bool:
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
+        # The same numbers as F.cross_entropy in half the operations: no label is ever to be ignored here.
+        return -F.log_softmax(outputs, dim=-1).gather(1, targets[:, None])[:, 0]
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
@@ -432,10 +474,16 @@ class _Mode:
     ) -> None:
         self.training, self.weight, self.frozen, self.key = training, weight, frozen, key
         self.changed: dict[str, Tensor] = {}
+        self.features: Tensor | None = None
         self.draws = 0
 
 
 _context = threading.local()
+
+
+def _note_features(head: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """A hook of the head: what it is given are the features."""
+    _context.mode.features = inputs[0]
 
 
 class _BatchNorm(nn.Module):
