@@ -302,6 +302,7 @@ def plot_partition(data: Partition | ClientData, path: str | Path) -> None:
         raise DataError(f"{data.name}: a partition is drawn by class, and regression targets have none")
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise DataError(
             "drawing a partition needs matplotlib; install it with: pip install 'sartor[plot]'"
@@ -317,6 +318,8 @@ def plot_partition(data: Partition | ClientData, path: str | Path) -> None:
     axes.scatter(client, label, s=area, color="#2a6f97", alpha=0.8, linewidths=0)
     axes.set(xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3), xlabel="client", ylabel="class")
     axes.set_title(f"{data.name}: {clients} clients, largest dot {counts.max()} training samples", fontsize=9)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.15)
     axes.set_axisbelow(True)
     try:

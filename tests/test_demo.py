@@ -1,0 +1,31 @@
+"""What ``make run`` runs: a table of methods, and a run folder for each of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sartor.algorithms import algorithms
+from sartor.demo import METHODS
+from sartor.record import RunFolder
+
+
+def test_the_methods_of_the_demo_exist() -> None:
+    assert set(METHODS) <= set(algorithms())
+
+
+@pytest.mark.slow
+def test_the_demo_prints_a_table_and_stores_its_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sartor.demo", "fedavg", "separate"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    folders = sorted((tmp_path / "runs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert folder.name in done.stdout
+        summary = RunFolder.open(folder).summary
+        cell = "shared_local" if summary["algorithm"] == "fedavg" else "personal_local"
+        assert f"{100 * summary['accuracy'][cell]:.1f}" in done.stdout
