@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +325,7 @@ class _Run:
             models = federation.ask(model_of(call.function), everyone, call.shared, call.each).values
             personal = models["w"].cpu()
             personal_buffers = models["buffers"].cpu() if "buffers" in models else None
-        tensors = {f"server.{name}": value for name, value in _tensors(server)}
+        tensors = dict(tensors_of(server))
         if personal is not None:
             tensors["personal"] = personal
         if federation.mean_buffers is not None:
@@ -387,12 +387,16 @@ class _Run:
         return {"accuracy": self.evaluations[best][name]["accuracy"], "round": best}
 
 
-def _tensors(server: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a server's state, by field."""
-    for field in fields(server):
-        value = getattr(server, field.name)
-        if isinstance(value, Tensor):
-            yield field.name, value
+def tensors_of(state: Any, name: str = "server") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a server's state by name, those in dicts and dataclasses inside it too."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from tensors_of(value, f"{name}.{key}")
+    elif is_dataclass(state):
+        for field in fields(state):
+            yield from tensors_of(getattr(state, field.name), f"{name}.{field.name}")
 
 
 def _sha256(tensors: Mapping[str, Tensor]) -> str:

@@ -110,6 +110,20 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What an engine is asked to do: a client function, the clients that run it, and with what."""
+
+    function: ClientFunction
+    hyper: Any
+    numbers: np.ndarray
+    shared: dict[str, Tensor]
+    own: dict[str, Tensor]
+    """Arguments that differ between clients, sent or from their states, one row each."""
+    buffers: Tensor | None
+    """Float buffers: the server's, or one row per client where clients keep them."""
+
+
+@dataclass(frozen=True)
 class Pending:
     """Work that clients were asked to do. In simulation it is done at once and waits to be collected."""
 
@@ -262,7 +276,7 @@ class Federation(ABC):
         self.traffic.down += sum(value.nbytes for value in each.values())
         hyper = self.hyper if hyper is None else hyper
         with torch.no_grad():
-            sent, kept, after = self._run(function, hyper, numbers, shared, each, state, buffers)
+            sent, kept, after = self._run(Work(function, hyper, numbers, shared, {**each, **state}, buffers))
         for name in kept:
             if name not in self.states:
                 known = ", ".join(self.states) or "none"
@@ -306,16 +320,7 @@ class Federation(ABC):
             self.traffic.up += buffers.nbytes
 
     @abstractmethod
-    def _run(
-        self,
-        function: ClientFunction,
-        hyper: Any,
-        numbers: np.ndarray,
-        shared: dict[str, Tensor],
-        each: dict[str, Tensor],
-        state: dict[str, Tensor],
-        buffers: Tensor | None,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         """Run the function for these clients: replies, new states and buffers (if it trained) by row."""
 
     def _numbers(self, cohort: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sartor import random
 from sartor.errors import SartorError
-from sartor.federation.base import ClientError, ClientFunction, Federation, name_of
+from sartor.federation.base import ClientError, Federation, Work, name_of
 from sartor.federation.schedule import plan, scan_table
 from sartor.local import Batches, Client
 from sartor.task import Batch
@@ -39,31 +39,24 @@ class LoopFederation(Federation):
                 if samples.x.dim() == 4:
                     samples.x = samples.x.contiguous(memory_format=torch.channels_last)
 
-    def _run(
-        self,
-        function: ClientFunction,
-        hyper: Any,
-        numbers: np.ndarray,
-        shared: dict[str, Tensor],
-        each: dict[str, Tensor],
-        state: dict[str, Tensor],
-        buffers: Tensor | None,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-        shared_buffers = self.policy != "local"
+    def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        clients = len(work.numbers)
+        # One row of buffers each, also where all clients start from the server's.
+        buffers = work.buffers
+        given = buffers if buffers is None or self.policy == "local" else buffers.expand(clients, -1)
 
         def one(place: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-            own = {name: rows[place] for name, rows in {**each, **state}.items()}
-            given = buffers if buffers is None or shared_buffers else buffers[place]
-            return self._client(function, hyper, int(numbers[place]), {**shared, **own}, given)
+            own = {name: rows[place] for name, rows in work.own.items()}
+            start = None if given is None else given[place]
+            return self._client(work, int(work.numbers[place]), {**work.shared, **own}, start)
 
-        results = self._each(one, numbers)
+        results = self._each(one, work.numbers)
         if not results:
             return {}, {}, None
         sent, kept, after = zip(*results, strict=True)
-        if buffers is None or all(row is None for row in after):
+        if given is None or all(row is None for row in after):
             return _stack(sent), _stack(kept), None
         # A client without samples took no step: its buffers are those it was given.
-        given = [buffers if shared_buffers else buffers[place] for place in range(len(numbers))]
         trained = [before if row is None else row for row, before in zip(after, given, strict=True)]
         return _stack(sent), _stack(kept), torch.stack(trained)
 
@@ -82,12 +75,7 @@ class LoopFederation(Federation):
             torch.set_num_threads(threads)
 
     def _client(
-        self,
-        function: ClientFunction,
-        hyper: Any,
-        number: int,
-        arguments: dict[str, Tensor],
-        buffers: Tensor | None,
+        self, work: Work, number: int, arguments: dict[str, Tensor], buffers: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         client = Client(
             task=self.task,
@@ -102,12 +90,12 @@ class LoopFederation(Federation):
         )
         try:
             with torch.no_grad():
-                reply = self._reply(function, function(client, hyper, **arguments))
+                reply = self._reply(work.function, work.function(client, work.hyper, **arguments))
         except SartorError:
             raise
         except Exception as error:
             who = f"client {self.names[number]!r} (number {number})"
-            raise ClientError(f"{name_of(function)}, round {self.round}, {who}: {error}") from error
+            raise ClientError(f"{name_of(work.function)}, round {self.round}, {who}: {error}") from error
         trained = client.buffers if buffers is not None and client.buffers is not buffers else None
         return reply.sent, reply.kept, trained
 

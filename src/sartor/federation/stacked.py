@@ -19,7 +19,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from sartor import random
 from sartor.errors import NotStackable, SartorError
-from sartor.federation.base import ClientError, ClientFunction, Federation, name_of, to_device
+from sartor.federation.base import ClientError, ClientFunction, Federation, Work, name_of, to_device
 from sartor.federation.memory import free_bytes
 from sartor.federation.schedule import Plan, bucket, plan, scan_table
 from sartor.local import Batches, Client
@@ -131,59 +131,42 @@ class StackedFederation(Federation):
 
     # A call, chunk by chunk -----------------------------------------------------------------------
 
-    def _run(
-        self,
-        function: ClientFunction,
-        hyper: Any,
-        numbers: np.ndarray,
-        shared: dict[str, Tensor],
-        each: dict[str, Tensor],
-        state: dict[str, Tensor],
-        buffers: Tensor | None,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-        if not len(numbers):
+    def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        clients = len(work.numbers)
+        if not clients:
             return {}, {}, None
-        own = {**each, **state}
         if not self.chunk:
             self.chunk = self._fitting_chunk()
-        limit = self.chunk
         while True:
             try:
-                sent, kept, after = self._chunks(function, hyper, numbers, shared, own, buffers, limit)
+                sent, kept, after = self._chunks(work, self.chunk)
                 return sent, kept, after[0] if after else None
             except (torch.OutOfMemoryError, MemoryError):
-                if min(limit, len(numbers)) == 1:
+                if min(self.chunk, clients) == 1:
                     raise
-                limit = self.chunk = max(1, min(limit, len(numbers)) // 2)
-                log.warning("out of memory: training %d clients at once from now on", limit)
+                self.chunk = max(1, min(self.chunk, clients) // 2)
+                log.warning("out of memory: training %d clients at once from now on", self.chunk)
                 self._forget_graphs()
 
-    def _chunks(
-        self,
-        function: ClientFunction,
-        hyper: Any,
-        numbers: np.ndarray,
-        shared: dict[str, Tensor],
-        own: dict[str, Tensor],
-        buffers: Tensor | None,
-        limit: int,
-    ) -> _Result:
-        pieces = -(-len(numbers) // limit)
-        size = min(bucket(-(-len(numbers) // pieces)), limit)
-        if pieces == 1 and size == len(numbers):
-            return self._chunk(function, hyper, numbers, shared, own, buffers)
-        local_buffers = self.policy == "local"
+    def _chunks(self, work: Work, limit: int) -> _Result:
+        clients = len(work.numbers)
+        pieces = -(-clients // limit)
+        size = min(bucket(-(-clients // pieces)), limit)
+        if pieces == 1 and size == clients:
+            return self._chunk(work)
         # Clients of like size share a chunk, so that little is left to wait for.
-        order = np.argsort(-self.samples["train"].counts[numbers], kind="stable")
+        order = np.argsort(-self.samples["train"].counts[work.numbers], kind="stable")
         results: list[Any] = []
-        for first in range(0, len(numbers), size):
+        for first in range(0, clients, size):
             # A last chunk is filled up with copies of its first client, so that all chunks have one shape.
             taken = order[first : first + size]
             places = np.concatenate([taken, np.repeat(taken[:1], size - len(taken))])
             index = to_device(places, self.device)
-            rows = {name: value[index] for name, value in own.items()}
-            given = buffers if buffers is None or not local_buffers else buffers[index]
-            result = self._chunk(function, hyper, numbers[places], shared, rows, given)
+            own = {name: value[index] for name, value in work.own.items()}
+            buffers = work.buffers
+            if buffers is not None and self.policy == "local":
+                buffers = buffers[index]
+            result = self._chunk(replace(work, numbers=work.numbers[places], own=own, buffers=buffers))
             results.append(tree_map(partial(_first, len(taken)), result))
         back = to_device(np.argsort(order, kind="stable"), self.device)
         sent, kept, after = tree_map(lambda *pieces: torch.cat(pieces)[back], *results)
@@ -197,43 +180,34 @@ class StackedFederation(Federation):
 
     # A chunk: plain, or captured and replayed -----------------------------------------------------
 
-    def _chunk(
-        self,
-        function: ClientFunction,
-        hyper: Any,
-        numbers: np.ndarray,
-        shared: dict[str, Tensor],
-        own: dict[str, Tensor],
-        buffers: Tensor | None,
-    ) -> _Result:
-        key = (function, repr(hyper), len(numbers), _signature(shared), _signature(own), buffers is None)
+    def _chunk(self, work: Work) -> _Result:
+        names = (tuple(work.shared), tuple(work.own))
+        arguments = [*work.shared.values(), *work.own.values()]
+        if work.buffers is not None:
+            arguments.append(work.buffers)
+        shapes = tuple((value.shape, value.dtype) for value in arguments)
+        key = (work.function, repr(work.hyper), len(work.numbers), names, shapes)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = _Program(function, hyper)
+            program = self._programs[key] = _Program(work.function, work.hyper)
         plans = None
         if program.scans is not None:
-            plans = [self._plan(batches, numbers) for batches in program.scans]
+            plans = [self._plan(batches, work.numbers) for batches in program.scans]
+        tables = [table for plan in plans or () if (table := plan.table) is not None]
         # Client numbers and the round travel together: one copy less to wait for.
-        header = to_device(np.append(numbers, self.round), self.device)
-        inputs = [header, *shared.values(), *own.values()]
-        if buffers is not None:
-            inputs.append(buffers)
-        for scan_plan in plans or ():
-            if (table := scan_plan.table) is not None:
-                inputs.append(to_device(table, self.device))
+        header = to_device(np.append(work.numbers, self.round), self.device)
+        inputs = [header, *arguments, *(to_device(table, self.device) for table in tables)]
 
         def call(inputs: list[Tensor]) -> _Result:
             given = iter(inputs)
             header = next(given)
-            shared_now, own_now = dict(zip(shared, given, strict=False)), dict(zip(own, given, strict=False))
-            buffers_now = () if buffers is None else (next(given),)
-            return self._execute(
-                program, numbers, plans, header, shared_now, own_now, buffers_now, list(given)
-            )
+            shared, own = (dict(zip(group, given, strict=False)) for group in names)
+            buffers = () if work.buffers is None else (next(given),)
+            return self._execute(program, work.numbers, plans, header, shared, own, buffers, list(given))
 
         if not self.graphs or plans is None:
             return call(inputs)
-        shape = (key, tuple(scan_plan.shape for scan_plan in plans))
+        shape = (key, tuple(plan.shape for plan in plans))
         if shape not in self._captured:
             # Once in the ordinary way: a shape that never comes again is not worth a capture.
             self._captured[shape] = None
@@ -489,10 +463,6 @@ class StackedFederation(Federation):
                 self._plans.clear()
             self._plans[key] = plan(batches, sizes, self.lanes, rounded=self.graphs)
         return self._plans[key]
-
-
-def _signature(values: dict[str, Tensor]) -> Hashable:
-    return tuple((name, value.shape, value.dtype) for name, value in values.items())
 
 
 def _first(count: int, value: Tensor) -> Tensor:
