@@ -238,6 +238,18 @@ def test_option_two_keeps_the_mean_of_the_minibatch_gradients(
             assert close(federation.states["c_i"][client], mean, 1e-10)
 
 
+@pytest.mark.parametrize("option", ["I", "II"])
+@pytest.mark.parametrize(("sizes", "epochs"), [((9, 0, 12), 1), ((9, 4, 12), 0)])
+def test_a_client_that_takes_no_step_keeps_its_c_i(option: str, sizes: tuple[int, ...], epochs: int) -> None:
+    federation = federation_of("loop", *task_and_data(sizes), local={"batch": 8, "epochs": epochs})
+    algorithm = method("scaffold", federation, lr=0.2, option=option)
+    server = algorithm.start(federation)
+    federation.states["c_i"].fill_(0.5)
+    algorithm.round(server, federation, np.array([0, 1, 2]))
+    kept = (federation.states["c_i"] == 0.5).all(dim=1).tolist()
+    assert kept == ([False, True, False] if epochs else [True] * 3)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_option_one_keeps_the_gradient_at_the_global_model(engine: str) -> None:
     task, data = task_and_data()
@@ -459,6 +471,18 @@ def test_it_is_the_optimizers_own_momentum_as_a_gradient(
     rate = 0.2 if name == "sgd-slowmo" else 1.0  # SlowMo remembers in units of the rate
     assert close(server.momentum, -factor * rate * server.m / work, 1e-10)
     assert float(server.momentum.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_the_work_is_exact_with_momentum_from_everywhere_and_a_proximal_term(momentum: float) -> None:
+    """A gradient g that is the same everywhere: Δ_i = −work ((1 − β) g + β m)."""
+    gradients, sizes = torch.tensor([[1.0, -2.0], [0.5, 3.0]]).double(), (1, 7)
+    local = {"batch": 2, "epochs": 2, "momentum": momentum}
+    federation = federation_of("loop", *slopes(gradients, sizes), local=local)
+    method("fednova", federation, lr=0.1, mu=0.8, local_beta=0.4)
+    m = torch.tensor([2.0, 1.0]).double()
+    replies = federation.map(nova, [0, 1], {"w": torch.zeros(2).double(), "m": m})
+    assert close(replies["delta"], -replies["work"][:, None] * (0.6 * gradients + 0.4 * m))
 
 
 def test_the_first_round_has_no_momentum_yet() -> None:
