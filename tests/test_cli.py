@@ -136,11 +136,11 @@ def test_a_table_shows_the_result_and_the_folder(started: list[Any]) -> None:
         (["fedavg", "nowhere.toml"], "nowhere.toml: no such experiment file"),
         (
             ["fedavg", "separate"],
-            "'separate': expected one algorithm, one experiment ending in .toml, and key=value",
+            "'separate': expected one algorithm, one experiment (a .toml file or a preset), and key=value",
         ),
         (
             ["a.toml", "b.toml"],
-            "'b.toml': expected one algorithm, one experiment ending in .toml, and key=value",
+            "'b.toml': expected one algorithm, one experiment (a .toml file or a preset), and key=value",
         ),
         (["rounds=3"], "name an algorithm or an experiment file, as in `sartor run fedavg`"),
         (["fedavg", "--engine", "stakced"], "engine.name: must be one of auto, loop, stacked, got 'stakced'"),

@@ -533,7 +533,7 @@ def test_printed_adaptive_servers_shrink_the_model() -> None:
 # Presets ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["comfed-digits", "comfed-table4"])
+@pytest.mark.parametrize("name", ["comfed/digits", "comfed/table4"])
 def test_presets_are_experiments_for_every_method_of_the_tables(name: str) -> None:
     assert name in presets.names()
     assert load(presets.path(name)).algorithm == "prox-yogi"
@@ -544,7 +544,7 @@ def test_presets_are_experiments_for_every_method_of_the_tables(name: str) -> No
 
 
 def test_table_four_is_the_papers_setting() -> None:
-    experiment = load(presets.path("comfed-table4"))
+    experiment = load(presets.path("comfed/table4"))
     assert (experiment.data.name, experiment.data.clients, experiment.rounds) == ("cifar10", 100, 2000)
     assert (experiment.partition.settings.alpha, experiment.cohort.fraction) == (0.1, 0.1)
     assert (experiment.local.epochs, experiment.local.batch, experiment.model.name) == (1, 32, "cnn")
@@ -554,6 +554,6 @@ def test_table_four_is_the_papers_setting() -> None:
 
 def test_an_unknown_preset_is_guessed() -> None:
     with pytest.raises(
-        SettingError, match="preset = 'comfed-digit': unknown name; did you mean comfed-digits"
+        SettingError, match="preset = 'comfed/digit': unknown name; did you mean comfed/digits"
     ):
-        presets.path("comfed-digit")
+        presets.path("comfed/digit")

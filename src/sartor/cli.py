@@ -88,8 +88,8 @@ def run(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="EXPERIMENT.toml|KEY=VALUE",
-            help="An experiment file, and settings that win over it.",
+            metavar="EXPERIMENT.toml|PRESET|KEY=VALUE",
+            help="An experiment file or a preset such as comfed/digits, and settings that win over it.",
             show_default=False,
         ),
     ] = None,
@@ -114,18 +114,19 @@ def run(
 
     sartor run fedprox experiment.toml --rounds 50 hyper.mu=0.1 partition.alpha=0.3
     """
+    from sartor import presets
     from sartor.experiment import load
     from sartor.record import to_json
 
     words, overrides = _sort_out([algorithm, *(arguments or ())])
-    files = [word for word in words if word.endswith(".toml")]
+    files = [word for word in words if word.endswith(".toml") or word in presets.names()]
     names = [word for word in words if word not in files]
     if not words:
         raise SettingError("name an algorithm or an experiment file, as in `sartor run fedavg`")
     if len(files) > 1 or len(names) > 1:
         extra = (files if len(files) > 1 else names)[1]
         raise SettingError(
-            f"{extra!r}: expected one algorithm, one experiment ending in .toml, and key=value"
+            f"{extra!r}: expected one algorithm, one experiment (a .toml file or a preset), and key=value"
         )
     flags = {
         "algorithm": names[0] if names else None,
@@ -136,6 +137,7 @@ def run(
         "engine.name": engine,
         "engine.device": device,
     }
+    files = [str(presets.path(file)) if file in presets.names() else file for file in files]
     experiment = load(files[0] if files else None, overrides, **flags)
     from sartor.runner import execute  # after the experiment is known to be right
 

@@ -1,0 +1,82 @@
+"""The limit-case matrix: a method at the edge of its settings is another one, to the bit or up to rounding.
+
+One row a case; both methods see the same clients, cohorts and batches. Clients are ragged, so they take
+different numbers of steps, except where a row asks for full batches (``batch`` 0) or equal steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import RAGGED, classification, federation_of, module_of, play
+from sartor.algorithms import algorithms, make
+from sartor.task import Task
+
+SOME = [[0, 1, 3], [2, 3, 4, 5], [0, 5]]
+ALL = [[0, 1, 2, 3, 4, 5]] * 3
+FULL_STEP = {"batch": 0, "steps": 1}
+EQUAL = {"batch": 8, "steps": 3}
+
+
+class Case(NamedTuple):
+    method: str
+    hyper: dict[str, Any]
+    equals: str
+    exact: bool
+    other: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    local: dict[str, Any] = {"batch": 8}  # noqa: RUF012
+    cohorts: list[list[int]] = SOME
+    sizes: tuple[int, ...] = RAGGED
+
+
+FULL = (16,) * 6
+CASES = [
+    Case("fedprox", {"mu": 0.0}, "fedavg", exact=True),
+    Case("fedprox", {"mu": 0.7}, "fedavg", exact=True, local={"batch": 8, "steps": 1}),
+    Case("scaffold", {"option": "I", "weighted": True}, "fedavg", exact=False, local=FULL_STEP, cohorts=ALL),
+    Case("scaffold", {"option": "II", "weighted": True}, "fedavg", exact=False, local=FULL_STEP, cohorts=ALL),
+    Case("scaffold", {"option": "II", "weighted": True}, "vrl-sgd", False, local=EQUAL, cohorts=ALL),
+    Case("fednova", {}, "fedavg", exact=False, local=EQUAL),
+    Case("fedavgm", {"beta": 0.0}, "fedavg", exact=True),
+    Case("slowmo", {"beta": 0.0}, "fedavg", exact=False),
+    Case("slowmo", {"beta": 0.6}, "fedavgm", exact=False, other={"beta": 0.6}),
+    Case("fedadc", {"beta_local": 0.0, "beta_global": 0.0}, "fedavg", exact=False),
+    Case("fedadagrad", {"tau": 1e6, "server_lr": 2e6}, "fedavg", exact=False),
+    Case("mimelite", {"optimizer": "sgd"}, "fedavg", exact=True),
+    Case("mimesvrg", {}, "fedavg", exact=False, local=FULL_STEP),
+    Case("mime", {"optimizer": "momentum", "beta": 0.0}, "mimesvrg", exact=False),
+    Case("losac", {}, "fedavg", exact=False, local=FULL_STEP, cohorts=ALL),
+    Case("losac", {}, "fedavg", exact=True, cohorts=[[0]] * 3, sizes=(33,)),
+    Case("q-ffl", {"q": 0.0, "weights": "uniform"}, "fedavg", exact=False, local=FULL_STEP, sizes=FULL),
+    Case("moon", {"mu": 0.0}, "fedavg", exact=True),
+    Case("fedupdate", {"finetune_epochs": 0}, "fedavg", exact=True),
+    Case("sgd-sgd", {}, "fedavg", exact=True),
+    Case("comfed-m", {"local_beta": 0.0, "beta": 0.0}, "fedavg", exact=True),
+]
+
+
+def final(name: str, hyper: dict[str, Any], case: Case, engine: str) -> Tensor:
+    data = classification(case.sizes, shape=(5,), classes=4, dtype=torch.float64)
+    task = Task(module_of("mlp", (5,), 4, hidden=6), classes=4, head="output")
+    algorithm = make(algorithms()[name], lr=0.1, **hyper)
+    federation = federation_of(engine, task, data, hyper=algorithm.hyper, local=case.local)
+    server = play(algorithm, federation, case.cohorts)
+    w: Tensor = server.w
+    assert not torch.equal(w, task.initial())
+    return w
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.method}-{case.hyper}-{case.equals}")
+def test_limit_cases(case: Case, engine: str) -> None:
+    found = final(case.method, case.hyper, case, engine)
+    expected = final(case.equals, case.other, case, engine)
+    if case.exact:
+        assert torch.equal(found, expected)
+    else:
+        scale = float(expected.abs().max())
+        assert float((found - expected).abs().max()) <= 1e-6 * scale
