@@ -348,9 +348,9 @@ def test_a_method_without_a_round_says_so() -> None:
     class Idle(Algorithm):
         """Has no round."""
 
-        name = "idle"
+        name, family, paper = "idle", "global", "nobody"
+        server_keeps, client_keeps, traffic = "w", "nothing", "0 / 0"
 
-    task, data = task_and_data()
-    federation = federation_of("loop", task, data)
-    with pytest.raises(NotImplementedError, match="idle: an algorithm defines round"):
-        play(Idle(), federation, [[0]])
+    with pytest.raises(SartorError, match=r"algorithm 'idle': define round\(\)"):
+        register(Idle)
+    assert "idle" not in algorithms()

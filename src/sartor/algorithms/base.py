@@ -7,7 +7,9 @@ device, no files. Its server state is one frozen value: ``round`` returns a new 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from inspect import isabstract
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -32,7 +34,7 @@ class Server:
     w: Tensor
 
 
-class Algorithm:
+class Algorithm(ABC):
     """A federated method. ``Hyper`` is the dataclass of its hyper-parameters, ``self.hyper`` their values."""
 
     name: ClassVar[str]
@@ -53,9 +55,9 @@ class Algorithm:
         """The server's first state; declares the clients' states."""
         return Server(federation.task.initial(federation.device))
 
+    @abstractmethod
     def round(self, server: Any, federation: Federation, cohort: np.ndarray) -> Any:
         """One round: ask the cohort, return the server's next state."""
-        raise NotImplementedError(f"{self.name}: an algorithm defines round()")
 
     def shared(self, server: Any) -> Tensor | None:
         """The global model to evaluate, or None where there is none."""
@@ -80,6 +82,8 @@ def register(cls: A) -> A:
     missing = [field for field in described if not isinstance(getattr(cls, field, None), str)]
     if missing or not cls.__doc__:
         raise SartorError(f"algorithm {cls.__name__}: describe it by {', '.join(missing) or 'a docstring'}")
+    if isabstract(cls):
+        raise SartorError(f"algorithm {cls.name!r}: define round()")
     if cls.name in _REGISTRY and _REGISTRY[cls.name].__qualname__ != cls.__qualname__:
         raise SartorError(
             f"algorithm {cls.name!r} is registered already, by {_REGISTRY[cls.name].__module__}"
