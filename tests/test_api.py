@@ -275,3 +275,12 @@ def test_engine_auto_may_be_overruled_for_a_data_set() -> None:
         engine: go(data=data, engine=engine).summary["engine"] for engine in ("auto", "loop", "stacked")
     }
     assert engines == {"auto": "stacked", "loop": "loop", "stacked": "stacked"}
+
+
+def test_the_engine_may_be_a_section() -> None:
+    data = classification((9, 4), shape=(6,), classes=3)
+    plain = go(data=data, engine="stacked").summary
+    chunked = go(data=data, engine={"name": "stacked", "chunk": 1}).summary
+    assert (plain["engine"], chunked["engine"]) == ("stacked", "stacked")
+    with pytest.raises(SartorError, match=r"engine\.chunks: unknown key; did you mean engine\.chunk\?"):
+        go(data=data, engine={"chunks": 1})

@@ -26,7 +26,7 @@ def run(
     clients: int | None = None,
     rounds: int | None = None,
     seed: int | None = None,
-    engine: str | None = None,
+    engine: str | Mapping[str, Any] | None = None,
     device: str | None = None,
     out: str | Path | None = None,
     store: bool = True,
@@ -38,7 +38,8 @@ def run(
     ``data`` is a data set's name, or your own, taken as it is: ``{client: (x, y)}``, or a
     :class:`~sartor.data.ClientData`. ``model`` is a network's name, any ``nn.Module``, or a :class:`Task`;
     ``head`` names the module that is a personal head. Every other setting goes by section:
-    ``hyper={"lr": 0.05}``, ``local={"epochs": 2}``, ``partition={"name": "dirichlet", "alpha": 0.1}``.
+    ``hyper={"lr": 0.05}``, ``local={"epochs": 2}``, ``partition={"name": "dirichlet", "alpha": 0.1}``;
+    ``engine`` is a name or such a section.
     ``experiment`` is a TOML file or a mapping to start from. ``store=False`` writes no run folder.
 
     >>> import torch
@@ -55,7 +56,8 @@ def run(
                 f"{section}: give a section as a mapping, as in hyper={{'lr': 0.1}}, got {values!r}"
             )
         _put(given, section, **values)
-    _put(given, "engine", name=engine, device=device)
+    _put(given, "engine", **(engine if isinstance(engine, Mapping) else {"name": engine}))
+    _put(given, "engine", device=device)
     own_data = None
     if isinstance(data, ClientData):
         own_data = data

@@ -1,0 +1,22 @@
+"""The examples in docstrings run."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
+
+import pytest
+
+import sartor
+
+NEEDS_TRITON = {"sartor.convolution_kernels"}
+MODULES = ["sartor", *(module.name for module in walk_packages(sartor.__path__, "sartor."))]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in NEEDS_TRITON | {"sartor.__main__"}])
+def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    failed, _ = doctest.testmod(import_module(name), raise_on_error=False)
+    assert failed == 0
