@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sartor.algorithms import algorithms, make
 from sartor.algorithms.base import Algorithm, Hyper
 from sartor.data.clients import ClientData, Split
 from sartor.experiment import Local
-from sartor.federation import Federation, make_federation
+from sartor.federation import Federation, Reply, make_federation
+from sartor.local import Client
 from sartor.models import MODELS, make_task, seeded
-from sartor.task import Task
+from sartor.task import Batch, Task
 
 RAGGED = (5, 17, 33, 64, 7, 16)
 
@@ -120,3 +122,35 @@ def module_of(name: str, shape: tuple[int, ...], classes: int, seed: int = 0, **
 def flat(module: nn.Module) -> Tensor:
     """A module's parameters as one vector, in the order PyTorch names them."""
     return torch.cat([value.detach().reshape(-1) for value in module.parameters()])
+
+
+def method(name: str, federation: Federation, **hyper: Any) -> Algorithm:
+    """A method on a federation, which is told its hyper-parameters as a run does it."""
+    algorithm = make(algorithms()[name], **hyper)
+    federation.hyper = algorithm.hyper
+    return algorithm
+
+
+def task_and_data(sizes: tuple[int, ...] = RAGGED) -> tuple[Task, ClientData]:
+    """Ragged clients with four classes and a small network, in double precision."""
+    data = classification(sizes, shape=(5,), classes=4, dtype=torch.float64)
+    return Task(module_of("mlp", (5,), 4, hidden=6), classes=4, head="output"), data
+
+
+def batches_of(
+    federation: Federation, number: int, round: int, stream: str = "batch", **amount: int
+) -> list[Batch]:
+    """The batches that a client trains on in a round."""
+    seen: list[Batch] = []
+
+    def record(client: Client, hyper: Any, w: Tensor) -> Reply:
+        def direction(w_k: Tensor, batch: Batch) -> Tensor:
+            seen.append(batch)
+            return torch.zeros_like(w_k)
+
+        return Reply(w=client.descend(w, direction, lr=0.0, stream=stream, **amount))
+
+    before, federation.round = federation.round, round
+    federation.ask(record, [number], {"w": federation.task.initial()})
+    federation.round = before
+    return seen

@@ -11,14 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import RAGGED, Point, classification, federation_of, module_of, play, quadratics
+from helpers import (
+    RAGGED,
+    Point,
+    federation_of,
+    method,
+    play,
+    quadratics,
+    task_and_data,
+)
 from sartor import presets
 from sartor.algorithms import Algorithm, algorithms, make
 from sartor.algorithms.comfed import MECHANISMS, NAMES, ComFedScaf, nova
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError, SettingError
 from sartor.experiment import load
-from sartor.federation import Federation, Reply
+from sartor.federation import Reply
 from sartor.local import Client
 from sartor.server.optimizers import OPTIMIZERS
 from sartor.task import Batch, Task
@@ -27,18 +35,6 @@ ENGINES = ["loop", "stacked"]
 PAIRS = [f"{client}-{server}" for client, server in product(MECHANISMS, OPTIMIZERS)]
 COHORTS = [[0, 1, 2, 4], [1, 3, 5], [0, 2, 3, 5]]
 EVERYONE = [list(range(6))]
-
-
-def method(name: str, federation: Federation, **hyper: Any) -> Algorithm:
-    """A method on a federation, which is told its hyper-parameters as a run does it."""
-    algorithm = make(algorithms()[name], **hyper)
-    federation.hyper = algorithm.hyper
-    return algorithm
-
-
-def task_and_data(sizes: tuple[int, ...] = RAGGED) -> tuple[Task, ClientData]:
-    data = classification(sizes, shape=(5,), classes=4, dtype=torch.float64)
-    return Task(module_of("mlp", (5,), 4, hidden=6), classes=4, head="output"), data
 
 
 def end(

@@ -11,47 +11,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from helpers import RAGGED, classification, federation_of, flat, module_of, play, quadratics
+from helpers import (
+    batches_of,
+    federation_of,
+    flat,
+    method,
+    module_of,
+    play,
+    quadratics,
+    task_and_data,
+)
 from sartor.algorithms import Algorithm, algorithms, make, register
-from sartor.data.clients import ClientData, Split
+from sartor.data.clients import Split
 from sartor.errors import SartorError, SettingError
-from sartor.federation import Federation, Reply
-from sartor.local import Client
+from sartor.federation import Federation
 from sartor.task import Batch, Task
 
 ENGINES = ["loop", "stacked"]
 EVERYONE = list(range(6))
-
-
-def method(name: str, federation: Federation, **hyper: Any) -> Algorithm:
-    """A method on a federation, which is told its hyper-parameters as a run does it."""
-    algorithm = make(algorithms()[name], **hyper)
-    federation.hyper = algorithm.hyper
-    return algorithm
-
-
-def task_and_data(sizes: tuple[int, ...] = RAGGED) -> tuple[Task, ClientData]:
-    data = classification(sizes, shape=(5,), classes=4, dtype=torch.float64)
-    return Task(module_of("mlp", (5,), 4, hidden=6), classes=4, head="output"), data
-
-
-def batches_of(
-    federation: Federation, number: int, round: int, stream: str = "batch", **amount: int
-) -> list[Batch]:
-    """The batches that a client trains on in a round."""
-    seen: list[Batch] = []
-
-    def record(client: Client, hyper: Any, w: Tensor) -> Reply:
-        def direction(w_k: Tensor, batch: Batch) -> Tensor:
-            seen.append(batch)
-            return torch.zeros_like(w_k)
-
-        return Reply(w=client.descend(w, direction, lr=0.0, stream=stream, **amount))
-
-    before, federation.round = federation.round, round
-    federation.ask(record, [number], {"w": federation.task.initial()})
-    federation.round = before
-    return seen
 
 
 def sgd(task: Task, w: Tensor, batches: list[Batch], lr: float) -> Tensor:

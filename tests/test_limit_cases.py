@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import RAGGED, classification, federation_of, module_of, play
-from sartor.algorithms import algorithms, make
-from sartor.task import Task
+from helpers import RAGGED, federation_of, method, play, task_and_data
 
 SOME = [[0, 1, 3], [2, 3, 4, 5], [0, 5]]
 ALL = [[0, 1, 2, 3, 4, 5]] * 3
@@ -37,6 +35,7 @@ FULL = (16,) * 6
 CASES = [
     Case("fedprox", {"mu": 0.0}, "fedavg", exact=True),
     Case("fedprox", {"mu": 0.7}, "fedavg", exact=True, local={"batch": 8, "steps": 1}),
+    Case("scaffold", {"weighted": True}, "fedavg", exact=True, cohorts=ALL[:1]),  # c = c_i = 0
     Case("scaffold", {"option": "I", "weighted": True}, "fedavg", exact=False, local=FULL_STEP, cohorts=ALL),
     Case("scaffold", {"option": "II", "weighted": True}, "fedavg", exact=False, local=FULL_STEP, cohorts=ALL),
     Case("scaffold", {"option": "II", "weighted": True}, "vrl-sgd", False, local=EQUAL, cohorts=ALL),
@@ -48,6 +47,7 @@ CASES = [
     Case("fedadagrad", {"tau": 1e6, "server_lr": 2e6}, "fedavg", exact=False),
     Case("mimelite", {"optimizer": "sgd"}, "fedavg", exact=True),
     Case("mimesvrg", {}, "fedavg", exact=False, local=FULL_STEP),
+    Case("mimesvrg", {}, "fsvrg", False, other={"lr": 0.3, "scaled": False}, local=EQUAL, cohorts=ALL),
     Case("mime", {"optimizer": "momentum", "beta": 0.0}, "mimesvrg", exact=False),
     Case("losac", {}, "fedavg", exact=False, local=FULL_STEP, cohorts=ALL),
     Case("losac", {}, "fedavg", exact=True, cohorts=[[0]] * 3, sizes=(33,)),
@@ -60,11 +60,9 @@ CASES = [
 
 
 def final(name: str, hyper: dict[str, Any], case: Case, engine: str) -> Tensor:
-    data = classification(case.sizes, shape=(5,), classes=4, dtype=torch.float64)
-    task = Task(module_of("mlp", (5,), 4, hidden=6), classes=4, head="output")
-    algorithm = make(algorithms()[name], lr=0.1, **hyper)
-    federation = federation_of(engine, task, data, hyper=algorithm.hyper, local=case.local)
-    server = play(algorithm, federation, case.cohorts)
+    task, data = task_and_data(case.sizes)
+    federation = federation_of(engine, task, data, local=case.local)
+    server = play(method(name, federation, **{"lr": 0.1, **hyper}), federation, case.cohorts)
     w: Tensor = server.w
     assert not torch.equal(w, task.initial())
     return w

@@ -12,11 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers import RAGGED, classification, federation_of, flat, model_task, module_of, play
+from helpers import (
+    RAGGED,
+    batches_of,
+    classification,
+    federation_of,
+    flat,
+    method,
+    model_task,
+    module_of,
+    play,
+    task_and_data,
+)
 from sartor.algorithms.moon import contrast
 from sartor.errors import SartorError
 from sartor.task import Batch, Task
-from test_fedavg import batches_of, method, task_and_data
 
 ENGINES = ["loop", "stacked"]
 COHORTS = [[0, 1, 2, 4], [1, 3, 4, 5], [0, 2, 3, 5]]
