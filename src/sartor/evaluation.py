@@ -3,12 +3,13 @@
 Clients evaluate and send counts, so that the same code serves real federations. Every client is evaluated,
 drawn or not, and every client's result is kept. A cell is named ``shared_local``, ``shared_pooled``,
 ``personal_local`` or ``personal_pooled``; with validation data there are ``shared_validation`` and
-``personal_validation`` too.
+``personal_validation`` too. Where a method has several shared models, the shared cells are those of the best
+of them on the pooled test data, and ``shared_pooled`` holds each one's accuracy and their mean beside it.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -33,6 +34,8 @@ class Cell:
     n: np.ndarray
     loss: np.ndarray
     scores: dict[str, np.ndarray]
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What the summary has besides."""
 
     def summary(self) -> dict[str, Any]:
         """Plain means over clients, the sample-weighted accuracy, and how the accuracies are spread."""
@@ -47,7 +50,7 @@ class Cell:
             result["accuracy_weighted"] = spread_out.pop("weighted_mean")
             spread_out.pop("mean")
             result["accuracy_spread"] = spread_out
-        return result
+        return {**result, **self.extra}
 
 
 def evaluate(
@@ -56,18 +59,21 @@ def evaluate(
     """All cells the method has a model for."""
     everyone = np.arange(federation.clients)
     cells: dict[str, Cell] = {}
-    w = algorithm.shared(server)
-    if w is not None:
-        shared: dict[str, Tensor] = {"w": w}
-        if federation.mean_buffers is not None and federation.policy == "local":
-            shared["statistics"] = federation.mean_buffers
+    models = algorithm.shared(server)
+    if models is not None:
+        statistics = federation.mean_buffers if federation.policy == "local" else None
+        more = {} if statistics is None else {"statistics": statistics}
+        rows = models[None] if models.dim() == 1 else models
         # The pooled data are the same for every client, so one of them is asked.
-        cells["shared_pooled"] = _ask(federation, Call(shared_model, shared), everyone[:1], "pooled")
-        cells["shared_local"] = _ask(federation, Call(shared_model, {"w": w}), everyone, "test")
+        pooled = [
+            _ask(federation, Call(shared_model, {"w": w, **more}), everyone[:1], "pooled") for w in rows
+        ]
+        best = max(range(len(rows)), key=lambda place: (_accuracy(pooled[place]), -place))
+        cells["shared_pooled"] = pooled[best] if models.dim() == 1 else _best_of(pooled, best)
+        shared = Call(shared_model, {"w": rows[best]})
+        cells["shared_local"] = _ask(federation, shared, everyone, "test")
         if "validation" in federation.samples:
-            cells["shared_validation"] = _ask(
-                federation, Call(shared_model, {"w": w}), everyone, "validation"
-            )
+            cells["shared_validation"] = _ask(federation, shared, everyone, "validation")
     personal = algorithm.personalize(server, everyone)
     if personal is not None:
         cells["personal_local"] = _ask(federation, personal, everyone, "test")
@@ -85,6 +91,19 @@ def shared_model(client: Client, hyper: Any, w: Tensor, statistics: Tensor | Non
     return Reply(w=w)
 
 
+def _accuracy(cell: Cell) -> float:
+    """What models are ranked by: accuracy, or the loss downwards where there are no classes."""
+    return float(cell.scores["accuracy"][0]) if "accuracy" in cell.scores else -float(cell.loss[0])
+
+
+def _best_of(cells: list[Cell], best: int) -> Cell:
+    """The best cell of several models, with what each of them has and the means over them."""
+    each = {name: [float(cell.scores[name][0]) for cell in cells] for name in cells[0].scores}
+    each["loss"] = [float(cell.loss[0]) for cell in cells]
+    means = {name: sum(values) / len(values) for name, values in each.items()}
+    return replace(cells[best], extra={"best_model": best, "each": each, "mean_over_models": means})
+
+
 @lru_cache(maxsize=1024)
 def evaluation_of(function: ClientFunction, split: str) -> ClientFunction:
     """The client function that makes a model by ``function`` and evaluates it on a split."""
@@ -99,12 +118,16 @@ def evaluation_of(function: ClientFunction, split: str) -> ClientFunction:
 
 @lru_cache(maxsize=1024)
 def model_of(function: ClientFunction) -> ClientFunction:
-    """The client function that makes a model by ``function`` and sends it with its float buffers."""
+    """The client function that makes a model by ``function`` and sends it with its float buffers.
+
+    A model that is a function has no vector to send: the tensors that stand beside it in the reply are sent.
+    """
 
     @wraps(function)
     def made(client: Client, hyper: Any, **arguments: Any) -> Reply:
-        model = function(client, hyper, **arguments).sent["w"]
-        return Reply(w=model) if client.buffers is None else Reply(w=model, buffers=client.buffers)
+        sent = function(client, hyper, **arguments).sent
+        parts = {name: value for name, value in sent.items() if isinstance(value, Tensor)}
+        return Reply(**parts) if client.buffers is None else Reply(**parts, buffers=client.buffers)
 
     return made
 

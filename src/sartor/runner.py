@@ -35,6 +35,12 @@ from sartor.task import Task
 
 log = logging.getLogger(__name__)
 
+SMALL_OBSERVATION = 256
+"""What a method lets be recorded is kept every round up to so many numbers, else at evaluations."""
+
+MOST_OBSERVATION = 10**6
+"""Nothing larger is recorded."""
+
 MOST_MODEL_NUMBERS = 10**8
 """Personal models are stored and returned up to this many numbers in all."""
 
@@ -60,7 +66,7 @@ class Result:
     """
     task: Task
     w: Tensor | None
-    """The shared model, where the method has one."""
+    """The shared model, where the method has one; one row per model where it has several."""
     personal: Tensor | None
     """The personal models, one row per client, where the method has them."""
     buffers: Tensor | None
@@ -69,16 +75,21 @@ class Result:
     """The float buffers that go with the personal models, one row per client."""
     folder: Path | None
 
-    def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
-        """The shared model, or a client's personal one, to load into a module of your own."""
-        model, buffers, kind = self.w, self.buffers, "shared"
+    def state_dict(self, client: int | None = None, model: int | None = None) -> dict[str, Tensor]:
+        """The shared model, or a client's personal one, to load into a module of your own.
+
+        ``model`` says which where there are several shared ones; left out, the best on the pooled test data.
+        """
+        w, buffers, kind = self.w, self.buffers, "shared"
+        if w is not None and w.dim() == 2:
+            w = w[self.summary["last"]["shared_pooled"]["best_model"] if model is None else model]
         if client is not None:
             kind = "personal"
-            model = None if self.personal is None else self.personal[client]
+            w = None if self.personal is None else self.personal[client]
             buffers = None if self.personal_buffers is None else self.personal_buffers[client]
-        if model is None:
+        if w is None:
             raise SartorError(f"{self.summary['algorithm']}: the run has no {kind} model to give")
-        return self.task.state_dict(model, buffers)
+        return self.task.state_dict(w, buffers)
 
 
 def execute(
@@ -258,7 +269,9 @@ class _Run:
                 "bytes_up": federation.traffic.up - before.up,
             }
             every = experiment.evaluate.every
-            if round == experiment.rounds or (every and round % every == 0):
+            evaluated = round == experiment.rounds or (every > 0 and round % every == 0)
+            row.update(self._observe(server, evaluated))
+            if evaluated:
                 row["evaluation"] = self._evaluate(server, round)
             self._keep_round(row)
             show(row)
@@ -270,6 +283,16 @@ class _Run:
     def _wait(self) -> None:
         if self.federation.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def _observe(self, server: Any, evaluated: bool) -> dict[str, Any]:
+        """What the method lets be recorded, under ``observed``; nothing where there is nothing."""
+        most = MOST_OBSERVATION if evaluated else SMALL_OBSERVATION
+        seen = {
+            name: value
+            for name, value in self.algorithm.observe(server).items()
+            if (value.numel() if isinstance(value, Tensor) else np.size(value)) <= most
+        }
+        return {"observed": seen} if seen else {}
 
     def _evaluate(self, server: Any, round: int) -> dict[str, Any]:
         cells = evaluate(self.algorithm, server, self.federation, self.experiment.evaluate)
@@ -320,12 +343,13 @@ class _Run:
         algorithm, federation = self.algorithm, self.federation
         everyone = np.arange(federation.clients)
         personal, personal_buffers = None, None
+        tensors = dict(tensors_of(server))
         call = algorithm.personalize(server, everyone)
         if call is not None and federation.clients * federation.task.size <= MOST_MODEL_NUMBERS:
             models = federation.ask(model_of(call.function), everyone, call.shared, call.each).values
-            personal = models["w"].cpu()
-            personal_buffers = models["buffers"].cpu() if "buffers" in models else None
-        tensors = dict(tensors_of(server))
+            models = {name: value.cpu() for name, value in models.items()}
+            personal, personal_buffers = models.pop("w", None), models.pop("buffers", None)
+            tensors.update({f"personal.{name}": value for name, value in models.items()})
         if personal is not None:
             tensors["personal"] = personal
         if federation.mean_buffers is not None:

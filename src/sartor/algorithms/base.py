@@ -60,16 +60,25 @@ class Algorithm(ABC):
         """One round: ask the cohort, return the server's next state."""
 
     def shared(self, server: Any) -> Tensor | None:
-        """The global model to evaluate, or None where there is none."""
+        """The global model to evaluate, one row per model where there are several, or None."""
         model: Tensor = server.w
         return model
 
     def personalize(self, server: Any, cohort: np.ndarray) -> Call | None:
         """How a client gets its personal model.
 
-        A client function whose reply has ``w``, or None where there is none.
+        A client function whose reply has ``w``, or None where there is none. ``w`` is a vector, or a function
+        from inputs to outputs where the method predicts in another way; the tensors beside it are then what
+        is stored. A client that never trained gets its model by the same call.
         """
         return None
+
+    def observe(self, server: Any) -> dict[str, Any]:
+        """What to record of the server after a round, for plots: numbers, or tensors and arrays.
+
+        Arrays of more than 256 numbers are recorded in the rounds that are evaluated.
+        """
+        return {}
 
 
 _REGISTRY: dict[str, type[Algorithm]] = {}
