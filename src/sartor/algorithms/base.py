@@ -46,6 +46,8 @@ class Algorithm(ABC):
     """Down / up per participating client and round, in models."""
     buffers: ClassVar[str] = "average"
     """What happens to float buffers unless the experiment says otherwise."""
+    quadratic: ClassVar[bool] = False
+    """Whether the server's work grows with the square of the number of clients."""
     Hyper: ClassVar[type] = Hyper
 
     def __init__(self, hyper: Any = None) -> None:
@@ -72,6 +74,13 @@ class Algorithm(ABC):
         is stored. A client that never trained gets its model by the same call.
         """
         return None
+
+    def welcome(self, server: Any, federation: Federation) -> Any:
+        """The server's state for a federation of newcomers, for evaluation without training.
+
+        Methods whose server keeps something for every client give each of these clients what a newcomer gets.
+        """
+        return server
 
     def observe(self, server: Any) -> dict[str, Any]:
         """What to record of the server after a round, for plots: numbers, or tensors and arrays.

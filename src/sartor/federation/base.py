@@ -36,6 +36,10 @@ class ClientError(SartorError):
     """A client function failed; the message names function, round and, on the loop engine, the client."""
 
 
+class NobodyAnswered(Exception):
+    """No reply arrived in an exchange: the round ends and leaves everything as it was."""
+
+
 class Reply:
     """What a client sends back; :meth:`keep` adds what stays with it.
 
