@@ -28,6 +28,7 @@ lint: install
 
 bench: install
 	$(BIN)/python bench/engines.py
+	$(BIN)/python bench/scale.py
 
 clean:
 	rm -rf .venv build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

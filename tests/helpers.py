@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sartor.algorithms.base import Algorithm, Hyper
 from sartor.data.clients import ClientData, Split
 from sartor.experiment import Local
 from sartor.federation import Federation, Reply, make_federation
+from sartor.federation.base import NobodyAnswered
 from sartor.local import Client
 from sartor.models import MODELS, make_task, seeded
 from sartor.task import Batch, Task
@@ -108,7 +110,8 @@ def play(algorithm: Algorithm, federation: Federation, cohorts: Sequence[Sequenc
     server = algorithm.start(federation)
     for round, cohort in enumerate(cohorts, 1):
         federation.round = round
-        server = algorithm.round(server, federation, np.asarray(cohort, dtype=np.int64))
+        with suppress(NobodyAnswered):  # as the runner does
+            server = algorithm.round(server, federation, np.asarray(cohort, dtype=np.int64))
     return server
 
 

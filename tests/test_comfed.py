@@ -27,6 +27,7 @@ from sartor.data.clients import ClientData
 from sartor.errors import SartorError, SettingError
 from sartor.experiment import load
 from sartor.federation import Reply
+from sartor.federation.base import NobodyAnswered
 from sartor.local import Client
 from sartor.server.optimizers import OPTIMIZERS
 from sartor.task import Batch, Task
@@ -193,9 +194,11 @@ def test_a_round_without_work_changes_nothing(name: str) -> None:
     )
     algorithm = method(name, federation, lr=0.2)
     server = play(algorithm, federation, [[0, 1, 2]])
+    states = federation.states["c_i"] if "c_i" in federation.states else torch.zeros(0)
     federation.round = 2
-    after = algorithm.round(server, federation, np.array([0, 3]))
-    assert all(after.__dict__[key] is value for key, value in server.__dict__.items())
+    with pytest.raises(NobodyAnswered):
+        algorithm.round(server, federation, np.array([0, 3]))
+    assert "c_i" not in federation.states or torch.equal(federation.states["c_i"], states)
     still = end(name, EVERYONE * 2, local={"epochs": 0})
     assert torch.equal(still.w, task.initial())
     frozen = method(name, federation_of("loop", task, data), lr=0.0)
@@ -240,7 +243,7 @@ def test_a_client_that_takes_no_step_keeps_its_c_i(option: str, sizes: tuple[int
     federation = federation_of("loop", *task_and_data(sizes), local={"batch": 8, "epochs": epochs})
     algorithm = method("scaffold", federation, lr=0.2, option=option)
     server = algorithm.start(federation)
-    federation.states["c_i"].fill_(0.5)
+    federation.declare(c_i=torch.full_like(server.w, 0.5))
     algorithm.round(server, federation, np.array([0, 1, 2]))
     kept = (federation.states["c_i"] == 0.5).all(dim=1).tolist()
     assert kept == ([False, True, False] if epochs else [True] * 3)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import RAGGED, classification, model_task
+from helpers import RAGGED, classification, federation_of, model_task
 from sartor import random
-from sartor.algorithms import algorithms, make
+from sartor.algorithms import algorithms
 from sartor.experiment import Local
-from sartor.federation import make_federation
+from sartor.federation import Federation, make_federation
+from test_engines import as_allowed, assert_close, ended, network, vectors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -38,36 +39,36 @@ def test_the_streams_give_the_same_integers() -> None:
     )
 
 
+@pytest.mark.parametrize("name", sorted(algorithms()))
+def test_graphs_equal_the_loop(name: str) -> None:
+    """Every method on ragged clients in double precision, so that only a mistake can make a difference."""
+    data, task = vectors(), network()
+    left = {}
+    for device, engine in (("cpu", "loop"), ("cuda", "stacked")):
+
+        def federation(local: dict[str, float], device: str = device, engine: str = engine) -> Federation:
+            return federation_of(engine, task, data, local={"batch": 8, **local}, device=device)
+
+        left[device] = {key: value.cpu() for key, value in as_allowed(name, federation).items()}
+    assert_close(left["cpu"], left["cuda"], 1e-8)
+
+
 @pytest.mark.parametrize(
-    ("name", "compiled"), [*((name, False) for name in sorted(algorithms())), ("fedavg", True)]
+    ("name", "compiled"), [("fedavg", False), ("fedavg", True), ("scaffold", False), ("diversifed", False)]
 )
 @pytest.mark.parametrize("sizes", [RAGGED, (32,) * 6])
-def test_graphs_equal_the_loop(name: str, compiled: bool, sizes: tuple[int, ...]) -> None:
+def test_convolutions_equal_the_loop(name: str, compiled: bool, sizes: tuple[int, ...]) -> None:
     data = classification(sizes, shape=(3, 16, 16))
-    models = {}
+    left = {}
     for device, engine in (("cpu", "loop"), ("cuda", "stacked")):
-        task = model_task("lenet", data)
-        algorithm = make(algorithms()[name], lr=0.01)
         settings = {"compile": compiled} if engine == "stacked" else {}
-        federation = make_federation(
-            engine, task, data, local=Local(batch=8), hyper=algorithm.hyper, device=device, **settings
+        federation = federation_of(
+            engine, model_task("lenet", data), data, local={"batch": 8}, device=device, **settings
         )
-        server = algorithm.start(federation)
-        for round in range(5):
-            federation.round = round
-            cohort = np.asarray(
-                random.choose(
-                    random.stream(0, "cohort", round), 6, 4 if round % 2 and name != "vrl-sgd" else 6
-                )
-            )
-            server = algorithm.round(server, federation, cohort)
-        everyone = np.arange(6)
-        call = algorithm.personalize(server, everyone)
-        if call is not None:
-            models[device] = federation.map(call.function, everyone, call.shared, call.each)["w"].cpu()
-        else:
-            models[device] = server.w.cpu()
-    assert torch.allclose(models["cpu"], models["cuda"], rtol=1e-3, atol=1e-4)
+        everyone = [[0, 1, 2, 3, 4, 5]]
+        ended_with = ended(name, federation, everyone * 5)
+        left[device] = {key: value.cpu() for key, value in ended_with.items()}
+    assert_close(left["cpu"], left["cuda"], 1e-3)
 
 
 def test_running_out_of_memory_halves_the_chunk() -> None:

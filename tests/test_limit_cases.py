@@ -6,8 +6,10 @@ different numbers of steps, except where a row asks for full batches (``batch`` 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from helpers import RAGGED, federation_of, method, play, task_and_data
 SOME = [[0, 1, 3], [2, 3, 4, 5], [0, 5]]
 ALL = [[0, 1, 2, 3, 4, 5]] * 3
 FULL_STEP = {"batch": 0, "steps": 1}
+FULL_STEPS = {"batch": 0, "steps": 3}
 EQUAL = {"batch": 8, "steps": 3}
 
 
@@ -55,15 +58,41 @@ CASES = [
     Case("moon", {"mu": 0.0}, "fedavg", exact=True),
     Case("fedupdate", {"finetune_epochs": 0}, "fedavg", exact=True),
     Case("sgd-sgd", {}, "fedavg", exact=True),
+    Case("fedbuff", {"buffer": 6}, "fedavg", exact=False, cohorts=ALL, sizes=FULL),
+    Case("fedbuff", {"buffer": 6, "weights": "examples"}, "fedavg", exact=False, cohorts=ALL),
+    Case("fedavg-semisync", {}, "fedavg", exact=True),
+    Case("fedavg-semisync", {"compensation": "dc-asgd"}, "fedavg", exact=True),
+    Case("fedavg-sync", {}, "fedavg", exact=True),
+    Case("fedavg-async", {}, "fedavg", exact=True),
+    Case("twafl", {"layerwise": False}, "fedavg", exact=False, cohorts=ALL),
+    Case("twafl", {"layerwise": False, "base": 1e30}, "fedavg", exact=False),
+    Case("lga", {}, "fedavg", exact=True, sizes=FULL),
+    Case("plga", {"base": "start"}, "fedavg", exact=True, sizes=FULL),
     Case("comfed-m", {"local_beta": 0.0, "beta": 0.0}, "fedavg", exact=True),
+    Case("ditto", {"lam": 0.0}, "fedavg", exact=True),
+    Case("ditto", {"lam": 0.7}, "fedavg", exact=True),
+    Case("ifca", {"clusters": 1, "weighted": True}, "fedavg", exact=True),
+    Case("cfl", {"e1": 0.0, "wait": 0, "weighted": True}, "fedavg", exact=True),
+    # Whole batches, as the ones that count are otherwise every second or third.
+    Case("per-fedavg", {"alpha": 0.0, "variant": "fo", "weighted": True}, "fedavg", False, local=FULL_STEPS),
+    Case("per-fedavg", {"alpha": 0.0, "variant": "hf", "weighted": True}, "fedavg", False, local=FULL_STEPS),
+    Case("per-fedavg", {"alpha": 0.0, "weighted": True}, "fedavg", False, local=FULL_STEPS),
+    Case("fedper", {"personal": []}, "fedavg", exact=True),
+    Case("fedrep", {"personal": [], "head_epochs": 3}, "fedavg", exact=True),
+    Case("fedbn", {}, "fedavg", exact=True),  # there is no BatchNorm
+    Case("feddbe", {"kappa": 0.0, "bias": False}, "fedavg", exact=True),
+    Case("fedala", {"weight_lr": 0.0}, "fedavg", exact=False),
+    Case("fedcac", {"tau": 0.0}, "fedavg", exact=True, sizes=FULL),
 ]
 
 
 def final(name: str, hyper: dict[str, Any], case: Case, engine: str) -> Tensor:
     task, data = task_and_data(case.sizes)
     federation = federation_of(engine, task, data, local=case.local)
-    server = play(method(name, federation, **{"lr": 0.1, **hyper}), federation, case.cohorts)
-    w: Tensor = server.w
+    algorithm = method(name, federation, **{"lr": 0.1, **hyper})
+    w = algorithm.shared(play(algorithm, federation, case.cohorts))
+    assert w is not None
+    w = w.reshape(task.size)  # one model, also where a method may have several
     assert not torch.equal(w, task.initial())
     return w
 
@@ -78,3 +107,45 @@ def test_limit_cases(case: Case, engine: str) -> None:
     else:
         scale = float(expected.abs().max())
         assert float((found - expected).abs().max()) <= 1e-6 * scale
+
+
+# Personal models -------------------------------------------------------------------------------------------
+
+
+PERSONAL = [
+    Case("diversifed", {"lam": 0.0}, "separate", exact=True),
+    Case("fedamp", {"lam": 0.0, "start": "w"}, "separate", exact=True),
+    Case("heurfedamp", {"lam": 0.0, "start": "w"}, "separate", exact=True),
+    Case("heurfedamp", {"lam": 0.0, "own": 1.0}, "separate", exact=True),
+    Case("apple", {"anchor": "own", "mixing_lr": 0.0}, "separate", exact=True),
+    Case("ditto", {"lam": 0.0, "personal_lr": 0.1}, "separate", exact=True),
+    Case("fedfomo", {"models": 1}, "separate", exact=False),
+    Case("fedper", {"personal": ["hidden", "output"]}, "separate", exact=True),
+    Case("fedproto", {"alignment": 0.0, "predict": "classifier"}, "separate", exact=True),
+    Case("fedcac", {"tau": 1.0, "beta": 0.5}, "separate", exact=True, cohorts=ALL),
+]
+
+
+def final_personal(name: str, hyper: dict[str, Any], case: Case, engine: str) -> Tensor:
+    task, data = task_and_data(case.sizes)
+    data = replace(data, validation=data.test)
+    federation = federation_of(engine, task, data, local={"momentum": 0.5, **case.local})
+    algorithm = method(name, federation, **{"lr": 0.1, **hyper})
+    server = play(algorithm, federation, case.cohorts)
+    everyone = np.arange(federation.clients)
+    call = algorithm.personalize(server, everyone)
+    assert call is not None
+    models = federation.ask(call.function, everyone, call.shared, call.each)["w"]
+    assert not bool((models == task.initial()).all(dim=1).any())
+    return models
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@pytest.mark.parametrize("case", PERSONAL, ids=lambda case: f"{case.method}-{case.hyper}-{case.equals}")
+def test_limit_cases_of_personal_models(case: Case, engine: str) -> None:
+    found = final_personal(case.method, case.hyper, case, engine)
+    expected = final_personal(case.equals, case.other, case, engine)
+    if case.exact:
+        assert torch.equal(found, expected)
+    else:
+        assert float((found - expected).abs().max()) <= 1e-6 * float(expected.abs().max())

@@ -262,9 +262,7 @@ def test_a_full_disk_is_one_clear_error(run: RunFolder) -> None:
 
 WRITERS: dict[str, Any] = {
     "summary.json": lambda run: run.write_summary({"text": "x" * 10_000}),
-    "clients.parquet": lambda run: (
-        run.add_clients({"x": np.random.default_rng(0).random(10_000)}) or run.close()
-    ),
+    "clients.arrow": lambda run: run.add_clients({"x": np.random.default_rng(0).random(10_000)}),
     "models.safetensors": lambda run: run.write_models({"w": torch.zeros(10_000)}),
     "partition.npz": lambda run: run.write_partition(make_partition(np.arange(60_000) % 7, "iid", clients=3)),
 }

@@ -331,7 +331,7 @@ def test_the_hash_is_of_the_final_models(data: ClientData) -> None:
 
 @pytest.mark.parametrize("name", sorted(algorithms()))
 def test_a_run_that_diverges_ends_in_one_message(data: ClientData, name: str) -> None:
-    with pytest.raises(SartorError, match=rf"{name}, round \d: .*not finite.*smaller learning rate"):
+    with pytest.raises(SartorError, match=rf"{name}, round \d.*: .*not finite.*smaller learning rate"):
         go(name, data, model="mlp", hyper={"lr": 1e30}, rounds=4, cohort={})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,35 @@ def run(
     >>> result.personal.shape[0]
     2
     """
+    given = merge_settings(
+        experiment, sections, algorithm=algorithm, rounds=rounds, seed=seed, engine=engine, device=device
+    )
+    inputs = prepare_inputs(given, data=data, model=model, head=head, clients=clients)
+    return execute(
+        inputs.experiment, data=inputs.data, task=inputs.task, out=out, store=store, progress=progress
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts from: the experiment, and the data and model that stand in for what it names."""
+
+    experiment: Experiment
+    data: ClientData | None
+    task: Task | None
+
+
+def merge_settings(
+    experiment: str | Path | Mapping[str, Any] | None,
+    sections: Mapping[str, Mapping[str, Any]],
+    *,
+    algorithm: str | None = None,
+    rounds: int | None = None,
+    seed: int | None = None,
+    engine: str | Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """The settings given to :func:`run` in their several ways, as one mapping that is not yet checked."""
     given = _mapping(experiment)
     _put(given, "", algorithm=algorithm, rounds=rounds, seed=seed)
     for section, values in sections.items():
@@ -58,6 +87,19 @@ def run(
         _put(given, section, **values)
     _put(given, "engine", **(engine if isinstance(engine, Mapping) else {"name": engine}))
     _put(given, "engine", device=device)
+    return given
+
+
+def prepare_inputs(
+    given: Mapping[str, Any],
+    *,
+    data: str | Mapping[str, Any] | ClientData | None = None,
+    model: str | nn.Module | Task | None = None,
+    head: str | None = None,
+    clients: int | None = None,
+) -> Inputs:
+    """The checked experiment of a mapping, with the data and the model where they are the user's own."""
+    given = _mapping(given)
     own_data = None
     if isinstance(data, ClientData):
         own_data = data
@@ -85,7 +127,7 @@ def run(
     if own_data is not None:
         own_data = prepare(own_data, features=resolved.features.settings)
         resolved = replace(resolved, data=replace(resolved.data, name=OWN_DATA, normalise=False))
-    return execute(resolved, data=own_data, task=own_task, out=out, store=store, progress=progress)
+    return Inputs(resolved, own_data, own_task)
 
 
 def _classes(experiment: Experiment) -> int | None:

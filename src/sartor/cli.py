@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
 import typer
 
-from sartor.commands import data, lists, run
+from sartor.commands import compare, data, evaluate, lists, report, resume, run, search
 from sartor.commands.base import app
 
-__all__ = ["app", "data", "lists", "main", "run"]
+__all__ = ["app", "compare", "data", "evaluate", "lists", "main", "report", "resume", "run", "search"]
 
 
 def main() -> None:
@@ -18,6 +19,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal without η shall show something else, not end the run
             stream.reconfigure(errors="backslashreplace")
+    if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - of the processes of one run the first one prints
     app(prog_name="sartor")
 
 

@@ -1,4 +1,7 @@
-"""``make run``: some methods on the embedded digits, the same clients and batches for all, as one table."""
+"""``make run``: some methods on the embedded digits, as a table and a report.
+
+All of them see the same clients, cohorts and batches.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from rich.table import Table
 
 from sartor.algorithms import algorithms
 from sartor.experiment import load
+from sartor.report import report
 from sartor.runner import execute
 
 METHODS = ("fedavg", "fedprox", "scaffold", "fednova", "fedyogi", "prox-yogi", "fedupdate", "separate")
@@ -22,12 +26,12 @@ SETTINGS = (
     "local.epochs=2",
     "local.batch=16",
     "rounds=40",
-    "evaluate.every=10",
+    "evaluate.every=4",
 )
 
 
 def main() -> None:
-    """Run these methods, or those named on the command line (``all``: every one), and print the table."""
+    """Run these methods, or those named on the command line (``all``: every one); print and report."""
     console = Console(width=None if sys.stdout.isatty() else 110)
     table = Table(title="20 clients with unlike digits (Dirichlet 0.3), 40 rounds, seed 0")
     for column in (
@@ -61,6 +65,8 @@ def main() -> None:
         "worst decile: of the clients with their own model, or the shared one where there is no other."
     )
     console.print(f"Results: {folders[0].parent}/", *(f"  {folder.name}" for folder in folders), sep="\n")
+    path = report(folders, folders[0].parent / "report.html")
+    console.print(f"Report: {path} (open it in a browser)", soft_wrap=True)
 
 
 def _run(name: str) -> tuple[dict[str, Any], Path]:

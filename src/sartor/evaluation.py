@@ -1,10 +1,11 @@
 """Evaluation is a matrix: {shared model, personal model} × {a client's own test data, the pooled test data}.
 
 Clients evaluate and send counts, so that the same code serves real federations. Every client is evaluated,
-drawn or not, and every client's result is kept. A cell is named ``shared_local``, ``shared_pooled``,
-``personal_local`` or ``personal_pooled``; with validation data there are ``shared_validation`` and
-``personal_validation`` too. Where a method has several shared models, the shared cells are those of the best
-of them on the pooled test data, and ``shared_pooled`` holds each one's accuracy and their mean beside it.
+drawn or not, and every client's result is kept; ``evaluate.clients`` leaves it at some of them. A cell is
+named ``shared_local``, ``shared_pooled``, ``personal_local`` or ``personal_pooled``; with validation data
+there are ``shared_validation`` and ``personal_validation`` too. Where a method has several shared models,
+the shared cells are those of the best of them on the pooled test data, and ``shared_pooled`` holds each
+one's accuracy and their mean beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from sartor import random
 from sartor.algorithms.base import Algorithm
 from sartor.experiment import Evaluate
 from sartor.federation.base import Call, ClientFunction, Federation, Reply
@@ -53,11 +55,18 @@ class Cell:
         return {**result, **self.extra}
 
 
+def evaluated_clients(federation: Federation, settings: Evaluate) -> np.ndarray:
+    """The numbers of the clients that are evaluated, sorted; the same in every round and for every method."""
+    if not 0 < settings.clients < federation.clients:
+        return np.arange(federation.clients)
+    return np.array(random.choose(federation.stream("evaluate"), federation.clients, settings.clients))
+
+
 def evaluate(
     algorithm: Algorithm, server: Any, federation: Federation, settings: Evaluate
 ) -> dict[str, Cell]:
     """All cells the method has a model for."""
-    everyone = np.arange(federation.clients)
+    clients = evaluated_clients(federation, settings)
     cells: dict[str, Cell] = {}
     models = algorithm.shared(server)
     if models is not None:
@@ -65,22 +74,22 @@ def evaluate(
         more = {} if statistics is None else {"statistics": statistics}
         rows = models[None] if models.dim() == 1 else models
         # The pooled data are the same for every client, so one of them is asked.
-        pooled = [
-            _ask(federation, Call(shared_model, {"w": w, **more}), everyone[:1], "pooled") for w in rows
-        ]
+        pooled = [_ask(federation, Call(shared_model, {"w": w, **more}), clients[:1], "pooled") for w in rows]
         best = max(range(len(rows)), key=lambda place: (_accuracy(pooled[place]), -place))
         cells["shared_pooled"] = pooled[best] if models.dim() == 1 else _best_of(pooled, best)
         shared = Call(shared_model, {"w": rows[best]})
-        cells["shared_local"] = _ask(federation, shared, everyone, "test")
+        cells["shared_local"] = _ask(federation, shared, clients, "test")
         if "validation" in federation.samples:
-            cells["shared_validation"] = _ask(federation, shared, everyone, "validation")
-    personal = algorithm.personalize(server, everyone)
+            # The best by its own: which one is best on test data must not be seen here.
+            judged = [_ask(federation, Call(shared_model, {"w": w}), clients, "validation") for w in rows]
+            cells["shared_validation"] = max(judged, key=_accuracy)
+    personal = algorithm.personalize(server, clients)
     if personal is not None:
-        cells["personal_local"] = _ask(federation, personal, everyone, "test")
-        if _worth_pooling(federation, settings):
-            cells["personal_pooled"] = _ask(federation, personal, everyone, "pooled")
+        cells["personal_local"] = _ask(federation, personal, clients, "test")
+        if _worth_pooling(federation, settings, len(clients)):
+            cells["personal_pooled"] = _ask(federation, personal, clients, "pooled")
         if "validation" in federation.samples:
-            cells["personal_validation"] = _ask(federation, personal, everyone, "validation")
+            cells["personal_validation"] = _ask(federation, personal, clients, "validation")
     return cells
 
 
@@ -93,7 +102,8 @@ def shared_model(client: Client, hyper: Any, w: Tensor, statistics: Tensor | Non
 
 def _accuracy(cell: Cell) -> float:
     """What models are ranked by: accuracy, or the loss downwards where there are no classes."""
-    return float(cell.scores["accuracy"][0]) if "accuracy" in cell.scores else -float(cell.loss[0])
+    values, here = cell.scores.get("accuracy", -cell.loss), cell.n > 0
+    return float(values[here].mean()) if here.any() else 0.0
 
 
 def _best_of(cells: list[Cell], best: int) -> Cell:
@@ -141,8 +151,8 @@ def _ask(federation: Federation, call: Call, clients: np.ndarray, split: str) ->
     return Cell(n, loss, scores(replies["confusion"].double().cpu().numpy()))
 
 
-def _worth_pooling(federation: Federation, settings: Evaluate) -> bool:
+def _worth_pooling(federation: Federation, settings: Evaluate, clients: int) -> bool:
     if settings.personal_pooled != "auto":
         return settings.personal_pooled == "yes"
     pooled = int(federation.samples["pooled"].counts[0])
-    return federation.clients * pooled * federation.task.size <= POOLED_BUDGET
+    return clients * pooled * federation.task.size <= POOLED_BUDGET

@@ -35,6 +35,9 @@ else:
     import tomli as tomllib
 
 
+BESIDE = ("compare", "search")
+"""Tables that may stand in an experiment's file for the commands of these names; a run has none of them."""
+
 OWN_DATA = "own"
 """The name of data that was given in Python: a stored experiment can name it, but not load it."""
 
@@ -108,6 +111,36 @@ class Cohort:
     count: int = setting(0, "number of clients drawn each round; 0: by `fraction`", low=0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AvailabilityChoice:
+    """Which clients are there to be asked, by name with its settings."""
+
+    name: str = setting("always", "which clients are there when a round begins")
+    settings: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayChoice:
+    """How long a client takes in virtual time, by name with its settings."""
+
+    name: str = setting("constant", "how long a client takes, in virtual time")
+    settings: Any
+
+
+@dataclass(frozen=True)
+class Replies:
+    """What happens to answers on their way to the server."""
+
+    dropout: float = setting(0.0, "probability that a client trains and its answer is lost", low=0, high=1)
+    deadline: float = setting(0.0, "virtual time after which an exchange is over; 0: wait for all", low=0)
+    on_bad_reply: str = setting(
+        "stop",
+        "whether an answer that is not finite, or too large, is left out or ends the run",
+        choices=("stop", "drop"),
+    )
+    largest_norm: float = setting(0.0, "largest norm of what a client sends; 0: no bound", low=0)
+
+
 @dataclass(frozen=True)
 class Evaluate:
     """When and on what the models are evaluated."""
@@ -118,7 +151,17 @@ class Evaluate:
         "whether personal models are also evaluated on the pooled test data",
         choices=("auto", "yes", "no"),
     )
+    clients: int = setting(
+        0, "clients that are evaluated, the same ones every time, drawn by the seed; 0: all", low=0
+    )
     batch: int = setting(500, "samples per evaluation step", low=1)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """How often the state of a run is stored, to continue from after an interruption."""
+
+    every: int = setting(0, "rounds between checkpoints; 0: as often as takes little of the time", low=0)
 
 
 @dataclass(frozen=True)
@@ -133,6 +176,10 @@ class Engine:
     lanes: int = setting(0, "clients of a chunk stepped at once; 0: as many as stay busy", low=0)
     workers: int = setting(0, "clients trained at once by the loop engine on a CPU; 0: one per core", low=0)
     compile: str = setting("auto", "whether the training step is compiled", choices=("auto", "yes", "no"))
+    timeout: int = setting(600, "seconds that the processes of a distributed run wait for each other", low=1)
+    states: str = setting(
+        "auto", "where client states lie; auto: by their size", choices=("auto", "memory", "disk")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +195,11 @@ class Experiment:
     model: ModelChoice
     local: Local
     cohort: Cohort
+    availability: AvailabilityChoice
+    delay: DelayChoice
+    replies: Replies
     evaluate: Evaluate
+    checkpoint: Checkpoints
     engine: Engine
     hyper: Any
 
@@ -184,10 +235,14 @@ _SECTIONS: dict[str, type] = {
     "model": ModelChoice,
     "local": Local,
     "cohort": Cohort,
+    "availability": AvailabilityChoice,
+    "delay": DelayChoice,
+    "replies": Replies,
     "evaluate": Evaluate,
+    "checkpoint": Checkpoints,
     "engine": Engine,
 }
-_CHOICES = ("partition", "features", "model")
+_CHOICES = ("partition", "features", "model", "availability", "delay")
 
 
 def _registry(section: str) -> Mapping[str, Any]:
@@ -204,6 +259,10 @@ def _registry(section: str) -> Mapping[str, Any]:
         from sartor.models import MODELS
 
         return dict(MODELS)
+    if section in ("availability", "delay"):
+        from sartor.federation.clock import AVAILABILITY, DELAYS
+
+        return dict(AVAILABILITY if section == "availability" else DELAYS)
     if section == "data":
         from sartor.data.sources import SOURCES
 
@@ -221,6 +280,11 @@ def load(path: Path | str | None = None, overrides: Sequence[str] = (), **top: A
     >>> load(None, ["data.clients=4", "partition.name=dirichlet"], rounds=3).rounds
     3
     """
+    return from_mapping(collect(path, overrides, **top))
+
+
+def collect(path: Path | str | None = None, overrides: Sequence[str] = (), **top: Any) -> dict[str, Any]:
+    """What :func:`load` makes an experiment of: only what was given, as nested dicts, not yet checked."""
     mapping = {} if path is None else read_toml(path)
     given: dict[str, Any] = {}
     for key, value in [*map(_parse_override, overrides), *top.items()]:
@@ -233,13 +297,14 @@ def load(path: Path | str | None = None, overrides: Sequence[str] = (), **top: A
         given[key] = value
     for key, value in given.items():
         _assign(mapping, key, value)
-    return from_mapping(mapping)
+    return mapping
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
     """The experiment of nested mappings as TOML gives them; a key that is missing or None has its default."""
     if not isinstance(mapping, Mapping):
         raise SettingError(f"an experiment is a table of settings, got {shown(mapping)}")
+    mapping = {key: value for key, value in mapping.items() if key not in BESIDE}
     tables = {section: _table(mapping, section) for section in (*_SECTIONS, "hyper")}
     names = {section: _name(tables[section].get("name"), section) for section in _CHOICES}
     names["algorithm"] = _name(mapping.get("algorithm"), "algorithm")
@@ -278,8 +343,20 @@ def to_mapping(experiment: Experiment) -> dict[str, Any]:
 
 def to_toml(experiment: Experiment) -> str:
     """The experiment as TOML, every setting written out; reading it back gives an equal experiment."""
+    return toml_text(to_mapping(experiment))
+
+
+def toml_text(mapping: Mapping[str, Any]) -> str:
+    """Nested plain values as TOML: values first, then a table for every dict.
+
+    >>> print(toml_text({"local": {"batch": 8}, "rounds": 3}), end="")
+    rounds = 3
+    <BLANKLINE>
+    [local]
+    batch = 8
+    """
     lines = []
-    for key, value in to_mapping(experiment).items():
+    for key, value in sorted(mapping.items(), key=lambda item: isinstance(item[1], dict)):
         if isinstance(value, dict):
             lines += ["", f"[{key}]"]
             lines += [f"{_toml_key(name)} = {_toml(entry)}" for name, entry in value.items()]

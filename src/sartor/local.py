@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sartor.errors import SettingError
-from sartor.task import Batch, Penalty, Task
+from sartor.task import Batch, Change, Frozen, Objective, Pass, Penalty, Task
 
 if TYPE_CHECKING:
     from sartor.experiment import Local
@@ -98,16 +98,38 @@ class Client:
 
     # Quantities of one batch ----------------------------------------------------------------------
 
-    def grad(self, w: Tensor, batch: Batch, *, track: bool = True, penalty: Penalty | None = None) -> Tensor:
+    def grad(
+        self,
+        w: Tensor,
+        batch: Batch,
+        *,
+        track: bool = True,
+        penalty: Penalty | None = None,
+        frozen: Frozen = False,
+        change: Change | None = None,
+    ) -> Tensor:
         """The gradient of the mean loss over the batch.
 
         ``track=False`` leaves the running statistics as they are. ``penalty``, a function of the features
-        with one number per sample, is added to the loss.
+        with one number per sample, is added to the loss. ``frozen`` says of a module's path whether it is
+        as in evaluation. ``change`` is applied to the features before the head gets them.
         """
-        gradient, after = self.task.grad_and_buffers(w, batch, self.buffers, self._frozen, penalty)
+        gradient, after = self.task.grad_and_buffers(
+            w, batch, self.buffers, self._frozen or frozen, penalty, change
+        )
         if track:
             self.buffers = after
         return gradient
+
+    def forward(self, w: Tensor, batch: Batch, change: Change | None = None) -> Pass:
+        """A pass in training mode, for losses of a method's own; see :meth:`differentiate`."""
+        return self.task.forward(w, batch, self.buffers, self._frozen, change)
+
+    def differentiate(self, objective: Objective, w: Tensor) -> tuple[Tensor, Pass]:
+        """The gradient of a method's own objective, and the pass it made, whose buffers are taken."""
+        gradient, run = self.task.differentiate(objective, w)
+        self.buffers = run.buffers
+        return gradient, run
 
     def outputs(self, w: Tensor, x: Tensor) -> Tensor:
         """What the model returns, in evaluation mode."""
@@ -125,13 +147,16 @@ class Client:
 
     def mean(self, quantity: Callable[[Batch], Tensor], like: Tensor, split: str = "train") -> Tensor:
         """The mean over a split of a quantity that is itself a mean over a batch, shaped as ``like``."""
+        total = self.sum(lambda batch: quantity(batch) * batch.size, like, split)
+        return total / self.counts[split].clamp(min=1)
+
+    def sum(self, quantity: Callable[[Batch], Tensor], like: Tensor, split: str = "train") -> Tensor:
+        """The sum over a split of a quantity that is itself a sum over a batch, shaped as ``like``."""
 
         def add(total: Tensor, batch: Batch) -> Tensor:
-            return total + quantity(batch) * batch.size
+            return total + quantity(batch)
 
-        batches = Batches(split, self._evaluation_batch)
-        total = self.scan(add, torch.zeros_like(like), batches)
-        return total / self.counts[split].clamp(min=1)
+        return self.scan(add, torch.zeros_like(like), Batches(split, self._evaluation_batch))
 
     def full_gradient(self, w: Tensor) -> Tensor:
         """∇f_i(w): the gradient of the mean loss over all training samples."""
@@ -190,7 +215,8 @@ class Client:
         if decay == 1.0:
             return lr
         factor = torch.full_like(self.round, decay, dtype=self.task.dtype)
-        return lr * torch.pow(factor, (self.round - 1).clamp(min=0))
+        # Work that a client does again in one round has another number above these bits.
+        return lr * torch.pow(factor, ((self.round & 0xFFFFFFFF) - 1).clamp(min=0))
 
     def work(self, lr: float | Tensor) -> Tensor:
         """Σ_k η_k = K_i η: the rates of all steps that :meth:`descend` takes, added up."""
@@ -215,30 +241,51 @@ class Client:
         vector: what is false in it does not move, not by momentum or weight decay either. The optimiser
         starts afresh each time.
         """
-        direction = direction or self.grad
+        follow = direction or self.grad
+
+        def plain(w_k: Tensor, batch: Batch, memory: tuple[()]) -> tuple[Tensor, tuple[()]]:
+            return follow(w_k, batch), memory
+
+        return self.descend_with(
+            w, plain, (), lr=lr, epochs=epochs, steps=steps, updates=updates, only=only, stream=stream
+        )[0]
+
+    def descend_with(
+        self,
+        w: Tensor,
+        direction: Callable[[Tensor, Batch, Carry], tuple[Tensor, Carry]],
+        memory: Carry,
+        *,
+        lr: float | Tensor,
+        epochs: int | None = None,
+        steps: int | None = None,
+        updates: int = 1,
+        only: Tensor | None = None,
+        stream: str = "batch",
+    ) -> tuple[Tensor, Carry]:
+        """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned."""
         rate = self.rate(lr)
         optimizer = _OPTIMIZERS[self.local.optimizer](self.local)
-        carry: dict[str, Any] = {"w": w, "slots": optimizer.start(w)}
+        carry: dict[str, Any] = {"w": w, "slots": optimizer.start(w), "memory": memory}
         if self.buffers is not None:
             carry["buffers"] = self.buffers
 
         def body(carry: dict[str, Any], batch: Batch) -> dict[str, Any]:
-            w_k, slots = carry["w"], carry["slots"]
+            w_k, slots, memory = carry["w"], carry["slots"], carry["memory"]
             self.buffers = carry.get("buffers")
             for _ in range(updates):
-                g = direction(w_k, batch)
+                g, memory = direction(w_k, batch, memory)
                 if self.local.weight_decay:
                     g = g + self.local.weight_decay * w_k
                 step, slots = optimizer.step(g, slots)
                 moved = torch.sub(w_k, step, alpha=rate) if isinstance(rate, float) else w_k - rate * step
                 w_k = moved if only is None else torch.where(only, moved, w_k)
-            after = {"w": w_k, "slots": slots}
+            after = {"w": w_k, "slots": slots, "memory": memory}
             return after if self.buffers is None else {**after, "buffers": self.buffers}
 
         carry = self.scan(body, carry, self.batches(epochs=epochs, steps=steps, stream=stream))
         self.buffers = carry.get("buffers")
-        result: Tensor = carry["w"]
-        return result
+        return carry["w"], carry["memory"]
 
 
 def require_plain_sgd(local: Local, method: str, *, weight_decay: bool = True) -> None:

@@ -8,20 +8,25 @@ rounds.jsonl        one line per round, written as the run goes
 clients.parquet     one row per client and evaluation
 summary.json        the result; written last, so a folder that has one is of a finished run
 models.safetensors  the final models
+checkpoints/        the last states of the run, to continue from; see :mod:`sartor.checkpoint`
+clients.arrow       the client rows while the run goes on, until ``clients.parquet`` is written
 ==================  ==================================================================================
 
 Files are written beside their place and moved there once complete, so a file that exists is whole; only
-``rounds.jsonl`` grows in place, and a last line cut off by a crash is left out when it is read.
+``rounds.jsonl`` and ``clients.arrow`` grow in place, and an end cut off by a crash is left out when they are
+read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -31,6 +36,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sartor.errors import SartorError
 from sartor.experiment import Experiment, fingerprint, load, read_toml, to_toml
+
+if sys.platform != "win32":
+    import fcntl
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -43,7 +51,12 @@ ROUNDS = "rounds.jsonl"
 CLIENTS = "clients.parquet"
 SUMMARY = "summary.json"
 MODELS = "models.safetensors"
+GROWING_CLIENTS = "clients.arrow"
 FILES = (CONFIG, ENVIRONMENT, PARTITION, ROUNDS, CLIENTS, SUMMARY, MODELS)
+
+
+class NotWritten(SartorError):
+    """The disk did not take a file."""
 
 
 class RunFolder:
@@ -55,9 +68,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._rounds: IO[str] | None = None
-        self._tables: list[arrow.Table] = []
-        self._tables_written = 0
+        self._rounds: IO[bytes] | None = None
 
     @classmethod
     def create(cls, path: Path | str | None, experiment: Experiment) -> RunFolder:
@@ -115,6 +126,26 @@ class RunFolder:
                     held = CONFIG
             raise SartorError(f"{folder}: already holds a run ({held}); give another folder or remove it")
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other process continue this run meanwhile; the system undoes it when a process is killed."""
+        if sys.platform == "win32":  # a folder cannot be locked there
+            yield
+            return
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SartorError(
+                    f"{self.path}: another process is at this run; wait for it or stop it"
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            yield
+        finally:
+            os.close(handle)
+
     def __enter__(self) -> RunFolder:
         return self
 
@@ -142,27 +173,84 @@ class RunFolder:
         """Append one round; it is in the file when this returns."""
         with _writing(self.path / ROUNDS):
             if self._rounds is None:
-                self._rounds = open(self.path / ROUNDS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-            self._rounds.write(to_json(row) + "\n")
-            self._rounds.flush()
+                self._rounds = open(self.path / ROUNDS, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            _append(self._rounds, (to_json(row) + "\n").encode())
 
     def add_clients(self, columns: Mapping[str, Any]) -> None:
         """Keep the rows of one evaluation: column -> a value per client, or one value for all of them.
 
-        A column that is missing in some evaluations is empty there.
+        A column that is missing in some evaluations is empty there. The rows are in a file when this
+        returns: every evaluation a stream of its own, one behind the other.
         """
-        self._tables.append(_table(columns))
+        content = _stream(_table(columns))
+        path = self.path / GROWING_CLIENTS
+        if not path.exists() and (earlier := self._client_table()) is not None:
+            self._store(GROWING_CLIENTS, _stream(earlier))
+        with _writing(path), open(path, "ab", buffering=0) as file:
+            _append(file, content)
 
     def write_clients(self) -> None:
-        """Put all client rows kept so far on disk."""
-        if len(self._tables) == self._tables_written:
+        """Put all client rows kept so far into their final file."""
+        growing = self.path / GROWING_CLIENTS
+        if not growing.exists():
             return
         import pyarrow.parquet as parquet
 
-        self._tables = [_joined(self._tables)]
-        with self._replacing(CLIENTS) as temporary:
-            parquet.write_table(self._tables[0], temporary)
-        self._tables_written = 1
+        tables = _streams(growing)
+        if tables:
+            with self._replacing(CLIENTS) as temporary:
+                parquet.write_table(_joined(tables), temporary)
+        growing.unlink()
+
+    def sync(self) -> None:
+        """Have the rows written so far on the disk, not only with the system: a checkpoint relies on them."""
+        for name in (ROUNDS, GROWING_CLIENTS):
+            with _writing(self.path / name), contextlib.suppress(FileNotFoundError):
+                _synced(self.path / name)
+
+    def cut(self, round: int) -> None:
+        """Forget the rows of all rounds after this one, and what an interruption left half written."""
+        for leftover in self.path.rglob(".unfinished-*"):
+            leftover.unlink()
+        lines: list[str] = []
+        last = None
+        if round >= 0 and (self.path / ROUNDS).exists():
+            whole = self._read_text(ROUNDS).split("\n")[:-1]
+            for number, line in enumerate(whole, start=1):
+                row = _parsed(line, f"{self.path / ROUNDS}, line {number}")
+                # After an earlier run of no rounds there is a row 0; else rounds count from 1 without a gap.
+                if row.get("round") not in ((0, 1) if last is None else (last + 1,)) or row["round"] > round:
+                    break
+                last = row["round"]
+                lines.append(line + "\n")
+                if last == round:
+                    break  # what follows may be damaged, it is not needed
+        if round > 0 and last != round:
+            raise SartorError(
+                f"{self.path / ROUNDS}: the row of round {(last or 0) + 1} is missing or damaged; "
+                f"run it anew: sartor run {self.path / CONFIG}"
+            )
+        self._store(ROUNDS, "".join(lines).encode())
+        self._cut_clients(round)
+
+    def _cut_clients(self, round: int) -> None:
+        """Client rows up to a round, in the growing file, from where they were."""
+        import pyarrow.compute as compute
+
+        table = self._client_table()
+        if table is not None:
+            table = table.filter(compute.less_equal(table["round"], round))
+            if len(table):
+                self._store(GROWING_CLIENTS, _stream(table))
+            else:
+                (self.path / GROWING_CLIENTS).unlink(missing_ok=True)
+        (self.path / CLIENTS).unlink(missing_ok=True)
+
+    def extend(self, rounds: int) -> None:
+        """Make it an unfinished run of so many rounds, all else as it was."""
+        content = self._read_text(CONFIG)
+        (self.path / SUMMARY).unlink(missing_ok=True)
+        self._store(CONFIG, re.sub(r"(?m)^rounds = \d+$", f"rounds = {rounds}", content, count=1).encode())
 
     def write_partition(self, partition: Any) -> None:
         """Store which client holds which samples, a :class:`sartor.data.partitions.Partition`."""
@@ -171,12 +259,18 @@ class RunFolder:
 
     def write_models(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Store named tensors."""
+        self.write_tensors(MODELS, tensors)
+
+    def write_tensors(
+        self, name: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
+    ) -> None:
+        """Store named tensors in a file of this name, with texts beside them."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        with self._replacing(MODELS) as temporary:
+        with self._replacing(name) as temporary:
             try:
-                save_file(_separate(tensors), temporary)
+                save_file(_separate(tensors), temporary, metadata)
             except SafetensorError as error:  # how it reports a full disk
                 raise OSError(str(error)) from None
 
@@ -227,20 +321,26 @@ class RunFolder:
     @property
     def clients(self) -> dict[str, list[Any]]:
         """Column -> values, a row per client and evaluation; ready for a data frame."""
-        if self._tables:
-            table = _joined(self._tables)
-        elif not (self.path / CLIENTS).exists():
+        table = self._client_table()
+        if table is None:
             return {}
-        else:
-            import pyarrow as arrow
-            import pyarrow.parquet as parquet
-
-            try:
-                table = parquet.read_table(self.path / CLIENTS)
-            except (OSError, arrow.ArrowException) as error:
-                raise SartorError(f"{self.path / CLIENTS}: damaged or not readable: {error}") from None
         columns: dict[str, list[Any]] = table.to_pydict()
         return columns
+
+    def _client_table(self) -> arrow.Table | None:
+        """All client rows. A growing file holds them all, whether or not the final one is there too."""
+        if (self.path / GROWING_CLIENTS).exists():
+            tables = _streams(self.path / GROWING_CLIENTS)
+            return _joined(tables) if tables else None
+        if not (self.path / CLIENTS).exists():
+            return None
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+
+        try:
+            return parquet.read_table(self.path / CLIENTS)
+        except (OSError, arrow.ArrowException) as error:
+            raise SartorError(f"{self.path / CLIENTS}: damaged or not readable: {error}") from None
 
     @property
     def models(self) -> dict[str, torch.Tensor]:
@@ -283,13 +383,16 @@ class RunFolder:
     def _replacing(self, name: str) -> Iterator[Path]:
         """A path to write to; what is there at the end is made durable and moved to ``name`` in one step."""
         # The ending is kept, because numpy adds its own to a name without it.
-        path, temporary = self.path / name, self.path / f".unfinished-{name}"
+        path = self.path / name
+        temporary = path.with_name(f".unfinished-{path.name}")
         with _writing(path):
+            path.parent.mkdir(exist_ok=True)
             try:
                 yield temporary
-                with open(temporary, "rb+") as file:
-                    os.fsync(file.fileno())
+                _synced(temporary)
                 os.replace(temporary, path)
+                if os.name == "posix":  # elsewhere a folder cannot be opened
+                    _synced(path.parent)
             finally:
                 temporary.unlink(missing_ok=True)
 
@@ -310,6 +413,18 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 def to_json(value: Any) -> str:
     """One line of strict JSON; a number that is not finite becomes null, arrays and tensors become lists."""
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Store a JSON file that belongs to no run, whole or not at all; makes its folder."""
+    write_text(path, _json_bytes(value).decode())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Store a text file that belongs to no run, whole or not at all; makes its folder."""
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    RunFolder(path.parent)._store(path.name, text.encode())
 
 
 def _json_bytes(value: Any) -> bytes:
@@ -383,6 +498,69 @@ def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return separate
 
 
+def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The sha256 of names, types, shapes and values: equal hashes are equal to the bit."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor on the host, of any type."""
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+
+
+def _stream(table: arrow.Table) -> bytes:
+    """A table as a stream that can stand behind others in a file."""
+    import pyarrow as arrow
+
+    sink = arrow.BufferOutputStream()
+    with arrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def _streams(path: Path) -> list[arrow.Table]:
+    """The tables in a file of streams, up to where a crash cut it off."""
+    import pyarrow as arrow
+
+    tables = []
+    with arrow.OSFile(str(path)) as file:
+        while file.tell() < file.size():
+            try:
+                tables.append(arrow.ipc.open_stream(file).read_all())
+            except (OSError, arrow.ArrowException):
+                break
+    return tables
+
+
+def _append(file: IO[bytes], content: bytes) -> None:
+    """Write at the end of a file, all or nothing."""
+    before = file.seek(0, os.SEEK_END)
+    try:
+        while content:
+            content = content[file.write(content) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(before)
+        raise
+
+
+def _synced(path: Path) -> None:
+    """Wait until a file or a folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _version(package: str) -> str:
     """The installed version of a package."""
     try:
@@ -411,6 +589,6 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise SartorError(
+        raise NotWritten(
             f"{path}: cannot be written: {reason}; free some space or choose another folder"
         ) from None

@@ -1,12 +1,15 @@
-"""The only round loop: cohort → round → evaluate → record."""
+"""The only round loop: cohort → round → evaluate → record → checkpoint."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import math
+import shlex
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +20,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from sartor import random
+from sartor import checkpoint, random
 from sartor.algorithms import algorithms
 from sartor.algorithms.base import Algorithm
+from sartor.checkpoint import Checkpoint
 from sartor.data.clients import ClientData, prepare
 from sartor.data.own import from_folder, from_table
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.sources import load_source
 from sartor.errors import SartorError, SettingError
-from sartor.evaluation import CELLS, Cell, evaluate, model_of
-from sartor.experiment import OWN_DATA, Cohort, Experiment
-from sartor.federation import Federation, choose_engine, make_federation
+from sartor.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of
+from sartor.experiment import OWN_DATA, Cohort, Experiment, fingerprint
+from sartor.federation import Federation, choose_engine, distributed, make_federation
+from sartor.federation.base import NobodyAnswered
+from sartor.federation.clock import Conditions
 from sartor.local import Batches
 from sartor.models import make_task
-from sartor.record import RunFolder
+from sartor.record import NotWritten, RunFolder, environment, hash_of
 from sartor.task import Task
 
 log = logging.getLogger(__name__)
@@ -49,6 +55,13 @@ COMPILE_STEPS = 100_000
 
 Measured on an H200 for four models: compiling takes 10 to 20 seconds and then saves 0.06 to 0.4 ms a step.
 """
+
+
+SHARE_FOR_SAVING = 0.05
+"""``checkpoint.every = 0`` saves as often as takes at most this share of the time."""
+
+STATES = "states"
+"""The folder of client states that are too large for memory, in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +118,168 @@ def execute(
 
     ``store=False`` writes no run folder.
     """
+    setup = _set_up_everywhere(experiment, data, task)
+    folder = RunFolder.create(out, setup.experiment) if store and distributed.rank() == 0 else None
+    if folder is None:
+        return _carry_out(setup, folder, progress)
+    with folder.alone():
+        if setup.partition is not None:
+            folder.write_partition(setup.partition)
+        return _carry_out(setup, folder, progress)
+
+
+def resume(
+    path: Path | str,
+    *,
+    rounds: int | None = None,
+    data: ClientData | None = None,
+    task: Task | None = None,
+    progress: bool = False,
+) -> Result:
+    """Continue a run from its last checkpoint, to the same numbers as if it had never been interrupted.
+
+    ``rounds`` extends it to so many rounds. ``data`` and ``task`` are those that were given in Python, if
+    any were. A finished run that is not extended is read back and nothing is changed.
+    """
+    folder = RunFolder.open(path)
+    distributed.join(folder.experiment.engine.device, folder.experiment.engine.timeout)
+    writes = distributed.rank() == 0
+    with folder.alone() if writes else nullcontext():
+        experiment = folder.experiment
+        if rounds is not None and rounds < experiment.rounds:
+            raise SettingError(
+                f"rounds: the run {folder.path} has {experiment.rounds} rounds; it can be extended, "
+                f"not cut to {rounds}"
+            )
+        if rounds is not None and rounds > experiment.rounds:
+            experiment = replace(experiment, rounds=rounds)
+        finished = folder.finished and experiment.rounds == folder.experiment.rounds
+        _compare_environments(folder)
+        setup = _set_up_everywhere(experiment, data, task)
+        saved = distributed.together(lambda: checkpoint.latest(folder))
+        _check_data(saved, setup.data, folder)
+        if finished:
+            return _read_back(setup, folder, saved)
+        done = -1 if saved is None else saved.round
+
+        def cut_back() -> None:
+            if writes:
+                if experiment.rounds > folder.experiment.rounds:
+                    folder.extend(experiment.rounds)
+                folder.cut(done)
+                checkpoint.forget_after(folder, done)
+
+        distributed.together(cut_back)
+        return _carry_out(setup, folder, progress, saved)
+
+
+def evaluate_run(
+    path: Path | str,
+    *,
+    data: ClientData | str | Path | None = None,
+    partition: str | Path | None = None,
+    task: Task | None = None,
+) -> dict[str, Any]:
+    """Evaluate a run's last checkpoint without training: its own clients, or newcomers.
+
+    Newcomers are ``data``, of the form that the run's own had (a folder, a table, or prepared in Python), or
+    a stored ``partition`` of the run's data set. They get their models as the method gives them to clients
+    that never took part. The result has the same cells as a run's summary.
+    """
+    folder = RunFolder.open(path)
+    experiment = folder.experiment
+    saved = checkpoint.latest(folder)
+    if saved is None:
+        raise SartorError(f"{folder.path}: has no checkpoint to evaluate; `sartor resume` it first")
+    newcomers, own = _clients_to_evaluate(experiment, data, partition)
+    if data is None and partition is None:
+        _check_data(saved, newcomers, folder)
+    took_part = newcomers.hash == saved.data
+    setup = set_up(replace(experiment, cohort=Cohort()), data=own, task=task)
+    _check_newcomers(newcomers, setup)
+    federation = open_federation(setup.experiment, setup.task, newcomers)
+    federation.states.keep_in(folder.path / STATES, continues=False)
+    algorithm = setup.algorithm
+    server = saved.server(algorithm, algorithm.start(federation), federation.device)
+    state = saved.federation(federation.device)
+    if took_part:
+        federation.restore(state)
+    else:
+        federation.buffers = state["buffers"].to(federation.device) if "buffers" in state else None
+        server = algorithm.welcome(server, federation)
+    federation.round = saved.round
+    cells = evaluate(algorithm, server, federation, experiment.evaluate)
+    last = {name: cells[name].summary() if name in cells else None for name in CELLS}
+    return {
+        "algorithm": experiment.algorithm,
+        "run": str(folder.path),
+        "rounds": saved.round,
+        "newcomers": not took_part,
+        "clients": newcomers.clients,
+        "data": newcomers.name,
+        "partition_hash": newcomers.hash,
+        "accuracy": {name: None if cell is None else cell["accuracy"] for name, cell in last.items()},
+        "last": last,
+    }
+
+
+def _clients_to_evaluate(
+    experiment: Experiment, data: ClientData | str | Path | None, partition: str | Path | None
+) -> tuple[ClientData, ClientData]:
+    """The clients asked for and the run's own; both normalised by the run's own training samples."""
+    if isinstance(data, ClientData):
+        return data, data if experiment.data.name == OWN_DATA else load_data(experiment)[0]
+    raw = replace(experiment, data=replace(experiment.data, normalise=False))
+    own, _ = load_data(raw)
+    new = own
+    if data is not None:
+        new = _own_data(replace(raw, data=replace(raw.data, path=str(data))))
+    elif partition is not None:
+        if raw.data.path is not None:
+            raise SettingError("partition: the run is on own data, which have none; give such data instead")
+        new, _ = load_data(replace(raw, partition=replace(raw.partition, file=str(partition))))
+    normalise = experiment.data.normalise
+    return prepare(new, normalise=normalise, like=own), prepare(own, normalise=normalise)
+
+
+def _check_newcomers(newcomers: ClientData, setup: Setup) -> None:
+    shape, expected = tuple(newcomers.train.x.shape[1:]), tuple(setup.data.train.x.shape[1:])
+    if shape != expected:
+        raise SettingError(f"newcomers: samples of shape {list(shape)}, the run's have {list(expected)}")
+    classes = setup.task.classes
+    if classes is not None and newcomers.classes is not None and newcomers.classes > classes:
+        raise SettingError(f"newcomers: {newcomers.classes} classes, the run's model knows {classes}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run works with."""
+
+    experiment: Experiment
+    """With everything that was ``auto`` decided."""
+    algorithm: Algorithm
+    task: Task
+    data: ClientData
+    partition: Partition | None
+    """Where the data was partitioned for this run."""
+
+
+def _set_up_everywhere(experiment: Experiment, data: ClientData | None, task: Task | None) -> Setup:
+    """Set up at every process of the run; all of them must have the same before them."""
+    distributed.join(experiment.engine.device, experiment.engine.timeout)
+    setup = distributed.together(lambda: set_up(experiment, data=data, task=task))
+    distributed.agree("experiment", fingerprint(setup.experiment))
+    distributed.agree("data", setup.data.hash)
+    return setup
+
+
+def set_up(experiment: Experiment, *, data: ClientData | None = None, task: Task | None = None) -> Setup:
+    """Load or take the data, make the model, and see whether they fit together."""
     if experiment.engine.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
     partition = None
     if data is None:
-        data, partition = load_data(experiment)
+        data, partition = distributed.first_alone(lambda: load_data(experiment))
     if experiment.cohort.count > data.clients:
         raise SettingError(
             f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}"
@@ -122,18 +292,72 @@ def execute(
     check_outputs(task, data)
     algorithm = algorithms()[experiment.algorithm](experiment.hyper)
     experiment = resolve(experiment, algorithm, task, data)
-    federation = open_federation(experiment, task, data)
-    folder = RunFolder.create(out, experiment) if store else None
-    try:
-        if folder is not None and partition is not None:
-            folder.write_partition(partition)
-        run = _Run(experiment, algorithm, federation, data, folder)
-        with _progress(experiment, progress) as show:
-            result = run.through(show)
-    finally:
-        if folder is not None:
-            folder.close()
-    return result
+    return Setup(experiment, algorithm, task, data, partition)
+
+
+def _carry_out(
+    setup: Setup, folder: RunFolder | None, progress: bool, saved: Checkpoint | None = None
+) -> Result:
+    """The rounds that are left, with whatever happens on the way."""
+    federation = open_federation(setup.experiment, setup.task, setup.data)
+    writes = distributed.rank() == 0
+    if folder is not None:
+        federation.states.keep_in(folder.path / STATES, continues=writes)
+    with ExitStack() as stack:
+        if folder is not None and writes:
+            stack.enter_context(folder)
+        run = _Run(setup, federation, folder if writes else None)
+        show = stack.enter_context(
+            _progress(setup.experiment, progress and writes, 0 if saved is None else saved.round)
+        )
+        # Several processes do not see a Ctrl-C in the same round, so there they stop at once.
+        stop = stack.enter_context(_interruptions(folder is not None and distributed.world() == 1))
+        begun = None
+        if saved is not None and folder is not None:
+            begun = run.restore(saved, folder), saved.seconds
+        try:
+            return run.through(show, stop, begun)
+        except KeyboardInterrupt:
+            if folder is None:
+                raise
+            raise KeyboardInterrupt(f"stopped; {_how_to_resume(folder, run.saved)}") from None
+        except NotWritten as error:
+            if folder is None:
+                raise
+            raise SartorError(f"{error}; then {_how_to_resume(folder, run.saved)}") from None
+
+
+def _read_back(setup: Setup, folder: RunFolder, saved: Checkpoint | None) -> Result:
+    """The result of a finished run."""
+    if saved is None:
+        raise SartorError(f"{folder.path}: finished, but has no checkpoint; its files can be read one by one")
+    federation = open_federation(setup.experiment, setup.task, setup.data)
+    federation.states.keep_in(folder.path / STATES, continues=False)
+    run = _Run(setup, federation, folder)
+    server = run.restore(saved, folder)
+    return run.result(server, run.models(server), folder.summary)
+
+
+def _how_to_resume(folder: RunFolder, round: int) -> str:
+    begin = f"goes on after round {round}" if round >= 0 else "begins it again"
+    return f"`sartor resume {shlex.quote(str(folder.path))}` {begin}"
+
+
+def _check_data(saved: Checkpoint | None, data: ClientData, folder: RunFolder) -> None:
+    if saved is not None and saved.data != data.hash:
+        raise SartorError(
+            f"{folder.path}: the data are not those the run was started with (hash {data.hash[:12]}, "
+            f"then {saved.data[:12]}); put them back to continue it"
+        )
+
+
+def _compare_environments(folder: RunFolder) -> None:
+    """Say so where numbers may differ in their last bits from those of the run so far."""
+    then = folder.environment
+    now = environment(then.get("device", "cpu"))
+    for key in ("sartor", "torch", "numpy", "device_name"):
+        if then.get(key) != now[key]:
+            log.warning("%s: began with %s %s, continues with %s", folder.path, key, then.get(key), now[key])
 
 
 def check_outputs(task: Task, data: ClientData) -> None:
@@ -222,6 +446,16 @@ def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Fed
         device=engine.device,
         buffers=experiment.model.buffers,
         evaluation_batch=experiment.evaluate.batch,
+        states=engine.states,
+        method=experiment.algorithm,
+        conditions=Conditions(
+            availability=experiment.availability.settings,
+            delay=experiment.delay.settings,
+            dropout=experiment.replies.dropout,
+            deadline=experiment.replies.deadline,
+            on_bad_reply=experiment.replies.on_bad_reply,
+            largest_norm=experiment.replies.largest_norm,
+        ),
         **own[engine.name],
     )
 
@@ -235,30 +469,34 @@ def draw_cohort(seed: int, round: int, clients: int, settings: Cohort) -> np.nda
 class _Run:
     """A run under way: what it collects while it goes."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        algorithm: Algorithm,
-        federation: Federation,
-        data: ClientData,
-        folder: RunFolder | None,
-    ) -> None:
-        self.experiment, self.algorithm, self.federation = experiment, algorithm, federation
-        self.data, self.folder = data, folder
+    def __init__(self, setup: Setup, federation: Federation, folder: RunFolder | None) -> None:
+        self.experiment, self.algorithm, self.data = setup.experiment, setup.algorithm, setup.data
+        self.federation, self.folder = federation, folder
         self.rows: list[dict[str, Any]] = []
         self.client_rows: dict[str, list[Any]] = {}
         self.evaluations: dict[int, dict[str, Any]] = {}
+        self.saved = -1
+        """The round of the last checkpoint."""
+        self._saved_at, self._saving = -math.inf, 0.0
 
-    def through(self, show: Any) -> Result:
-        """All rounds, one after the other."""
+    def through(
+        self,
+        show: Callable[[Mapping[str, Any]], None],
+        stop: Callable[[], bool],
+        begun: tuple[Any, float] | None,
+    ) -> Result:
+        """All rounds that are left, one after the other; ``begun`` has the server and the seconds so far."""
         experiment, algorithm, federation = self.experiment, self.algorithm, self.federation
-        begin = time.perf_counter()
-        server = algorithm.start(federation)
-        for round in range(1, experiment.rounds + 1):
+        server, seconds = begun or (algorithm.start(federation), 0.0)
+        begin = time.perf_counter() - seconds
+        for round in range(federation.round + 1, experiment.rounds + 1):
             started, before = time.perf_counter(), replace(federation.traffic)
-            federation.round = round
+            federation.round, federation.answered = round, 0
             cohort = draw_cohort(experiment.seed, round, federation.clients, experiment.cohort)
-            server = algorithm.round(server, federation, cohort)
+            try:
+                server = algorithm.round(server, federation, cohort)
+            except NobodyAnswered:
+                federation.answered = 0
             self._wait()
             row: dict[str, Any] = {
                 "round": round,
@@ -267,6 +505,7 @@ class _Run:
                 "seconds": time.perf_counter() - started,
                 "bytes_down": federation.traffic.down - before.down,
                 "bytes_up": federation.traffic.up - before.up,
+                **federation.notes,
             }
             every = experiment.evaluate.every
             evaluated = round == experiment.rounds or (every > 0 and round % every == 0)
@@ -275,10 +514,61 @@ class _Run:
                 row["evaluation"] = self._evaluate(server, round)
             self._keep_round(row)
             show(row)
-        if experiment.rounds == 0:
+            stopping = stop()
+            if self._due(round) or stopping:
+                self._save(server, round, begin)
+            if stopping and round < experiment.rounds:
+                raise KeyboardInterrupt
+        if experiment.rounds == 0 and not self.rows:
             self._keep_round({"round": 0, "evaluation": self._evaluate(server, 0)})
+            self._save(server, 0, begin)
         self._wait()
-        return self._finish(server, time.perf_counter() - begin)
+        tensors = self.models(server)
+        summary = self._summary(tensors, time.perf_counter() - begin)
+        if self.folder is not None:
+            self.folder.write_models(tensors)
+            self.folder.close()
+            self.folder.write_summary(summary)
+        return self.result(server, tensors, summary)
+
+    def restore(self, saved: Checkpoint, folder: RunFolder) -> Any:
+        """Put everything where it was when the checkpoint was made; the server's state comes back."""
+        federation = self.federation
+        server = saved.server(self.algorithm, self.algorithm.start(federation), federation.device)
+        federation.restore(saved.federation(federation.device))
+        federation.round = saved.round
+        self.rows, self.client_rows = folder.rounds, folder.clients
+        self.evaluations = {row["round"]: row["evaluation"] for row in self.rows if "evaluation" in row}
+        self.saved = saved.round
+        return server
+
+    def _due(self, round: int) -> bool:
+        """Whether to save after this round: by the setting, or when the last saving has paid off."""
+        every = self.experiment.checkpoint.every
+        if self.folder is None:
+            return False
+        if round == self.experiment.rounds:
+            return True
+        if every:
+            return round % every == 0
+        return time.perf_counter() - self._saved_at >= self._saving / SHARE_FOR_SAVING
+
+    def _save(self, server: Any, round: int, begin: float) -> None:
+        """Store everything a continuation needs."""
+        if self.folder is None:
+            return
+        started = time.perf_counter()
+        checkpoint.save(
+            self.folder,
+            round=round,
+            seconds=started - begin,
+            data=self.data.hash,
+            server=server,
+            federation=self.federation.snapshot(),
+        )
+        self.saved = round
+        self._saved_at = time.perf_counter()
+        self._saving = self._saved_at - started
 
     def _wait(self) -> None:
         if self.federation.device.type == "cuda":
@@ -303,10 +593,11 @@ class _Run:
         return summary
 
     def _refuse_nonfinite(self, cells: Mapping[str, Cell], round: int) -> None:
+        clients = evaluated_clients(self.federation, self.experiment.evaluate)
         for name, cell in cells.items():
             bad = np.flatnonzero(~np.isfinite(cell.loss))
             if len(bad):
-                who = "the pooled data" if name == "shared_pooled" else self.data.names[bad[0]]
+                who = "the pooled data" if name == "shared_pooled" else self.data.names[clients[bad[0]]]
                 raise SartorError(
                     f"{self.algorithm.name}, round {round}: the loss of {name} at {who!r} is not finite; "
                     "a smaller learning rate (hyper.lr) is the usual cure"
@@ -314,15 +605,15 @@ class _Run:
 
     def _keep_clients(self, cells: Mapping[str, Cell], round: int) -> None:
         """One row per client: its results on its own test data and with its model on the pooled data."""
-        clients = self.data.clients
+        clients = evaluated_clients(self.federation, self.experiment.evaluate)
         columns: dict[str, Any] = {
-            "round": [round] * clients,
-            "client": list(self.data.names),
-            "n_train": self.data.train.count.tolist(),
-            "n_test": self.data.test.count.tolist(),
+            "round": [round] * len(clients),
+            "client": [self.data.names[number] for number in clients],
+            "n_train": self.data.train.count[clients].tolist(),
+            "n_test": self.data.test.count[clients].tolist(),
         }
         for name, cell in cells.items():
-            if len(cell.n) == clients and name != "shared_pooled":
+            if len(cell.n) == len(clients) and name != "shared_pooled":
                 # A client without samples has no result, rather than a result of zero.
                 measured = {"loss": cell.loss, **cell.scores}
                 for score, values in measured.items():
@@ -339,36 +630,33 @@ class _Run:
         if self.folder is not None:
             self.folder.add_round(row)
 
-    def _finish(self, server: Any, seconds: float) -> Result:
+    def models(self, server: Any) -> dict[str, Tensor]:
+        """The final models by name: the server's state, personal models, float buffers."""
         algorithm, federation = self.algorithm, self.federation
         everyone = np.arange(federation.clients)
-        personal, personal_buffers = None, None
         tensors = dict(tensors_of(server))
         call = algorithm.personalize(server, everyone)
         if call is not None and federation.clients * federation.task.size <= MOST_MODEL_NUMBERS:
             models = federation.ask(model_of(call.function), everyone, call.shared, call.each).values
             models = {name: value.cpu() for name, value in models.items()}
-            personal, personal_buffers = models.pop("w", None), models.pop("buffers", None)
-            tensors.update({f"personal.{name}": value for name, value in models.items()})
-        if personal is not None:
-            tensors["personal"] = personal
+            named = {"w": "personal", "buffers": "personal_buffers"}
+            tensors.update({named.get(name, f"personal.{name}"): value for name, value in models.items()})
         if federation.mean_buffers is not None:
             tensors["buffers"] = federation.mean_buffers
-        summary = self._summary(tensors, seconds)
-        if self.folder is not None:
-            self.folder.write_models(tensors)
-            self.folder.close()
-            self.folder.write_summary(summary)
-        w = algorithm.shared(server)
+        return tensors
+
+    def result(self, server: Any, tensors: Mapping[str, Tensor], summary: dict[str, Any]) -> Result:
+        """What a run gives back."""
+        w, buffers = self.algorithm.shared(server), self.federation.mean_buffers
         return Result(
             summary=summary,
             rounds=self.rows,
             clients=self.client_rows,
-            task=federation.task,
+            task=self.federation.task,
             w=None if w is None else w.cpu(),
-            personal=personal,
-            buffers=None if federation.mean_buffers is None else federation.mean_buffers.cpu(),
-            personal_buffers=personal_buffers,
+            personal=tensors.get("personal"),
+            buffers=None if buffers is None else buffers.cpu(),
+            personal_buffers=tensors.get("personal_buffers"),
             folder=None if self.folder is None else self.folder.path,
         )
 
@@ -391,7 +679,7 @@ class _Run:
             "last": {name: last.get(name) for name in CELLS},
             "best_by_validation": {name: self._best(name, validated=True) for name in CELLS},
             "best_on_test": {name: self._best(name, validated=False) for name in CELLS},
-            "model_sha256": _sha256(tensors),
+            "model_sha256": hash_of(tensors),
             "bytes_down": federation.traffic.down,
             "bytes_up": federation.traffic.up,
             "seconds": seconds,
@@ -423,21 +711,31 @@ def tensors_of(state: Any, name: str = "server") -> Iterator[tuple[str, Tensor]]
             yield from tensors_of(getattr(state, field.name), f"{name}.{field.name}")
 
 
-def _sha256(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of names, shapes and values.
+@contextmanager
+def _interruptions(wanted: bool) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: once, the round is finished first; twice, everything stops at once."""
+    asked: list[int] = []
 
-    Two runs with the same hash ended with the same models to the bit.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        value = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        digest.update(value.numpy().tobytes())
-    return digest.hexdigest()
+    def note(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        log.warning("stopping after this round; press Ctrl-C again to stop at once")
+
+    # A handler that somebody else has set stays, and only the main thread may set one.
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (wanted and usual and threading.current_thread() is threading.main_thread()):
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
-def _progress(experiment: Experiment, wanted: bool) -> Iterator[Any]:
+def _progress(experiment: Experiment, wanted: bool, done: int) -> Iterator[Any]:
     """A bar on standard error with the round, the accuracy, clients per second and the time left."""
     if not wanted:
         yield lambda row: None
@@ -450,7 +748,7 @@ def _progress(experiment: Experiment, wanted: bool) -> Iterator[Any]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        line = bar.add_task(experiment.algorithm, total=experiment.rounds, note="")
+        line = bar.add_task(experiment.algorithm, total=experiment.rounds, completed=done, note="")
         note = {"accuracy": ""}
 
         def show(row: Mapping[str, Any]) -> None:

@@ -31,6 +31,13 @@ from sartor.errors import NotStackable, SartorError
 Loss = Callable[[Tensor, Tensor], Tensor]
 Penalty = Callable[[Tensor], Tensor]
 """From the features (the head's input) of a batch to one number per sample, added to the losses."""
+Change = Callable[[Tensor], Tensor]
+"""From the features to what the head is given in their place."""
+Frozen = bool | Callable[[str], bool]
+"""Which layers, by module path, use their running statistics without changing them: all, none, or some.
+
+Where some are frozen they are as in evaluation, without dropout; ``True`` is about statistics alone.
+"""
 
 
 class Batch(NamedTuple):
@@ -56,6 +63,18 @@ class Batch(NamedTuple):
         return (values * self.weight).sum() / self.weight.sum()
 
 
+class Pass(NamedTuple):
+    """What a pass over a batch in training mode gives; no features where no head is declared."""
+
+    outputs: Tensor
+    features: Tensor | None
+    buffers: Tensor | None
+
+
+Objective = Callable[[Tensor], tuple[Tensor, Pass]]
+"""From a vector to a loss and the pass it was computed from."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Named entries of the vector: a few slices, in the vector's order."""
@@ -70,16 +89,18 @@ class Part:
 
     def take(self, w: Tensor) -> Tensor:
         """The part of a vector, or of every row of a matrix."""
-        return torch.cat([w[..., piece] for piece in self.slices], dim=-1)
+        return torch.cat([w[..., :0], *(w[..., piece] for piece in self.slices)], dim=-1)
 
     def put(self, w: Tensor, values: Tensor) -> Tensor:
         """A copy of the vector (or matrix) with this part replaced."""
-        mixed, offset = w.expand(*values.shape[:-1], w.shape[-1]).clone(), 0
+        # Joined from pieces, as nothing can be written into a vector that stacked clients share.
+        w = w.expand(*values.shape[:-1], w.shape[-1])
+        pieces, end, offset = [], 0, 0
         for piece in self.slices:
             length = piece.stop - piece.start
-            mixed[..., piece] = values[..., offset : offset + length]
-            offset += length
-        return mixed
+            pieces += [w[..., end : piece.start], values[..., offset : offset + length]]
+            end, offset = piece.stop, offset + length
+        return torch.cat([*pieces, w[..., end:]], dim=-1)
 
     def mask(self, like: Tensor) -> Tensor:
         """A boolean vector that is true on this part."""
@@ -183,14 +204,55 @@ class Task:
             f"paths: {paths}"
         )
 
+    @property
+    def places(self) -> dict[str, slice]:
+        """Where each parameter lies in the vector, by its name in the module."""
+        return dict(self._parameters.places)
+
+    def select(self, paths: Iterable[str]) -> tuple[Part, Part]:
+        """The parameters and the float buffers of some modules, named by path or as ``head``.
+
+        Both are parts of their own vector; either may be empty.
+        """
+        named = [self._declared_head() if path == "head" else path for path in paths]
+        parameters = self._part("selected", named) if named else Part("selected", ())
+        return parameters, self._buffers_below("selected", named)
+
+    def norms(self) -> tuple[Part, Part]:
+        """The parameters and the running statistics of all BatchNorm layers, found by their type."""
+        layers = [layer.path for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
+        learnt = [
+            place
+            for key, place in self._parameters.places.items()
+            if any(key in (path + "weight", path + "bias") for path in layers)
+        ]
+        paths = [path.removesuffix(".") for path in layers]
+        return Part("norms", _merge(learnt)), self._buffers_below("norms", paths)
+
+    def inside(self, paths: Iterable[str]) -> Callable[[str], bool]:
+        """Whether a module's path is one of these or lies below one; named as for :meth:`select`."""
+        named = [self._declared_head() if path == "head" else path for path in paths]
+        return lambda path: any(_below(path, name) for name in named)
+
+    def rest(self, part: Part) -> Part:
+        """All parameters outside of a part."""
+        return self._rest("rest", [part])
+
+    def _declared_head(self) -> str:
+        self.part("head")
+        assert self.head_path is not None
+        return self.head_path
+
+    def _buffers_below(self, name: str, paths: list[str]) -> Part:
+        places = self._buffers.places.items()
+        return Part(
+            name, _merge([place for key, place in places if any(_below(key, path) for path in paths)])
+        )
+
     def _part(self, name: str, paths: list[str]) -> Part:
         slices = []
         for path in paths:
-            found = [
-                place
-                for key, place in self._parameters.places.items()
-                if key == path or key.startswith(path + ".")
-            ]
+            found = [place for key, place in self._parameters.places.items() if _below(key, path)]
             if not found:
                 raise SartorError(
                     f"model {self.name}: part {name!r} names the module path {path!r}, which has no "
@@ -214,9 +276,14 @@ class Task:
 
     # The functions --------------------------------------------------------------------------------
 
-    def outputs(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
-        """What the module returns for ``x``, in evaluation mode."""
-        return self._call(w, x, buffers, _Mode(training=False))
+    def outputs(
+        self, w: Tensor, x: Tensor, buffers: Tensor | None = None, change: Change | None = None
+    ) -> Tensor:
+        """What the module returns for ``x``, in evaluation mode.
+
+        ``change`` is applied to the features before the head gets them.
+        """
+        return self._call(w, x, buffers, _Mode(training=False, change=change))
 
     def predict(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
         """The most likely class of every sample."""
@@ -226,7 +293,24 @@ class Task:
         """The input of the head, in evaluation mode."""
         mode = _Mode(training=False)
         self._call(w, x, buffers, mode)
-        return self._features(mode)
+        return self.noted_features(mode)
+
+    def forward(
+        self,
+        w: Tensor,
+        batch: Batch,
+        buffers: Tensor | None = None,
+        frozen: Frozen = False,
+        change: Change | None = None,
+    ) -> Pass:
+        """A pass over a batch in training mode: outputs, features and the buffers after it."""
+        mode = _Mode(training=True, weight=batch.weight, frozen=frozen, key=batch.key, change=change)
+        outputs = self._call(w, batch.x, buffers, mode)
+        if not mode.changed:
+            return Pass(outputs, mode.features, buffers)
+        views = self._buffers.views(self._given(buffers, w))
+        after = torch.cat([mode.changed.get(key, view).reshape(-1) for key, view in views.items()])
+        return Pass(outputs, mode.features, after.detach())
 
     def losses(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
         """The loss of every sample, in evaluation mode."""
@@ -241,22 +325,30 @@ class Task:
         w: Tensor,
         batch: Batch,
         buffers: Tensor | None = None,
-        frozen: bool = False,
+        frozen: Frozen = False,
         penalty: Penalty | None = None,
+        change: Change | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The mean training loss and the buffers after this batch.
 
-        ``frozen`` buffers are used and not changed. ``penalty`` adds a term of the features to the loss.
+        ``frozen`` buffers are used and not changed. ``penalty`` adds a term of the features to the loss,
+        ``change`` is applied to the features before the head gets them.
         """
-        mode = _Mode(training=True, weight=batch.weight, frozen=frozen, key=batch.key)
-        losses = self.loss_function(self._call(w, batch.x, buffers, mode), batch.y)
-        loss = batch.mean(losses if penalty is None else losses + penalty(self._features(mode)))
-        if not mode.changed:
-            return loss, buffers
-        views = self._buffers.views(self._given(buffers, w))
-        return loss, torch.cat(
-            [mode.changed.get(key, view).reshape(-1) for key, view in views.items()]
-        ).detach()
+        loss, run = self._loss_and_pass(w, batch, buffers, frozen, penalty, change)
+        return loss, run.buffers
+
+    def _loss_and_pass(
+        self,
+        w: Tensor,
+        batch: Batch,
+        buffers: Tensor | None,
+        frozen: Frozen,
+        penalty: Penalty | None,
+        change: Change | None,
+    ) -> tuple[Tensor, Pass]:
+        run = self.forward(w, batch, buffers, frozen, change)
+        losses = self.loss_function(run.outputs, batch.y)
+        return batch.mean(losses if penalty is None else losses + penalty(self.noted_features(run))), run
 
     def grad(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
         """The gradient of the batch's mean training loss."""
@@ -267,29 +359,44 @@ class Task:
         w: Tensor,
         batch: Batch,
         buffers: Tensor | None = None,
-        frozen: bool = False,
+        frozen: Frozen = False,
         penalty: Penalty | None = None,
+        change: Change | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The gradient of the batch's mean training loss, and the buffers after this batch."""
         given = self._given(buffers, w) if self.buffer_size else buffers
-        if _inside_transform():
-            if given is None:
-                return grad(lambda w: self.loss_and_buffers(w, batch, penalty=penalty)[0])(w), None
-            gradient, after = grad(self.loss_and_buffers, has_aux=True)(w, batch, given, frozen, penalty)
-            return gradient, after
-        # Outside of vmap plain autograd gives the same bits with less overhead.
-        with torch.enable_grad():
-            live = w.detach().requires_grad_()
-            loss, after = self.loss_and_buffers(live, batch, given, frozen, penalty)
-            (gradient,) = torch.autograd.grad(loss, live)
-        return gradient, after
 
-    def _features(self, mode: _Mode) -> Tensor:
-        """What the head was given in the pass that ran in this mode."""
+        def objective(w: Tensor) -> tuple[Tensor, Pass]:
+            return self._loss_and_pass(w, batch, given, frozen, penalty, change)
+
+        gradient, run = self.differentiate(objective, w)
+        return gradient, run.buffers
+
+    def differentiate(self, objective: Objective, w: Tensor) -> tuple[Tensor, Pass]:
+        """The gradient of an objective at ``w``, and the pass it made."""
+
+        def with_tensors(w: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, run = objective(w)
+            found = {} if run.buffers is None else {"buffers": run.buffers}
+            if run.features is not None:
+                found["features"] = run.features.detach()
+            return loss, {**found, "outputs": run.outputs.detach()}
+
+        if _inside_transform():
+            gradient, found = grad(with_tensors, has_aux=True)(w)
+        else:  # plain autograd gives the same bits with less overhead
+            with torch.enable_grad():
+                live = w.detach().requires_grad_()
+                loss, found = with_tensors(live)
+                (gradient,) = torch.autograd.grad(loss, live)
+        return gradient, Pass(found["outputs"], found.get("features"), found.get("buffers"))
+
+    def noted_features(self, run: Pass | _Mode) -> Tensor:
+        """What the head was given in a pass; an error that says why where there is nothing."""
         self.part("head")
-        if mode.features is None:
+        if run.features is None:
             raise SartorError(f"model {self.name}: its forward pass never calls the head {self.head_path!r}")
-        return mode.features
+        return run.features
 
     def _constants_on(self, device: torch.device) -> dict[str, Tensor]:
         if device not in self._constants_by_device:
@@ -324,8 +431,9 @@ class Task:
             result = functional_call(module, named, (x,), strict=False)
         finally:
             _context.mode = previous
-        if mode.training and not mode.frozen:
-            mode.changed |= {key: named[key] for key in self._changed_in_place}
+        if mode.training:
+            moving = [key for key in self._changed_in_place if not mode.still(key.rpartition(".")[0])]
+            mode.changed |= {key: named[key] for key in moving}
         if not isinstance(result, Tensor):
             raise SartorError(
                 f"model {self.name}: forward returned {type(result).__name__}, a tensor is needed"
@@ -440,6 +548,11 @@ class _Layout:
         }
 
 
+def _below(key: str, path: str) -> bool:
+    """Whether a name is a module's path or lies below it; the empty path is the whole module."""
+    return not path or key == path or key.startswith(path + ".")
+
+
 def _merge(slices: list[slice]) -> tuple[slice, ...]:
     """Sorted slices with neighbours joined."""
     merged: list[slice] = []
@@ -470,20 +583,37 @@ class _Mode:
     """What a forward pass tells the replaced layers, and the running statistics they hand back."""
 
     def __init__(
-        self, *, training: bool, weight: Tensor | None = None, frozen: bool = False, key: Tensor | int = 0
+        self,
+        *,
+        training: bool,
+        weight: Tensor | None = None,
+        frozen: Frozen = False,
+        key: Tensor | int = 0,
+        change: Change | None = None,
     ) -> None:
         self.training, self.weight, self.frozen, self.key = training, weight, frozen, key
+        self.change = change
         self.changed: dict[str, Tensor] = {}
         self.features: Tensor | None = None
         self.draws = 0
+
+    def still(self, path: str) -> bool:
+        """Whether the running statistics of the layer at this path are used and stay as they are."""
+        return not self.training or (self.frozen(path) if callable(self.frozen) else self.frozen)
+
+    def drops(self, path: str) -> bool:
+        """Whether dropout at this path drops anything: not in a layer that is as in evaluation."""
+        return self.training and not (callable(self.frozen) and self.frozen(path))
 
 
 _context = threading.local()
 
 
-def _note_features(head: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """A hook of the head: what it is given are the features."""
-    _context.mode.features = inputs[0]
+def _note_features(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A hook of the head: what it is given are the features; a change is made here."""
+    mode: _Mode = _context.mode
+    mode.features = inputs[0]
+    return None if mode.change is None else (mode.change(inputs[0]), *inputs[1:])
 
 
 class _BatchNorm(nn.Module):
@@ -507,11 +637,8 @@ class _BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mode: _Mode = _context.mode
-        if (
-            self.running_mean is not None
-            and self.running_var is not None
-            and (not mode.training or mode.frozen)
-        ):
+        still = mode.still(self.path.removesuffix("."))
+        if self.running_mean is not None and self.running_var is not None and still:
             mean, variance = self.running_mean, self.running_var
         else:
             mean, variance = self._statistics(x, mode.weight)
@@ -549,13 +676,14 @@ class _BatchNorm(nn.Module):
 class _Dropout(nn.Module):
     """Dropout whose mask is a function of the batch's key, so that every engine draws the same."""
 
-    def __init__(self, original: nn.modules.dropout._DropoutNd) -> None:
+    def __init__(self, original: nn.modules.dropout._DropoutNd, path: str) -> None:
         super().__init__()
+        self.path = path
         self.p, self.whole_channels = original.p, not isinstance(original, nn.Dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         mode: _Mode = _context.mode
-        if not mode.training or self.p == 0:
+        if self.p == 0 or not mode.drops(self.path):
             return x
         mode.draws += 1
         shape = x.shape[:2] if self.whole_channels else x.shape
@@ -620,7 +748,7 @@ def _replacement(layer: nn.Module, path: str) -> nn.Module | None:
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         return _BatchNorm(layer, path + "." if path else "")
     if isinstance(layer, nn.modules.dropout._DropoutNd):
-        return _Dropout(layer)
+        return _Dropout(layer, path)
     if type(layer) is nn.Conv2d and (layer.groups, layer.dilation, layer.padding_mode) == (
         1,
         (1, 1),

@@ -14,7 +14,7 @@ from sartor.algorithms.mime import gradient_at
 from sartor.federation.base import Federation, Reply
 from sartor.local import Client, require_plain_sgd
 from sartor.settings import setting
-from sartor.task import Batch
+from sartor.task import Batch, Task
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +50,52 @@ def scaling(client: Client, hyper: FSVRGHyper, counts: Tensor, frequency: Tensor
     return Reply().keep(s_k=torch.where(counts > 0, frequency / own, torch.ones_like(own)))
 
 
-def plain_training(
-    client: Client, hyper: FSVRGHyper, w: Tensor, g: Tensor, scale: Tensor | float = 1.0
-) -> Reply:
-    """One step of SVRG per batch, anchored at w."""
+def anchored_descent(client: Client, w: Tensor, g: Tensor, scale: Tensor | float, rate: Tensor) -> Tensor:
+    """Local steps of SVRG from w, which is their anchor: both gradients are of the same batch."""
 
     def direction(y: Tensor, batch: Batch) -> Tensor:
         return scale * (client.grad(y, batch) - client.grad(w, batch, track=False)) + g  # step 2
 
+    return client.descend(w, direction, lr=rate)
+
+
+def plain_training(
+    client: Client, hyper: FSVRGHyper, w: Tensor, g: Tensor, scale: Tensor | float = 1.0
+) -> Reply:
+    """One step of SVRG per batch, anchored at w."""
     rate = hyper.lr / client.steps().clamp(min=1).to(w.dtype)  # h_k = h / T_k
-    return Reply(delta=client.descend(w, direction, lr=rate) - w)
+    return Reply(delta=anchored_descent(client, w, g, scale, rate) - w)
 
 
 def scaled_training(client: Client, hyper: FSVRGHyper, w: Tensor, g: Tensor, s_k: Tensor) -> Reply:
     """The same, with every feature's steps scaled to its frequency everywhere."""
     return plain_training(client, hyper, w, g, client.task.by_feature(s_k))
+
+
+def exchange_counts(federation: Federation, name: str, symbol: str) -> Tensor | None:
+    """Have every client keep its scaling ``s_k``; returns which client has which feature, ``[N, features]``.
+
+    None for a model that has no raw features, which the log says.
+    """
+    task, device = federation.task, federation.device
+    features = task.raw_features
+    if features is None:
+        log.warning("%s: model %s is not linear in raw features: %s and A are 1", name, task.name, symbol)
+        return None
+    zero = torch.zeros(features, dtype=task.dtype, device=device)
+    federation.declare(s_k=torch.ones_like(zero))
+    replies = federation.map(feature_counts, np.arange(federation.clients), {"zero": zero})
+    frequency = replies.sum("counts") / replies.n.sum().clamp(min=1)  # φ^j = n^j / n
+    federation.map(scaling, replies.clients, {"frequency": frequency}, {"counts": replies["counts"]})
+    present = torch.zeros(federation.clients, features, dtype=torch.bool, device=device)
+    present[replies.clients] = replies["counts"] > 0
+    return present
+
+
+def aggregation_scale(task: Task, holders: Tensor, clients: int) -> Tensor:
+    """A as a vector like w, from how many of these clients have each feature: 1 where none has it."""
+    a = torch.where(holders > 0, clients / holders.clamp(min=1).to(task.dtype), 1)
+    return task.by_feature(a)
 
 
 @register
@@ -90,22 +121,8 @@ class FSVRG(Algorithm):
     def start(self, federation: Federation) -> FSVRGServer:
         """The initial model; the clients' feature counts are exchanged."""
         require_plain_sgd(federation.local, self.name)
-        task, device = federation.task, federation.device
-        w = task.initial(device)
-        features = task.raw_features if self.hyper.scaled else None
-        if features is None:
-            if self.hyper.scaled:
-                log.warning("fsvrg: model %s is not linear in raw features: S and A are 1", task.name)
-            return FSVRGServer(w)
-        federation.declare(s_k=w.new_ones(features))
-        everyone = np.arange(federation.clients)
-        replies = federation.map(feature_counts, everyone, {"zero": w.new_zeros(features)})
-        frequency = replies.sum("counts") / replies.n.sum().clamp(min=1)  # φ^j = n^j / n
-        each = {"counts": replies["counts"]}
-        federation.map(scaling, replies.clients, {"frequency": frequency}, each)
-        present = torch.zeros(federation.clients, features, dtype=torch.bool, device=device)
-        present[replies.clients] = replies["counts"] > 0
-        return FSVRGServer(w, present)
+        present = exchange_counts(federation, self.name, "S") if self.hyper.scaled else None
+        return FSVRGServer(federation.task.initial(federation.device), present)
 
     def round(self, server: FSVRGServer, federation: Federation, cohort: np.ndarray) -> FSVRGServer:
         """The gradients at w, then local training with their mean, then the scaled step."""
@@ -118,6 +135,5 @@ class FSVRG(Algorithm):
         delta = second.mean("delta")
         if server.present is not None:
             holders = server.present[second.clients].sum(dim=0)  # ω^j
-            a = torch.where(holders > 0, len(second) / holders.clamp(min=1).to(delta.dtype), 1)
-            delta = federation.task.by_feature(a) * delta
+            delta = aggregation_scale(federation.task, holders, len(second)) * delta
         return replace(server, w=server.w + delta)  # step 3

@@ -42,10 +42,12 @@ def reported(command: Command) -> Command:
         try:
             command(*args, **kwargs)
         except SartorError as error:
-            print(f"sartor: {error}", file=sys.stderr)
+            if not getattr(error, "told", False):
+                print(f"sartor: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            print("sartor: stopped", file=sys.stderr)
+        except KeyboardInterrupt as stop:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"sartor: {str(stop) or 'stopped'}", file=sys.stderr)
             raise typer.Exit(130) from None
 
     return reporting  # type: ignore[return-value]

@@ -40,6 +40,9 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Run folder; left out: a new one in runs/.", show_default=False)
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what the run would take; run nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run an experiment and store it in a run folder.
@@ -73,39 +76,91 @@ def run(
     }
     files = [str(presets.path(file)) if file in presets.names() else file for file in files]
     experiment = load(files[0] if files else None, overrides, **flags)
+    if dry_run:
+        from sartor.cost import estimate
+
+        cost = estimate(experiment)
+        print(to_json(cost)) if as_json else _print_cost(cost)
+        return
     from sartor.runner import execute  # after the experiment is known to be right
 
     result = execute(experiment, out=out, progress=sys.stderr.isatty())
     if as_json:
         print(to_json(result.summary))
     else:
-        _print_result(result.summary)
+        print_result(result.summary)
         print(f"run folder: {result.folder}")
 
 
-def _print_result(summary: dict[str, Any]) -> None:
+def print_result(summary: dict[str, Any]) -> None:
     """The evaluation matrix after the last round, a row per cell, and what the run took."""
-    heads = (
-        "model",
-        "tested on",
-        "accuracy",
-        "by samples",
-        "worst decile",
-        "loss",
-        "best by validation",
-        "best on test",
-    )
+    print_cells(summary)
+    size = f"{summary['clients']} clients, {summary['rounds']} rounds, {summary['seconds']:.1f} s"
+    traffic = f"{summary['bytes_down']:,} bytes down, {summary['bytes_up']:,} bytes up"
+    print(f"{summary['algorithm']} on {summary['data']}: {size}, {traffic}")
+
+
+def print_cells(summary: dict[str, Any]) -> None:
+    """The evaluation matrix, a row per cell; with the best rounds, where the summary has them."""
+    bests = [key for key in ("best_by_validation", "best_on_test") if key in summary]
+    heads = ("model", "tested on", "accuracy", "by samples", "worst decile", "loss")
     rows = []
     for name, cell in summary["last"].items():
         if cell is None:
             continue
         worst = cell.get("accuracy_spread", {}).get("worst_decile")
         numbers = [cell["accuracy"], cell.get("accuracy_weighted"), worst, cell["loss"]]
-        for key in ("best_by_validation", "best_on_test"):
+        for key in bests:
             best = summary[key][name]
             numbers.append(None if best is None else best["accuracy"])
         rows.append((*name.split("_"), *map(text, numbers)))
-    print_table(heads, rows)
-    size = f"{summary['clients']} clients, {summary['rounds']} rounds, {summary['seconds']:.1f} s"
-    traffic = f"{summary['bytes_down']:,} bytes down, {summary['bytes_up']:,} bytes up"
-    print(f"{summary['algorithm']} on {summary['data']}: {size}, {traffic}")
+    print_table((*heads, *(key.replace("_", " ") for key in bests)), rows)
+
+
+def _print_cost(cost: dict[str, Any]) -> None:
+    """What a run would take, a line each."""
+    steps, memory = cost["steps_per_client"], cost["memory"]
+    rows = [
+        ("method", f"{cost['algorithm']} on {cost['data']}, {cost['rounds']} rounds"),
+        ("clients", f"{cost['clients']:,}, of them {cost['cohort']:,} in a round"),
+        ("model", f"{cost['model']}, {cost['parameters']:,} parameters"),
+        ("steps of a client per round", f"{steps['mean']:.1f} ({steps['least']} to {steps['most']})"),
+    ]
+    for way in ("down", "up"):
+        each, total = cost["bytes_per_round"][way], cost["bytes"][way]
+        rows.append((f"sent {way}", f"{_bytes(each)} per round, {_bytes(total)} in all"))
+    rows += [
+        (f"memory: {name.replace('_', ' ')}", _bytes(memory[name]))
+        for name in ("data", "client_states", "server", "cohort_models")
+    ]
+    times = {
+        name: _seconds(cost[name]) for name in ("seconds_per_round", "seconds_per_evaluation", "seconds")
+    }
+    rows += [
+        ("a round", times["seconds_per_round"]),
+        ("an evaluation", times["seconds_per_evaluation"]),
+        ("the run", f"about {times['seconds']} ({cost['engine']} engine on {cost['device']})"),
+    ]
+    print_table(("", ""), rows)
+    if cost["measured_clients"] < cost["clients"]:
+        print(f"drawn out from one round with {cost['measured_clients']} clients")
+    if cost["quadratic"]:
+        print("the server's work grows with the square of the number of clients")
+
+
+def _bytes(count: float) -> str:
+    """A size in the largest unit that leaves a whole part."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
+def _seconds(seconds: float) -> str:
+    """A time in words."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

@@ -1,6 +1,6 @@
 """Data: where it comes from, how it is divided among clients, and what the clients hold in the end."""
 
-from sartor.data.clients import ClientData, Split, from_clients, prepare
+from sartor.data.clients import ClientData, Split, from_clients, lazy_clients, prepare
 from sartor.data.features import FEATURES
 from sartor.data.own import (
     from_dataset,
@@ -36,6 +36,7 @@ __all__ = [
     "from_flower_partitioner",
     "from_folder",
     "from_table",
+    "lazy_clients",
     "load_source",
     "make_partition",
     "plot_partition",

@@ -3,15 +3,18 @@
 :class:`ClientData` is the one container every source, partition and kind of own data ends in. All samples
 of a split lie in one tensor, so that a client is a slice and a cohort a gather. :func:`from_clients` builds
 it from data that is split by client already; see :mod:`sartor.data.partitions` for data that is not.
+:func:`lazy_clients` is for more clients than fit into memory: their samples are fetched when they are asked.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from threading import Lock
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -21,6 +24,8 @@ from sartor.data.streams import stream
 from sartor.errors import DataError
 
 SPLITS = ("train", "test", "validation")
+POOLED_CLIENTS = 100
+"""Lazy clients whose test samples are the pooled test set where none is given."""
 Samples: TypeAlias = "tuple[Any, Any]"
 """The samples of one client as ``(x, y)``, arrays or tensors."""
 
@@ -43,6 +48,35 @@ class Split:
         """The same samples on a device."""
         return dataclasses.replace(self, x=self.x.to(device), y=self.y.to(device))
 
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Split:
+        """The same samples with a function applied to ``x``."""
+        return dataclasses.replace(self, x=function(self.x))
+
+
+@dataclass(frozen=True, eq=False)
+class LazySplit(Split):
+    """Samples that are fetched when a client is asked; ``x`` and ``y`` are those of one client, to show.
+
+    Samples of client ``i`` are ``count[i]`` from ``start[i]`` on of what is fetched for it.
+    """
+
+    fetch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+    def of(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The samples of one client, fetched or remembered."""
+        x, y = self.fetch(client)
+        rows = slice(int(self.start[client]), int(self.start[client] + self.count[client]))
+        return x[rows], y[rows]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Split:
+        """The same samples with a function applied to ``x`` whenever they are fetched."""
+
+        def fetch(client: int) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = self.fetch(client)
+            return function(x), y
+
+        return dataclasses.replace(self, x=function(self.x), fetch=fetch)
+
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
@@ -53,7 +87,7 @@ class ClientData:
     contents.
     """
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     train: Split
     test: Split
     validation: Split | None
@@ -128,6 +162,171 @@ def from_clients(
     return gather(names, parts, regression=regression, name=name)
 
 
+def lazy_clients(
+    count: int,
+    fetch: Callable[[int], Samples],
+    *,
+    n_train: int | Sequence[int] | np.ndarray,
+    n_test: int | Sequence[int] | np.ndarray,
+    n_validation: int | Sequence[int] | np.ndarray = 0,
+    classes: int | None,
+    pooled: Samples | None = None,
+    cache_bytes: int = 256 << 20,
+    name: str = "lazy",
+) -> ClientData:
+    """Clients whose samples are fetched when they are asked, so that a million of them cost nothing to have.
+
+    ``fetch(i)`` returns ``(x, y)`` of client ``i``, always the same: its ``n_train`` training samples, then
+    its ``n_test`` test samples, then its ``n_validation``. The numbers are given beforehand, one for all or
+    one for each. ``classes`` is None for regression. What was fetched is remembered up to ``cache_bytes``,
+    the least recently used clients are forgotten first. ``pooled`` is the pooled test set; left out, it is
+    the test samples of up to 100 clients, evenly spaced.
+
+    >>> def fetch(client):
+    ...     generator = np.random.default_rng(client)
+    ...     return generator.normal(size=(15, 4)), generator.integers(0, 3, 15)
+    >>> data = lazy_clients(1_000_000, fetch, n_train=10, n_test=5, classes=3)
+    >>> data.clients, data.names[7], tuple(data.train.of(999_999)[0].shape)
+    (1000000, '7', (10, 4))
+    """
+    if count < 1:
+        raise DataError(f"{name}: no clients; give at least one")
+    counts = {
+        split: _counts_of(f"{name}: n_{split}", given, count)
+        for split, given in zip(SPLITS, (n_train, n_test, n_validation), strict=True)
+    }
+    total = np.add(np.add(counts["train"], counts["test"]), counts["validation"])
+    starts = {
+        "train": np.broadcast_to(np.int64(0), count),
+        "test": counts["train"],
+        "validation": counts["train"] + counts["test"],
+    }
+    if not counts["train"].any():
+        raise DataError(f"{name}: n_train: no client has a training sample")
+    source = _LazySource(name, fetch, total, classes, cache_bytes)
+    first = int(np.argmax(counts["train"] > 0))
+
+    def split_of(split: str) -> LazySplit:
+        shown = LazySplit(*source(first), starts[split], counts[split], source)
+        x, y = shown.of(first)
+        return dataclasses.replace(shown, x=x, y=y)
+
+    splits = {split: split_of(split) for split in SPLITS if split != "validation" or counts[split].any()}
+    if pooled is None:
+        spaced = np.unique(np.linspace(0, count - 1, POOLED_CLIENTS).astype(np.int64))
+        parts = [splits["test"].of(int(client)) for client in spaced]
+        pooled_x, pooled_y = (torch.cat(part) for part in zip(*parts, strict=True))
+    else:
+        pooled_x = tensor_x(pooled[0], f"{name}: pooled")
+        pooled_y = tensor_y(pooled[1], f"{name}: pooled", classes is None)
+    if not len(pooled_y):
+        raise DataError(f"{name}: no test samples; raise n_test or give pooled=(x, y)")
+    digest = hashlib.sha256(repr((name, count, classes)).encode())
+    for part in (*counts.values(), pooled_y.numpy(), pooled_x.numpy()):
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return ClientData(
+        names=_Numbers(count),
+        train=splits["train"],
+        test=splits["test"],
+        validation=splits.get("validation"),
+        pooled_x=pooled_x,
+        pooled_y=pooled_y,
+        classes=classes,
+        hash=digest.hexdigest(),
+        name=name,
+    )
+
+
+class _Numbers(Sequence[str]):
+    """The names "0", "1", …, written when they are read."""
+
+    def __init__(self, count: int) -> None:
+        self._numbers = range(count)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[str]: ...
+
+    def __getitem__(self, place: int | slice) -> str | Sequence[str]:
+        if isinstance(place, slice):
+            return tuple(map(str, self._numbers[place]))
+        return str(self._numbers[place])
+
+
+class _LazySource:
+    """Fetches a client's samples, checks them and remembers those used last."""
+
+    def __init__(
+        self,
+        name: str,
+        fetch: Callable[[int], Samples],
+        total: np.ndarray,
+        classes: int | None,
+        cache_bytes: int,
+    ) -> None:
+        self._name, self._fetch, self._total = name, fetch, total
+        self._classes, self._limit = classes, cache_bytes
+        self._shape: torch.Size | None = None
+        self._known: OrderedDict[int, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self._bytes = 0
+        self._lock = Lock()
+
+    def __call__(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._lock:
+            if client in self._known:
+                self._known.move_to_end(client)
+                return self._known[client]
+        samples = self._checked(client)
+        with self._lock:
+            if client not in self._known:
+                self._known[client] = samples
+                self._bytes += _nbytes(samples)
+            while self._bytes > self._limit:
+                self._bytes -= _nbytes(self._known.popitem(last=False)[1])
+        return samples
+
+    def _checked(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+        where = f"{self._name}: client {client}"
+        given = self._fetch(client)
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise DataError(f"{where}: fetch must return (x, y), got {type(given).__name__}")
+        x, y = tensor_x(given[0], where), tensor_y(given[1], where, self._classes is None)
+        total = int(self._total[client])
+        if not len(x) == len(y) == total:
+            raise DataError(
+                f"{where}: fetch returned {len(x)} samples and {len(y)} labels, but "
+                f"n_train, n_test and n_validation add up to {total}"
+            )
+        if self._classes is not None and len(y) and int(y.max()) >= self._classes:
+            raise DataError(f"{where}: label {int(y.max())}, but there are {self._classes} classes")
+        if self._shape is None:
+            self._shape = x.shape[1:]
+        elif x.shape[1:] != self._shape:
+            found, others = tuple(x.shape[1:]), tuple(self._shape)
+            raise DataError(f"{where}: samples of shape {found}, but those of other clients have {others}")
+        return x, y
+
+
+def _nbytes(samples: tuple[torch.Tensor, torch.Tensor]) -> int:
+    return sum(part.nbytes for part in samples)
+
+
+def _counts_of(where: str, given: int | Sequence[int] | np.ndarray, clients: int) -> np.ndarray:
+    """Numbers of samples of all clients; one number for all takes no memory."""
+    counts = np.asarray(given)
+    if counts.dtype.kind not in "iu" or counts.shape not in ((), (clients,)) or (counts < 0).any():
+        raise DataError(
+            f"{where}: give a whole number from 0, or one for each of {clients} clients, "
+            f"got {given if counts.ndim == 0 else f'an array of {counts.dtype} {counts.shape}'}"
+        )
+    return np.broadcast_to(counts.astype(np.int64), clients)
+
+
 def gather(
     names: Sequence[str],
     parts: Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]],
@@ -160,20 +359,24 @@ def prepare(
     *,
     normalise: bool = False,
     features: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    like: ClientData | None = None,
 ) -> ClientData:
     """The same clients with features in place of their samples, and with normalised samples.
 
     ``features`` comes first (see :mod:`sartor.data.features`). With ``normalise`` each channel, or each
     column of flat samples, gets mean 0 and standard deviation 1 over the clients' *training* samples; a
-    constant one is only centred. Nothing is learned from validation or test samples.
+    constant one is only centred. Nothing is learned from validation or test samples. ``like`` gives the
+    training samples (with features, not normalised) that decide in place of the clients' own.
 
     >>> data = from_clients({"a": (np.array([[1.0], [3.0], [9.0]]), [0, 0, 1])})
     >>> sorted(prepare(data, normalise=True).train.x.flatten().tolist())
     [-1.0, 1.0]
     """
+    if isinstance(data.train, LazySplit) and normalise:
+        raise DataError(f"{data.name}: lazy clients cannot be normalised here; do it in their fetch function")
     if features is not None:
         data = _map_x(data, features)
-    return _map_x(data, _normaliser(data.train.x)) if normalise else data
+    return _map_x(data, _normaliser((like or data).train.x)) if normalise else data
 
 
 def check_fraction(name: str, fraction: float) -> None:
@@ -185,7 +388,7 @@ def check_fraction(name: str, fraction: float) -> None:
 def _map_x(data: ClientData, function: Callable[[torch.Tensor], torch.Tensor]) -> ClientData:
     """The same data with every sample mapped; a pooled test set that is the clients' stays theirs."""
     splits = {name: getattr(data, name) for name in SPLITS if getattr(data, name) is not None}
-    mapped = {name: dataclasses.replace(split, x=function(split.x)) for name, split in splits.items()}
+    mapped = {name: split.map(function) for name, split in splits.items()}
     pooled = mapped["test"].x if data.pooled_x is data.test.x else function(data.pooled_x)
     return dataclasses.replace(data, pooled_x=pooled, **mapped)
 

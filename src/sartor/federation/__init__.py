@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sartor.data.clients import ClientData
 from sartor.federation.base import Call, Federation, Replies, Reply
+from sartor.federation.distributed import ShardedLoop, ShardedStacked, world
 from sartor.federation.loop import LoopFederation
 from sartor.federation.stacked import StackedFederation
 from sartor.task import Task
@@ -30,6 +31,8 @@ def choose_engine(name: str, task: Task, device: str, x: Tensor, y: Tensor) -> s
 
 
 def make_federation(engine: str, task: Task, data: ClientData, **settings: Any) -> Federation:
-    """A federation on the named engine; ``settings`` are those of its class."""
+    """A federation on the named engine, over all processes of a run; ``settings`` are those of its class."""
     kinds: dict[str, type[Federation]] = {"loop": LoopFederation, "stacked": StackedFederation}
+    if world() > 1:
+        kinds = {"loop": ShardedLoop, "stacked": ShardedStacked}
     return kinds[engine](task, data, **settings)

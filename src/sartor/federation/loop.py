@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sartor import random
 from sartor.errors import SartorError
-from sartor.federation.base import ClientError, Federation, Work, name_of
+from sartor.federation.base import ClientError, Federation, Work
+from sartor.federation.names import name_of
 from sartor.federation.schedule import plan, scan_table
 from sartor.local import Batches, Client
 from sartor.task import Batch
@@ -42,13 +43,12 @@ class LoopFederation(Federation):
     def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         clients = len(work.numbers)
         # One row of buffers each, also where all clients start from the server's.
-        buffers = work.buffers
-        given = buffers if buffers is None or self.policy == "local" else buffers.expand(clients, -1)
+        given = None if work.buffers is None else work.buffers.expand(clients, -1)
 
         def one(place: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
             own = {name: rows[place] for name, rows in work.own.items()}
             start = None if given is None else given[place]
-            return self._client(work, int(work.numbers[place]), {**work.shared, **own}, start)
+            return self._client(work, place, {**work.shared, **own}, start)
 
         results = self._each(one, work.numbers)
         if not results:
@@ -75,14 +75,15 @@ class LoopFederation(Federation):
             torch.set_num_threads(threads)
 
     def _client(
-        self, work: Work, number: int, arguments: dict[str, Tensor], buffers: Tensor | None
+        self, work: Work, place: int, arguments: dict[str, Tensor], buffers: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        number = int(work.numbers[place])
         client = Client(
             task=self.task,
             local=self.local,
             scan=self._scan,
             number=torch.tensor(number, device=self.device),
-            round=torch.tensor(self.round, device=self.device),
+            round=torch.tensor(int(work.rounds[place]), device=self.device),
             counts={split: samples.count[number] for split, samples in self.samples.items()},
             buffers=buffers,
             frozen=self.policy == "freeze",
@@ -104,6 +105,7 @@ class LoopFederation(Federation):
         shape = plan(batches, samples.counts[number : number + 1]).shape
         if shape.steps == 0:
             return carry
+        x, y, start = samples.of(number)
         size = samples.count[number : number + 1]
         turns = torch.arange(shape.steps, device=self.device)
         places = torch.arange(shape.places, device=self.device)
@@ -115,7 +117,7 @@ class LoopFederation(Federation):
             places,
             client.round,
             client.number[None],
-            samples.start,
+            start,
             size,
             rows,
             turns,
@@ -127,7 +129,7 @@ class LoopFederation(Federation):
                 if self.task.draws
                 else 0
             )
-            carry = body(carry, Batch(samples.x[index], samples.y[index], None, key))
+            carry = body(carry, Batch(x[index], y[index], None, key))
         return carry
 
 

@@ -31,8 +31,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from sartor import random
 from sartor.errors import NotStackable, SartorError
-from sartor.federation.base import ClientError, ClientFunction, Federation, Work, name_of, to_device
-from sartor.federation.memory import free_bytes
+from sartor.federation.base import ClientError, ClientFunction, Federation, Work
+from sartor.federation.memory import free_bytes, to_device
+from sartor.federation.names import name_of
 from sartor.federation.schedule import Plan, bucket, plan, scan_table
 from sartor.local import Batches, Client
 from sartor.task import Batch
@@ -59,9 +60,10 @@ class _Suspended(Exception):
 
 
 class _Rows(NamedTuple):
-    """What differs between clients, one row each: their numbers, sample counts and arguments."""
+    """What differs between clients, one row each: numbers, rounds, sample counts and arguments."""
 
     number: Tensor
+    round: Tensor
     counts: dict[str, Tensor]
     arguments: dict[str, Tensor]
     buffers: tuple[Tensor, ...]
@@ -70,7 +72,6 @@ class _Rows(NamedTuple):
 class _Fixed(NamedTuple):
     """What is the same for all clients of a call."""
 
-    round: Tensor
     arguments: dict[str, Tensor]
     buffers: tuple[Tensor, ...]
     data: dict[str, tuple[Tensor, Tensor]]
@@ -164,9 +165,10 @@ class StackedFederation(Federation):
             index = to_device(places, self.device)
             own = {name: value[index] for name, value in work.own.items()}
             buffers = work.buffers
-            if buffers is not None and self.policy == "local":
+            if buffers is not None and buffers.dim() == 2:
                 buffers = buffers[index]
-            result = self._chunk(replace(work, numbers=work.numbers[places], own=own, buffers=buffers))
+            numbers, rounds = work.numbers[places], work.rounds[places]
+            result = self._chunk(replace(work, numbers=numbers, rounds=rounds, own=own, buffers=buffers))
             results.append(tree_map(partial(_first, len(taken)), result))
         back = to_device(np.argsort(order, kind="stable"), self.device)
         sent, kept, after = tree_map(lambda *pieces: torch.cat(pieces)[back], *results)
@@ -176,6 +178,8 @@ class StackedFederation(Federation):
         """How many clients fit: some copies of the model and a batch's activations, with room to spare."""
         width = self.local.batch or int(self.samples["train"].counts.max(initial=1))
         numbers = 8 * self.task.size + 4 * max(width, self.evaluation_batch) * self._activations
+        # Twice the samples that are fetched for a client: where they are laid out, and on the way there.
+        numbers += 2 * sum(samples.fetched for samples in self.samples.values())
         return max(1, int(0.7 * free_bytes(self.device)) // (numbers * self.task.initial().element_size()))
 
     # A chunk: plain, or captured and replayed -----------------------------------------------------
@@ -192,10 +196,12 @@ class StackedFederation(Federation):
             program = self._programs[key] = _Program(work.function, work.hyper)
         plans = None
         if program.scans is not None:
+            for split in {batches.split for batches in program.scans}:
+                self._bring(split, work.numbers)
             plans = [self._plan(batches, work.numbers) for batches in program.scans]
         tables = [table for plan in plans or () if (table := plan.table) is not None]
-        # Client numbers and the round travel together: one copy less to wait for.
-        header = to_device(np.append(work.numbers, self.round), self.device)
+        # Client numbers and rounds travel together: one copy less to wait for.
+        header = to_device(np.stack([work.numbers, work.rounds]), self.device)
         inputs = [header, *arguments, *(to_device(table, self.device) for table in tables)]
 
         def call(inputs: list[Tensor]) -> _Result:
@@ -262,19 +268,20 @@ class StackedFederation(Federation):
         tables: list[Tensor],
     ) -> _Result:
         """Advance the function from scan to scan until it returns."""
-        index, round = header[:-1], header[-1]
+        index, rounds = header
         counts = {split: samples.count[index] for split, samples in self.samples.items()}
-        data = {split: (samples.x, samples.y) for split, samples in self.samples.items()}
-        local_buffers = self.policy == "local"
-        rows = _Rows(index, counts, own, buffers if local_buffers else ())
-        fixed = _Fixed(round, shared, () if local_buffers else buffers, data)
+        own_buffers = any(value.dim() == 2 for value in buffers)
+        rows = _Rows(index, rounds, counts, own, buffers if own_buffers else ())
+        fixed = _Fixed(shared, () if own_buffers else buffers, self._data())
         memo: list[Any] = []
         scans: list[Batches] = []
         waiting = iter(tables)
         while True:
             suspended: list[Batches] = []
 
-            def advance(rows: _Rows, memo: list[Any], suspended: list[Batches] = suspended) -> Any:
+            def advance(
+                rows: _Rows, memo: list[Any], fixed: _Fixed = fixed, suspended: list[Batches] = suspended
+            ) -> Any:
                 try:
                     return self._replay(program, fixed, rows, memo)
                 except _Suspended as reached:
@@ -290,12 +297,24 @@ class StackedFederation(Federation):
                 finished: _Result = result
                 return finished
             batches = suspended[0]
+            if plans is None and self._bring(batches.split, numbers):
+                fixed = fixed._replace(data=self._data())
             scan_plan = self._plan(batches, numbers) if plans is None else plans[len(scans)]
             table = None
             if (packed := scan_plan.table) is not None:
                 table = next(waiting) if plans is not None else to_device(packed, self.device)
             memo.append(self._scan(program, len(scans), batches, scan_plan, table, fixed, rows, memo, result))
             scans.append(batches)
+
+    def _bring(self, split: str, numbers: np.ndarray) -> bool:
+        """Have these clients' samples on the device; whether they lie in other tensors than before."""
+        moved = self.samples[split].bring(numbers)
+        if moved and self.graphs:
+            self._forget_graphs()
+        return moved
+
+    def _data(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return {split: (samples.x, samples.y) for split, samples in self.samples.items()}
 
     def _replay(self, program: _Program, fixed: _Fixed, rows: _Rows, memo: list[Any]) -> _Result:
         """Run the function for one client with the results of its first scans given."""
@@ -312,7 +331,7 @@ class StackedFederation(Federation):
             local=self.local,
             scan=scan,
             number=rows.number,
-            round=fixed.round,
+            round=rows.round,
             counts=rows.counts,
             buffers=buffers,
             frozen=self.policy == "freeze",
@@ -356,7 +375,7 @@ class StackedFederation(Federation):
             self.stream(batches.stream),
             shape.width,
             places,
-            fixed.round,
+            rows.round,
             rows.number,
             samples.start,
             size,
@@ -400,7 +419,7 @@ class StackedFederation(Federation):
             weight = None
             if not plan.shape.full:
                 weight = (torch.arange(plan.shape.width, device=x.device) < real).to(self.task.dtype)
-            key = random.stream(self.seed, "layers", fixed.round, rows.number, turn) if self.task.draws else 0
+            key = random.stream(self.seed, "layers", rows.round, rows.number, turn) if self.task.draws else 0
             try:
                 self._replay(program, fixed, rows, memo)
             except _Suspended as reached:
@@ -426,7 +445,8 @@ class StackedFederation(Federation):
             return leaves
 
         try:
-            graph = make_fx(step)(inputs)
+            # Tracing knows inputs by their identity, and a carry may begin as one of the arguments itself.
+            graph = make_fx(step)([value.detach() for value in inputs])
         except Exception as error:
             raise self._explained(program, error) from error
         graph.graph.eliminate_dead_code()

@@ -1,0 +1,198 @@
+"""FedPAC (Xu et al. 2023): features drawn to common prototypes, and for each client its best mix of heads."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.fedper import train_inside
+from sartor.algorithms.fedproto import Prototypes, class_sums, distance, merged, no_prototypes, with_count
+from sartor.algorithms.fedrep import train_outside
+from sartor.federation.base import Call, Federation, NobodyAnswered, Reply
+from sartor.local import Client
+from sartor.settings import setting
+from sartor.task import Batch, Penalty
+
+HEAD = ("head",)
+
+
+@dataclass(frozen=True)
+class FedPACHyper(Hyper):
+    """FedPAC's hyper-parameters; the ``local`` settings say how long the body is trained."""
+
+    head_epochs: int = setting(1, "epochs of the head, before the body's", low=0)
+    alignment: float = setting(
+        1.0, "weight of the distance between features and their class's prototype", symbol="λ", low=0
+    )
+    combine: bool = setting(True, "whether clients get a mix of heads; if not, each keeps its own")
+    iterations: int = setting(300, "steps of the quadratic programme for the mix", low=1)
+
+
+@dataclass(frozen=True)
+class FedPACServer(Prototypes):
+    """The global model and the prototypes; for plots, how much of its own head a client gets on average."""
+
+    w: Tensor
+    own_share: Tensor
+
+
+def project(x: Tensor, scale: Tensor) -> Tensor:
+    """Each row's point of the simplex that is nearest where entry j counts ``scale[j]``.
+
+    a_j = max(0, x_j − ν / scale_j), with ν such that the entries add up to 1: those with the largest
+    x_j scale_j are the positive ones.
+    """
+    order = (x * scale).argsort(dim=1, descending=True, stable=True)
+    sums = torch.cumsum(x.gather(1, order), dim=1)
+    levels = (sums - 1) / torch.cumsum(1 / scale.gather(1, order), dim=1)
+    positive = (x * scale).gather(1, order) > levels
+    last = positive.sum(dim=1, keepdim=True).clamp(min=1) - 1
+    return (x - levels.gather(1, last) / scale).clamp(min=0)
+
+
+def head_mix(h: Tensor, variance: Tensor, iterations: int) -> Tensor:
+    """a_i = argmin over the simplex of Σ_j a_j² V_j + ‖Σ_j a_j (h_i − h_j)‖², one row for each client.
+
+    Accelerated projected gradients, restarted when they point backwards, a fixed number of steps. Distances
+    are measured by a diagonal that bounds the curvature, Q_i ≤ 2 diag(V_j + r_j Σ_k r_k), r_j = ‖h_i − h_j‖,
+    so that clients of very different variance do not slow each other down.
+    """
+    h, variance = h.flatten(1).double(), variance.double()
+    gram = h @ h.T
+    norms = gram.diagonal()
+    r = (norms[:, None] + norms[None, :] - 2 * gram).clamp(min=0).sqrt()
+    scale = 2 * (variance + r * r.sum(dim=1, keepdim=True))
+    scale = scale.clamp(min=1e-12 * float(scale.max()) + 1e-300)
+
+    def slope(a: Tensor) -> Tensor:
+        spread = a @ gram
+        total = a.sum(dim=1, keepdim=True)
+        inner = (norms[:, None] - gram) * total - spread.diagonal()[:, None] + spread
+        return 2 * (variance * a + inner)
+
+    a = torch.full_like(gram, 1 / len(gram))
+    ahead, momentum = a, a.new_ones(len(a), 1)
+    for _ in range(iterations):
+        after = project(ahead - slope(ahead) / scale, scale)
+        backwards = ((ahead - after) * scale * (after - a)).sum(dim=1, keepdim=True) > 0
+        grown = torch.where(backwards, 1.0, (1 + (1 + 4 * momentum**2).sqrt()) / 2)
+        ahead = after + torch.where(backwards, 0.0, (momentum - 1) / grown) * (after - a)
+        a, momentum = after, grown
+    return a
+
+
+def assemble(client: Client, w: Tensor, head: Tensor, trained: Tensor) -> Tensor:
+    """The global body with the client's head, or with the global one where it never trained."""
+    part, _ = client.task.select(HEAD)
+    return part.put(w, torch.where(trained > 0, head, part.take(w)))
+
+
+def with_square(z: Tensor) -> Tensor:
+    """The features, and the square of their norm."""
+    return torch.cat([z, (z * z).sum(dim=1, keepdim=True)], dim=1)
+
+
+def local_training(
+    client: Client,
+    hyper: FedPACHyper,
+    w: Tensor,
+    prototypes: Tensor,
+    known: Tensor,
+    head: Tensor,
+    trained: Tensor,
+) -> Reply:
+    """Statistics of the received features; then the head, then the body with aligned features."""
+    start = assemble(client, w, head, trained)
+    like = torch.cat([prototypes, known[:, None]], dim=1)
+    n = client.n.clamp(min=1)
+    moments = class_sums(client, start, like, with_square) / n
+    h, square = moments[:, :-1], moments[:, -1].sum()  # h_ic = p_c μ_c, and the mean of ‖z‖²
+    variance = ((square - (h * h).sum()) / n).clamp(min=0)  # step 2
+
+    def penalty(batch: Batch) -> Penalty:
+        return lambda z: hyper.alignment * distance(z, batch.y, prototypes, known)
+
+    y = train_inside(client, start, HEAD, lr=hyper.lr, epochs=hyper.head_epochs)  # step 1
+    y = train_outside(client, y, HEAD, lr=hyper.lr, penalty=penalty)
+    sums = class_sums(client, y, like, with_count)
+    reply = Reply(y=y, h=h, variance=variance, sums=sums)
+    moved = client.steps() > 0  # a client without samples keeps what it had
+    head = torch.where(moved, client.task.select(HEAD)[0].take(y), head)
+    return reply.keep(head=head, trained=torch.where(moved, torch.ones_like(trained), trained))
+
+
+def receive(client: Client, hyper: FedPACHyper, mix: Tensor) -> Reply:
+    """Keep the head that the server mixed."""
+    return Reply().keep(head=mix)
+
+
+def own_model(client: Client, hyper: FedPACHyper, w: Tensor, head: Tensor, trained: Tensor) -> Reply:
+    """The global body with the client's head."""
+    return Reply(w=assemble(client, w, head, trained))
+
+
+@register
+class FedPAC(Algorithm):
+    """FedRep with features aligned by prototypes, whose clients get the mix of heads that suits them best.
+
+    Variant: the authors' two phases; the distance to a prototype is the mean squared difference, none for a
+    class without one; statistics are of the received body, prototypes of the trained one. The mix is the
+    exact optimum over the simplex, with nothing cut off, among the clients of the round that have samples.
+    Evaluated: the body after aggregation with the head mixed for the client when it last took part
+    (personal), and the mean of all models (shared). A newcomer, and a client drawn for the first time, has
+    the mean of the heads. Traffic: w and prototypes, then a head, down; model, h, V and class sums up.
+    """
+
+    name = "fedpac"
+    family = "personal"
+    paper = "Xu et al. 2023"
+    server_keeps = "w, a prototype of each class"
+    client_keeps = "head"
+    traffic = "1 + |head| / 1 + statistics, in two exchanges"
+    quadratic = True
+    Hyper = FedPACHyper
+
+    def start(self, federation: Federation) -> FedPACServer:
+        """The initial model, whose head everyone has; no prototypes."""
+        start = no_prototypes(federation, self.name)
+        w = federation.task.initial(federation.device)
+        federation.declare(head=federation.task.part("head").take(w), trained=w.new_zeros(()))
+        return FedPACServer(start.prototypes, start.known, w, w.new_ones(()))
+
+    def round(self, server: FedPACServer, federation: Federation, cohort: np.ndarray) -> FedPACServer:
+        """Local training at the cohort, the mean of models and prototypes, and a mix of heads for each."""
+        sent = {"w": server.w, "prototypes": server.prototypes, "known": server.known}
+        replies = federation.map(local_training, cohort, sent)
+        if not replies.counts.any():
+            return server
+        changes = replace(replies, values={"delta": replies["y"] - server.w})
+        common = merged(server, replies)
+        w = server.w + changes.mean("delta")  # step 3
+        own_share = server.own_share
+        if self.hyper.combine:
+            here = np.flatnonzero(replies.counts)
+            h, variance = replies["h"][here], replies["variance"][here]
+            a = head_mix(h, variance, self.hyper.iterations).to(w.dtype)
+            own_share = a.diagonal().mean()
+            heads = federation.task.part("head").take(replies["y"][here])
+            with suppress(NobodyAnswered):  # whoever the mix does not reach stays with its own head
+                federation.map(receive, replies.clients[here], each={"mix": a @ heads})
+        return FedPACServer(common.prototypes, common.known, w, own_share)
+
+    def shared(self, server: FedPACServer) -> Tensor:
+        """The mean of all models."""
+        return server.w
+
+    def personalize(self, server: FedPACServer, cohort: np.ndarray) -> Call:
+        """The global body with the client's head."""
+        return Call(own_model, {"w": server.w})
+
+    def observe(self, server: FedPACServer) -> dict[str, Any]:
+        """How much of its own head a client gets on average."""
+        return {"own_share": server.own_share}

@@ -1,0 +1,171 @@
+"""MA-FSVRG and GA-FSVRG (Zhao et al. 2024): C global models, and every client trains the one it prefers.
+
+After a threshold of rounds with one model (``a_fsvrg.py``) the server regroups what clients send back in
+every round, local models (MA) or their gradients (GA), and the groups' representatives move its models.
+Equation numbers are those of "Tailored Federated Learning With Adaptive Central Acceleration on Diversified
+Global Models"; where its print cannot be meant, ``as_printed`` gives the letter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from sartor import random
+from sartor.algorithms.a_fsvrg import (
+    AFSVRG,
+    AFSVRGHyper,
+    AFSVRGServer,
+    gradients_at,
+    losses,
+    trained_model,
+)
+from sartor.algorithms.base import register
+from sartor.federation.base import Call, ClientFunction, Federation, Replies, Reply
+from sartor.local import Client
+from sartor.server.grouping import Groups, group
+from sartor.settings import setting
+
+PRINTED_STOP = 1e-4
+"""ε̃ of (42) and (56)."""
+
+
+@dataclass(frozen=True)
+class MAFSVRGHyper(AFSVRGHyper):
+    """MA-FSVRG's hyper-parameters."""
+
+    groups: int = setting(4, "global models", symbol="C", low=1)
+    threshold: int = setting(4, "rounds with one model before there are groups", symbol="T", low=0)
+    as_printed: tuple[str, ...] = setting(
+        (),
+        "what to take by the paper's letter: anchors over the last round's clients (17), starts that are not "
+        "centred (39) (53), iterations that stop at small distances (42) (56), A over all clients (59), "
+        "factors counted twice (62) (63)",
+        choices=("anchors", "starts", "stop", "scaling", "moments"),
+    )
+
+
+@dataclass(frozen=True)
+class GAFSVRGHyper(MAFSVRGHyper):
+    """GA-FSVRG's hyper-parameters."""
+
+    group_lr: float = setting(1.0, "step along a group's gradient", symbol="η_d", low=0)
+    as_printed: tuple[str, ...] = setting(
+        (),
+        "as for ma-fsvrg, and models that ascend their group's gradient, scaled by A twice (57) (58)",
+        choices=("anchors", "starts", "stop", "ascent", "scaling", "moments"),
+    )
+
+
+def preferred_model(client: Client, hyper: MAFSVRGHyper, w: Tensor) -> Reply:
+    """The model with the lowest loss on the client's training data."""
+    choice = losses(client, w).argmin(dim=0)
+    return Reply(w=w.index_select(0, choice[None])[0])  # (18)
+
+
+def trained_gradient(
+    client: Client, hyper: GAFSVRGHyper, w: Tensor, g: Tensor, scale: Tensor | float = 1.0
+) -> Reply:
+    """Exchange 2 of GA-FSVRG: ∇f_i(w_{i,K}), with the L2 term."""
+    y = trained_model(client, hyper, w, g, scale).sent["trained"]
+    return Reply(trained=client.full_gradient(y) + client.local.weight_decay * y)
+
+
+def scaled_gradient(client: Client, hyper: GAFSVRGHyper, w: Tensor, g: Tensor, s_k: Tensor) -> Reply:
+    """The same, with Λ_i."""
+    return trained_gradient(client, hyper, w, g, client.task.by_feature(s_k))  # (21)
+
+
+@register
+class MAFSVRG(AFSVRG):
+    """Several global models that stand for groups of local ones, accelerated by the server.
+
+    The first T rounds are those of ``a-fsvrg``; then there are C models, made from the one with its moments.
+    A client trains the model that it has the lowest loss with. The trained models are grouped by k-means
+    among their first C − 1 principal components, from the server's models, and a group's mean, projected,
+    takes its model's place before the acceleration. Anchors (17) are means over the round's clients, whatever
+    they prefer. Models that coincide, as all do at first, start from rows drawn by k-means++. A group without
+    clients is accelerated alone. Evaluated: each client's preferred model (personal)
+    and the C models (shared). Traffic: C models, the chosen one and its anchor, C models down; C gradients,
+    the local model, C gradients up.
+    """
+
+    name = "ma-fsvrg"
+    family = "personal"
+    server_keeps = "C models ŵ_c with moments m_c and v_c, which client has which feature"
+    traffic = "2C + 2 / 2C + 1, in three exchanges"
+    Hyper: ClassVar[type] = MAFSVRGHyper
+
+    def diversified(self, federation: Federation) -> bool:
+        """Whether the round under way has groups."""
+        return federation.round > int(self.hyper.threshold)
+
+    def anchors(self, server: AFSVRGServer, federation: Federation, first: Replies) -> Tensor:
+        """The mean gradient of every model over the clients of the round, or of the last one."""
+        if "anchors" in self.hyper.as_printed and self.diversified(federation) and len(server.clients):
+            first = federation.map(gradients_at, server.clients.cpu().numpy(), {"w": server.w})
+        return first.mean("gradient")  # (17), (52)
+
+    def grouped(self, server: AFSVRGServer, federation: Federation, trained: Tensor, g: Tensor) -> Groups:
+        """What came back in groups, from where the models or their gradients are."""
+        if not self.diversified(federation):
+            return super().grouped(server, federation, trained, g)
+        starts = self.starts(server, federation, g)
+        if "starts" in self.hyper.as_printed:
+            starts = starts + trained.mean(
+                dim=0
+            )  # what is subtracted from rows is not from starts: (39), (53)
+        key = random.fold(federation.stream("groups"), federation.round)
+        enough = PRINTED_STOP if "stop" in self.hyper.as_printed else 0.0
+        return group(trained, starts, self.hyper.groups, key, enough=enough)
+
+    def starts(self, server: AFSVRGServer, federation: Federation, g: Tensor) -> Tensor:
+        """Where the groups begin: at the server's models."""
+        return server.w  # (39)
+
+    def shared(self, server: AFSVRGServer) -> Tensor:
+        """The C models, or the one in the rounds before there are groups."""
+        return server.w
+
+    def personalize(self, server: AFSVRGServer, cohort: np.ndarray) -> Call:
+        """The model that the client prefers."""
+        return Call(preferred_model, {"w": server.w})
+
+    def observe(self, server: AFSVRGServer) -> dict[str, Any]:
+        """Who took part in the round, in which group each was, and which model each had preferred."""
+        return {"clients": server.clients, "groups": server.groups, "preferences": server.preferences}
+
+
+@register
+class GAFSVRG(MAFSVRG):
+    """As ``ma-fsvrg``, but clients are grouped by their gradients, and a group's gradient moves its model.
+
+    A client sends ∇f_i(w_{i,K}) instead of its trained model: ŵ*_c = ŵ_c − η_d times the group's mean,
+    projected, where groups start from the anchors (52). In the first T rounds it sends the model.
+    """
+
+    name = "ga-fsvrg"
+    Hyper = GAFSVRGHyper
+
+    def training(self, server: AFSVRGServer, federation: Federation) -> ClientFunction:
+        """What clients do in exchange 2."""
+        if not self.diversified(federation):
+            return super().training(server, federation)
+        return trained_gradient if server.present is None else scaled_gradient
+
+    def starts(self, server: AFSVRGServer, federation: Federation, g: Tensor) -> Tensor:
+        """Where the groups begin: at the mean gradients of the server's models."""
+        return g + federation.local.weight_decay * server.w  # (53)
+
+    def change(
+        self, server: AFSVRGServer, federation: Federation, found: Groups, scale: Tensor | float
+    ) -> Tensor:
+        """A step down the gradient of each group."""
+        if not self.diversified(federation):
+            return super().change(server, federation, found, scale)
+        if "ascent" in self.hyper.as_printed:
+            return scale * found.representatives  # (57), (58)
+        return -float(self.hyper.group_lr) * found.representatives

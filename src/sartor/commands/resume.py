@@ -1,0 +1,45 @@
+"""``sartor resume``: an interrupted run goes on, a finished one is extended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sartor.commands.base import AsJson, app, reported
+from sartor.commands.run import print_result
+
+
+@app.command()
+@reported
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.", show_default=False)],
+    rounds: Annotated[
+        int | None, typer.Option(help="Extend the run to so many rounds.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a run from its last checkpoint, to the numbers of a run that was never interrupted.
+
+    sartor resume runs/fedavg-digits-s0-12345678
+
+    sartor resume runs/fedavg-digits-s0-12345678 --rounds 50
+    """
+    from sartor.record import RunFolder, to_json
+
+    folder = RunFolder.open(run)
+    if folder.finished and (rounds is None or rounds == folder.experiment.rounds):
+        summary = folder.summary
+        hint = "`--rounds` extends it"
+        print(f"sartor: {run}: finished, with {summary['rounds']} rounds; {hint}", file=sys.stderr)
+    else:
+        from sartor.runner import resume
+
+        summary = resume(run, rounds=rounds, progress=sys.stderr.isatty()).summary
+    if as_json:
+        print(to_json(summary))
+    else:
+        print_result(summary)
+        print(f"run folder: {run}")

@@ -1,0 +1,86 @@
+"""The clients' samples where clients train: all of them on the device, or those that are asked just now."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor.data.clients import LazySplit, Split
+from sartor.federation.memory import to_device
+
+
+class Samples:
+    """One split on the device, with every client's place in it on host and device."""
+
+    def __init__(self, split: Split, device: torch.device) -> None:
+        self.x, self.y = split.x.to(device), split.y.to(device)
+        self.counts = np.array(split.count, dtype=np.int64)
+        self.start = torch.from_numpy(np.array(split.start, dtype=np.int64)).to(device)
+        self.count = torch.from_numpy(self.counts).to(device)
+
+    @property
+    def fetched(self) -> int:
+        """How many numbers are brought for a client at most."""
+        return 0
+
+    def bring(self, numbers: np.ndarray) -> bool:
+        """Have the samples of these clients in ``x`` and ``y``; whether those are other tensors now."""
+        return False
+
+    def of(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors that hold the samples of one client, and every client's place in them."""
+        return self.x, self.y, self.start
+
+
+class LazySamples(Samples):
+    """A window on a split whose samples are fetched: ``x`` and ``y`` hold those of the clients asked last.
+
+    The window only grows, so that what was captured or compiled for its tensors serves for many cohorts.
+    """
+
+    def __init__(self, split: LazySplit, device: torch.device) -> None:
+        super().__init__(split, device)
+        self.x, self.y = self.x.clone(), self.y.clone()
+        self._split = split
+        self._held: np.ndarray | None = None
+
+    @property
+    def fetched(self) -> int:
+        """How many numbers are brought for a client at most."""
+        return int(self.counts.max()) * self.x[:1].numel()
+
+    def bring(self, numbers: np.ndarray) -> bool:
+        """Fetch the samples of these clients into the window, in place of those that it held."""
+        numbers = np.unique(numbers)
+        if self._held is not None and np.array_equal(numbers, self._held):
+            return False
+        counts = self.counts[numbers]
+        total = int(counts.sum())
+        grown = total > len(self.y)
+        if grown:
+            # Zeros, as what lies behind the last sample may be read, though its weight is 0.
+            capacity = 1 << (total - 1).bit_length()
+            self.x = self.x.new_zeros((capacity, *self.x.shape[1:]))
+            self.y = self.y.new_zeros((capacity, *self.y.shape[1:]))
+        if total:
+            parts = [self._split.of(number) for number in numbers.tolist()]
+            for window, part in zip((self.x, self.y), zip(*parts, strict=True), strict=True):
+                window[:total] = to_device(torch.cat(part).numpy(), window.device)
+        self.start[to_device(numbers, self.start.device)] = to_device(
+            np.cumsum(counts) - counts, self.start.device
+        )
+        self._held = numbers
+        return grown
+
+    def of(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """One client's samples by themselves: several threads may ask at once."""
+        x, y = (part.to(self.x.device) for part in self._split.of(number))
+        if x.dim() == 4 and self.x.is_contiguous(memory_format=torch.channels_last):
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x, y, self.start.new_zeros(1).expand(len(self.start))
+
+
+def samples_of(split: Split, device: torch.device) -> Samples:
+    """A split's samples for a device."""
+    return LazySamples(split, device) if isinstance(split, LazySplit) else Samples(split, device)

@@ -1,0 +1,59 @@
+"""Reports: run folders as one HTML page that opens anywhere, and as figures for paper."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from sartor.errors import SartorError
+from sartor.report.figures import figures as make_figures
+from sartor.report.html import page
+from sartor.report.printed import write_figures
+from sartor.report.runs import read
+
+__all__ = ["report"]
+
+
+def report(
+    runs: str | Path | Iterable[str | Path],
+    out: str | Path = "report.html",
+    *,
+    figures: str | Path | None = None,
+    format: str = "png",
+) -> Path:
+    """Write a report of run folders to one HTML file and return its path.
+
+    ``runs`` are run folders, folders that hold run folders, or folders of a comparison. The file needs
+    nothing beside it and no network. With ``figures``, every figure is also written to that folder, as
+    ``png`` or ``pdf``.
+
+    >>> import sartor, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> result = sartor.run("separate", data="digits", clients=3, rounds=1, out=f"{folder}/run")
+    >>> report(result.folder, f"{folder}/report.html").stat().st_size > 1_000_000
+    True
+    """
+    material = read([runs] if isinstance(runs, (str, Path)) else runs)
+    drawn = make_figures(material)
+    path = Path(out)
+    _write(path, page(material, drawn))
+    if figures is not None:
+        write_figures(drawn, figures, format)
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """A whole file, or the one that was there before."""
+    if path.is_dir():
+        raise SartorError(f"{path}: is a folder; give the report a file name, as in {path / 'report.html'}")
+    temporary = path.with_name(f".unfinished-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise SartorError(f"{path}: the report cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,332 @@
+"""What a report is made of: run folders read back, and the runs of one experiment put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sartor.comparison import FILE as COMPARISON
+from sartor.data.partitions import Partition
+from sartor.errors import SartorError
+from sartor.record import CONFIG, PARTITION, RunFolder
+
+OWN = "own"
+"""Stands for ``personal_local`` where a method has personal models and for ``shared_local`` where not."""
+
+CELL_WORDS = {
+    OWN: "each client's own model (or the shared one), own test data",
+    "personal_local": "personal models, own test data",
+    "shared_local": "shared model, own test data",
+    "shared_pooled": "shared model, pooled test data",
+    "personal_pooled": "personal models, pooled test data",
+    "personal_validation": "personal models, validation data",
+    "shared_validation": "shared model, validation data",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run folder, read."""
+
+    path: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    rounds: list[dict[str, Any]]
+    clients: dict[str, list[Any]]
+    """Column -> values of the last evaluation, a row per client."""
+    partition: Partition | None
+    summary: dict[str, Any] | None
+    """None for a run that has not finished."""
+    label: str | None = None
+    """What a comparison calls it."""
+
+    @property
+    def algorithm(self) -> str:
+        """The method's name."""
+        return str(self.config.get("algorithm", "unknown"))
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return int(self.config.get("seed", 0))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.summary is not None
+
+    @property
+    def hash(self) -> str | None:
+        """Which clients hold which samples, as a hash; None where the folder does not tell."""
+        if self.partition is not None:
+            return self.partition.hash
+        return None if self.summary is None else self.summary.get("partition_hash")
+
+    @property
+    def data(self) -> str:
+        """The name of the data."""
+        named = None if self.summary is None else self.summary.get("data")
+        return str(named or self.config.get("data", {}).get("name", "unknown"))
+
+    @cached_property
+    def evaluated(self) -> list[dict[str, Any]]:
+        """The rounds that have an evaluation, with the bytes sent up to then as ``bytes``."""
+        rows, sent = [], 0
+        for row in self.rounds:
+            sent += (row.get("bytes_down") or 0) + (row.get("bytes_up") or 0)
+            if row.get("evaluation"):
+                rows.append({**row, "bytes": sent})
+        return rows
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last evaluation, cell by cell."""
+        cells: dict[str, Any] = self.evaluated[-1]["evaluation"]
+        return cells
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The clients' names, in their order."""
+        if "client" in self.clients:
+            return [str(name) for name in self.clients["client"]]
+        if self.partition is not None:
+            return list(self.partition.names)
+        return []
+
+    def name_of(self, client: int) -> str:
+        """A client's name, or its number where the folder has no names."""
+        return self.names[client] if 0 <= client < len(self.names) else str(client)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The runs of one experiment that differ in nothing but the seed."""
+
+    label: str
+    runs: list[Run]
+    place: int
+    """Where it stands among the groups; its colour, dash and marker follow from it."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """All a report shows."""
+
+    groups: list[Group]
+    comparisons: list[dict[str, Any]] = field(default_factory=list)
+    """The contents of the ``comparison.json`` files."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader has to know about the runs."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs, group by group."""
+        return [run for group in self.groups for run in group.runs]
+
+    def labelled(self) -> list[tuple[str, Group, Run]]:
+        """Every run with a label of its own."""
+        return [
+            (group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}", group, run)
+            for group in self.groups
+            for run in group.runs
+        ]
+
+
+def read(paths: Iterable[str | Path]) -> Material:
+    """The material of run folders, and of folders that hold run folders or a comparison."""
+    folders: dict[Path, tuple[Path, str | None]] = {}
+    comparisons, notes = [], []
+    for path in map(Path, paths):
+        named: list[tuple[Path, str | None]]
+        if (path / COMPARISON).is_file():
+            comparison = _read_comparison(path / COMPARISON)
+            comparisons.append(comparison)
+            named = _compared(comparison, path)
+            for failure in comparison.get("failed") or ():
+                notes.append(f"{failure['label']}, seed {failure['seed']} failed: {failure['message']}")
+        else:
+            named = [(folder, None) for folder in ([path] if (path / CONFIG).is_file() else _inside(path))]
+        folders |= {folder.resolve(): (folder, label) for folder, label in named}
+    if not folders:
+        raise SartorError("name at least one run folder, as in `sartor report runs/*`")
+    kept, twice = _one_per_seed([read_run(folder, label) for folder, label in folders.values()])
+    groups = _grouped(kept)
+    return Material(groups, comparisons, [*notes, *twice, *_notes(groups)])
+
+
+def read_run(path: Path, label: str | None = None) -> Run:
+    """A run folder, with the client rows of its last evaluation."""
+    folder = RunFolder.open(path)
+    rounds = folder.rounds
+    evaluated = [row.get("round") for row in rounds if row.get("evaluation")]
+    if not evaluated:
+        raise SartorError(f"{path}: no evaluation is recorded yet; wait for the first one, or run it again")
+    columns = folder.clients
+    clients: dict[str, list[Any]] = {}
+    if "round" in columns:
+        rows = [row for row, round in enumerate(columns["round"]) if round == evaluated[-1]]
+        clients = {name: [column[row] for row in rows] for name, column in columns.items()}
+    stored = path / PARTITION
+    return Run(
+        path=path,
+        config=folder.config,
+        environment=folder.environment,
+        rounds=rounds,
+        clients=clients,
+        partition=Partition.load(stored) if stored.is_file() else None,
+        summary=folder.summary if folder.finished else None,
+        label=label,
+    )
+
+
+def cell_of(evaluation: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """A cell of an evaluation; :data:`OWN` is the personal models' or, without them, the shared model's."""
+    cell = evaluation.get(own_cell(evaluation) if name == OWN else name)
+    return cell if isinstance(cell, Mapping) else None
+
+
+def own_cell(cells: Iterable[str]) -> str:
+    """Which cell :data:`OWN` stands for, where there are these."""
+    return "personal_local" if "personal_local" in cells else "shared_local"
+
+
+def cells_in(runs: Sequence[Run]) -> list[str]:
+    """The cells that occur, the one to look at first in front.
+
+    Where some methods have personal models and others have none, that is :data:`OWN`.
+    """
+    found = {name for run in runs for name in run.last}
+    own = {own_cell(run.last) for run in runs}
+    ordered = [name for name in CELL_WORDS if name in found] + sorted(found - set(CELL_WORDS))
+    return [OWN, *ordered] if len(own) > 1 else ordered
+
+
+def mean_and_deviation(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """The mean over seeds and their standard deviation (n − 1); None where there is nothing to take it of.
+
+    >>> mean_and_deviation([1.0, 3.0])
+    (2.0, 1.4142135623730951)
+    """
+    present = [value for value in values if value is not None]
+    if not present:
+        return None, None
+    return float(np.mean(present)), float(np.std(present, ddof=1)) if len(present) > 1 else None
+
+
+def flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested settings as ``section.key`` -> value."""
+    settings: dict[str, Any] = {}
+    for key, value in config.items():
+        settings.update(
+            flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+        )
+    return settings
+
+
+def _inside(path: Path) -> list[Path]:
+    """The run folders right inside a folder."""
+    if not path.exists():
+        raise SartorError(f"{path}: no such run folder")
+    if not path.is_dir():
+        raise SartorError(f"{path}: is a file; give the run folder it lies in")
+    inside = sorted(child for child in path.iterdir() if (child / CONFIG).is_file())
+    if not inside:
+        raise SartorError(f"{path}: not a run folder, it has no {CONFIG}, and there is none inside it")
+    return inside
+
+
+def _read_comparison(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SartorError(f"{path}: damaged or not readable: {error}") from None
+    if not isinstance(value, dict) or not isinstance(value.get("methods"), list):
+        raise SartorError(f"{path}: damaged, expected a comparison with its methods")
+    return value
+
+
+def _compared(comparison: Mapping[str, Any], path: Path) -> list[tuple[Path, str | None]]:
+    """The run folders a comparison is of; others may lie beside them."""
+    try:
+        return [
+            (path / run["folder"], str(method["label"]))
+            for method in comparison["methods"]
+            for run in method["runs"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise SartorError(f"{path / COMPARISON}: damaged: {error}; make the comparison again") from None
+
+
+def _experiment_key(run: Run) -> str:
+    """Equal for runs of one experiment: all settings but the seed and where it was computed."""
+    settings = {key: value for key, value in run.config.items() if key not in ("seed", "engine")}
+    return json.dumps([settings, run.finished], sort_keys=True, default=str)
+
+
+def _one_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """A run stored twice must not count as two seeds: the one named last stays."""
+    latest: dict[tuple[str, int], Run] = {}
+    notes = []
+    for run in runs:
+        key = (_experiment_key(run), run.seed)
+        if key in latest:
+            notes.append(f"{latest[key].path} is left out: {run.path} is the same experiment and seed.")
+            del latest[key]
+        latest[key] = run
+    return list(latest.values()), notes
+
+
+def _grouped(runs: Sequence[Run]) -> list[Group]:
+    """Runs by experiment, each under the shortest label that tells it from the others of its method."""
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        together.setdefault(_experiment_key(run), []).append(run)
+    lists = [sorted(members, key=lambda run: run.seed) for members in together.values()]
+    groups = []
+    for place, members in enumerate(lists):
+        first = members[0]
+        rivals = [flat(other[0].config) for other in lists if other[0].algorithm == first.algorithm]
+        own = flat(first.config)
+        ignored = ("seed", "engine.")
+        differing = [
+            key
+            for key in own
+            if not key.startswith(ignored) and any(own[key] != rival.get(key) for rival in rivals)
+        ]
+        words = (
+            [first.label] if first.label else [first.algorithm, *(f"{key}={own[key]}" for key in differing)]
+        )
+        if not first.finished:
+            words.append(f"(unfinished, round {first.rounds[-1].get('round')})")
+        groups.append(Group(" ".join(words), members, place))
+    return groups
+
+
+def _notes(groups: Sequence[Group]) -> list[str]:
+    """Warnings about runs that do not compare."""
+    notes = []
+    runs = [run for group in groups for run in group.runs]
+    if len({run.data for run in runs}) > 1:
+        notes.append(f"The runs are on different data: {', '.join(sorted({run.data for run in runs}))}.")
+    by_seed: dict[int, set[str | None]] = {}
+    for run in runs:
+        by_seed.setdefault(run.seed, set()).add(run.hash)
+    unlike = [str(seed) for seed, hashes in sorted(by_seed.items()) if len(hashes) > 1]
+    if unlike:
+        notes.append(
+            f"Not all runs of seed {', '.join(unlike)} have the same partition: "
+            "their clients do not hold the same samples."
+        )
+    seeds = {tuple(run.seed for run in group.runs) for group in groups}
+    if len(seeds) > 1:
+        notes.append("Not all methods were run with the same seeds.")
+    for group in groups:
+        if not group.runs[0].finished:
+            notes.append(f"{group.label}: shown as far as it has come.")
+    return notes

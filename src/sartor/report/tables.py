@@ -1,0 +1,210 @@
+"""The tables of a report as plain data: the comparison of methods and the statistics stored with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sartor.report.runs import CELL_WORDS, OWN, Group, Material, Run, cell_of, cells_in, mean_and_deviation
+
+WORST = "worst decile"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell of a table: what is shown, and what it is sorted by (None comes last)."""
+
+    text: str
+    value: float | str | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that can be sorted by any column."""
+
+    title: str
+    about: str
+    heads: list[str]
+    rows: list[list[Entry]]
+
+
+def comparison(material: Material) -> Table:
+    """A row per method: means over its seeds with their standard deviation, after the last round."""
+    columns = _columns(material)
+    rows = [
+        [Entry(group.label, group.label), Entry(str(len(group.runs)), float(len(group.runs)))]
+        + [_over_seeds(group, column) for column in columns]
+        for group in material.groups
+    ]
+    several = any(len(group.runs) > 1 for group in material.groups)
+    spread = "; ± is the standard deviation over seeds" if several else ""
+    about = f"At each run's last evaluation, plain means over clients{spread}."
+    if any(column.head == WORST for column in columns):
+        about += (
+            " Accuracies are in percent. The worst decile is the mean of the lowest tenth of clients on "
+            "their own test data, with their personal model, or with the shared one where there is no other."
+        )
+    return Table(
+        "Comparison",
+        about,
+        ["method", "seeds", *(column.head for column in columns)],
+        rows,
+    )
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Its head, the value of a run, how that is written, and whether its spread over seeds is of interest."""
+
+    head: str
+    of: Callable[[Run], float | None]
+    words: Callable[[float], str]
+    spread: bool = True
+
+
+def _columns(material: Material) -> list[_Column]:
+    """Every column that some run has a value for."""
+
+    def of_cell(cell: str, *path: str) -> Callable[[Run], float | None]:
+        def value(run: Run) -> float | None:
+            found: Any = cell_of(run.last, cell)
+            for step in path:
+                found = found.get(step) if isinstance(found, dict) else None
+            return float(found) if isinstance(found, (int, float)) else None
+
+        return value
+
+    def validated(run: Run) -> float | None:
+        best = (run.summary or {}).get("best_by_validation", {})
+        found = cell_of({name: cell for name, cell in best.items() if cell}, OWN)
+        return None if found is None else found.get("accuracy")
+
+    def sent(run: Run) -> float | None:
+        return float(sum((row.get("bytes_down") or 0) + (row.get("bytes_up") or 0) for row in run.rounds))
+
+    def seconds(run: Run) -> float | None:
+        return float(sum(row.get("seconds") or 0 for row in run.rounds))
+
+    cells = [cell for cell in cells_in(material.runs) if cell != OWN and not cell.endswith("validation")]
+    columns = [
+        *(_Column(CELL_WORDS.get(cell, cell), of_cell(cell, "accuracy"), _percent) for cell in cells),
+        _Column(WORST, of_cell(OWN, "accuracy_spread", "worst_decile"), _percent),
+        _Column("best by validation", validated, _percent),
+        _Column("loss, own test data", of_cell(OWN, "loss"), lambda value: f"{value:.4f}"),
+        _Column("MB sent", sent, lambda value: f"{value / 1e6:.1f}", spread=False),
+        _Column("seconds of training", seconds, lambda value: f"{value:.1f}", spread=False),
+    ]
+    return [column for column in columns if any(column.of(run) is not None for run in material.runs)]
+
+
+def _over_seeds(group: Group, column: _Column) -> Entry:
+    mean, deviation = mean_and_deviation([column.of(run) for run in group.runs])
+    if mean is None:
+        return Entry("–", None)
+    text = column.words(mean)
+    return Entry(
+        text if deviation is None or not column.spread else f"{text} ± {column.words(deviation)}", mean
+    )
+
+
+def statistics(compared: Mapping[str, Any]) -> list[Table]:
+    """What a stored comparison has found: pairs of methods, average ranks, and what a target took."""
+    tables = []
+    share = compared.get("score") == "accuracy"
+
+    def difference(value: float) -> str:
+        return f"{100 * value:+.1f}" if share else f"{value:+.4g}"
+
+    if compared.get("pairs"):
+        rows = []
+        for pair in compared["pairs"]:
+            low, high = pair["interval"]
+            rows.append(
+                [
+                    Entry(pair["first"], pair["first"]),
+                    Entry(pair["second"], pair["second"]),
+                    Entry(
+                        f"{pair['better']} / {pair['equal']} / {pair['worse']}",
+                        pair["better"] - pair["worse"],
+                    ),
+                    Entry(
+                        f"{difference(pair['mean_difference'])} ({difference(low)} to {difference(high)})",
+                        pair["mean_difference"],
+                    ),
+                    Entry(f"{pair['rank_biserial']:+.2f}", pair["rank_biserial"]),
+                    Entry(_probability(pair["p"]), pair["p"]),
+                    Entry(_probability(pair["p_holm"]), pair["p_holm"]),
+                ]
+            )
+        unit = "percentage points of accuracy" if share else "loss"
+        heads = ["method", "against", "better / equal / worse", f"mean difference, {unit} (95 %)"]
+        tables.append(
+            Table(
+                "Paired differences",
+                f"Over {compared['pairs'][0]['pairs']} clients × seeds, each client's result under the one "
+                "method against its result under the other: Wilcoxon's signed-rank test, corrected for the "
+                "number of pairs after Holm, and the matched-pairs rank-biserial correlation. A positive "
+                "difference is in favour of the first. Clients of one seed learn from each other, so they "
+                "are not independent.",
+                [*heads, "rank-biserial", "p", "p (Holm)"],
+                rows,
+            )
+        )
+    ranked = compared.get("ranking")
+    if ranked:
+        alike = "; ".join(", ".join(clique) for clique in ranked["cliques"]) or "none"
+        tables.append(
+            Table(
+                "Average ranks",
+                f"1 is best, over {ranked['blocks']} clients × seeds. Friedman's test: "
+                f"{ranked['statistic']:.4g}, p {_probability(ranked['p'])}. Methods whose ranks are less "
+                f"than {ranked['critical_difference']:.3g} apart (Nemenyi, 0.05) are not told apart: "
+                f"{alike}.",
+                ["method", "average rank"],
+                [
+                    [Entry(method, method), Entry(f"{rank:.2f}", rank)]
+                    for method, rank in zip(ranked["methods"], ranked["ranks"], strict=True)
+                ],
+            )
+        )
+    reached = [method for method in compared["methods"] if method.get("to_target")]
+    if reached:
+        rows = []
+        for method in reached:
+            took = method["to_target"]
+            count = f"{took['reached']} of {len(method['runs'])}"
+            row = [Entry(method["label"], method["label"]), Entry(count, took["reached"])]
+            for key, words in (("rounds", "{:.1f}"), ("bytes", "{:.1f}"), ("seconds", "{:.1f}")):
+                mean = took[key]["mean"]
+                scale = 1e6 if key == "bytes" else 1.0
+                row.append(Entry("–" if mean is None else words.format(mean / scale), mean))
+            rows.append(row)
+        tables.append(
+            Table(
+                f"Way to a {compared['score']} of {compared['target']:g}",
+                "Means over the seeds that reached it, up to the first evaluation there.",
+                ["method", "seeds that reached it", "rounds", "MB sent", "seconds"],
+                rows,
+            )
+        )
+    return tables
+
+
+def settings(rows: Sequence[tuple[str, Any]]) -> list[list[str]]:
+    """Keys and values as text."""
+    return [[key, _word(value)] for key, value in rows]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _probability(value: float) -> str:
+    return "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "–" if value is None else str(value)
