@@ -3,13 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install run test test-fast lint bench clean
+.PHONY: install run test test-fast lint docs bench clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,plot,track]'
 	touch $(STAMP)
 
 run: install
@@ -26,8 +26,13 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: install
+	$(BIN)/python docs/tables.py
+	$(BIN)/mkdocs build --strict --site-dir build/site
+
 bench: install
 	$(BIN)/python bench/engines.py
+	$(BIN)/python bench/central.py --large
 	$(BIN)/python bench/scale.py
 
 clean:

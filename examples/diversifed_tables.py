@@ -104,12 +104,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--methods", default=",".join(name for name in METHODS if "," not in name))
     parser.add_argument("--json", type=Path, default=Path("diversifed.json"))
     options = parser.parse_args()
     results: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
     labels = [label for label in METHODS if label in options.methods.split(",") or "," in label]
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for label in labels:
             for split in SPLITS:
                 key = f"{split} | {label} | {seed}"

@@ -69,6 +69,13 @@ def close(found: Tensor, expected: Any, tolerance: float = 1e-12) -> bool:
     return torch.allclose(found, torch.as_tensor(expected, dtype=found.dtype), rtol=tolerance, atol=tolerance)
 
 
+def corrected(change: np.ndarray, lr: float, drift: np.ndarray, lam: float) -> np.ndarray:
+    """DC-ASGD's change after one step, as printed: −η (r + λ r⊙r⊙(w − w_start)), the correction bounded."""
+    r = -change / lr
+    bound = np.abs(r)
+    return -lr * (r + np.clip(lam * r * r * drift, -bound, bound))
+
+
 # Weights and compensation ----------------------------------------------------------------------------------
 
 
@@ -156,10 +163,11 @@ At time 5 both arrive, the smaller number first.
 """
 
 
-@pytest.mark.parametrize("form", ["model", "delta"])
-def test_fedasync_weighs_by_the_updates_in_between(form: str) -> None:
+@pytest.mark.parametrize(("form", "lam"), [("model", 0.0), ("delta", 0.0), ("delta", 0.2)])
+def test_fedasync_weighs_by_the_updates_in_between(form: str, lam: float) -> None:
     federation = parabolas(1.0, 2.5, centres=CENTRES[:2], sizes=(1, 1))
-    hyper = {"alpha": 0.6, "exponent": 0.5, "rho": 0.0, "lr": 1.0, "form": form}
+    hyper = {"alpha": 0.6, "exponent": 0.5, "rho": 0.0, "lr": 1.0, "form": form, "lam": lam}
+    hyper["compensation"] = "dc-asgd" if lam else "none"
     algorithm = method("fedasync", federation, **hyper)
     server = algorithm.start(federation)
     versions = [np.zeros(2)]
@@ -169,7 +177,8 @@ def test_fedasync_weighs_by_the_updates_in_between(form: str) -> None:
         assert federation.notes["arrivals"][0][0] == client
         a, w, y = 0.6 * (1 + staleness) ** -0.5, versions[-1], CENTRES[client].numpy()
         start = versions[len(versions) - 1 - staleness]
-        versions.append((1 - a) * w + a * y if form == "model" else w + a * (y - start))
+        change = corrected(y - start, 1.0, w - start, lam)
+        versions.append((1 - a) * w + a * y if form == "model" else w + a * change)
         assert close(server.w, versions[-1])
 
 
@@ -231,20 +240,26 @@ def test_compensation_is_off_with_factor_zero_and_changes_stale_updates_otherwis
 # FedBuff ---------------------------------------------------------------------------------------------------
 
 
-def test_fedbuff_divides_by_its_size_and_weighs_by_age() -> None:
+@pytest.mark.parametrize("lam", [0.0, 0.5])
+def test_fedbuff_divides_by_its_size_and_weighs_by_age(lam: float) -> None:
     """Every client's change is −lr g; the buffer of two holds client 2's change when it is two steps old."""
     federation = parabolas(1.0, 1.0, 2.5)
     federation.task.loss_function = lambda w, y: (w * y[:, :2]).sum(1)
-    algorithm = method("fedbuff", federation, lr=0.1, buffer=2, server_lr=0.5)
+    own = {"compensation": "dc-asgd", "lam": lam} if lam else {}
+    algorithm = method("fedbuff", federation, lr=0.1, buffer=2, server_lr=0.5, **own)
     server = algorithm.start(federation)
     steps = [((0, 0), (1, 0)), ((0, 0), (1, 0)), ((2, 2), (0, 0)), ((1, 1), (0, 0))]
-    w = np.zeros(2)
+    models = [np.zeros(2)]
     for round, step in enumerate(steps, 1):
         federation.round = round
         server = algorithm.round(server, federation, np.arange(3))
         assert [(entry[0], entry[4]) for entry in federation.notes["arrivals"]] == list(step)
+        w = models[-1]
         for client, age in step:
-            w = w - 0.1 * 0.5 / 2 * (1 + age) ** -0.5 * CENTRES[client].numpy()
+            drift = models[-1] - models[len(models) - 1 - age]
+            change = corrected(-0.1 * CENTRES[client].numpy(), 0.1, drift, lam)
+            w = w + 0.5 / 2 * (1 + age) ** -0.5 * change
+        models.append(w)
         assert close(server.w, w)
         assert server.held == 0
 
@@ -306,10 +321,11 @@ def test_dropping_stragglers_three_ways_is_one() -> None:
     assert torch.equal(ends[0], ends[2])
 
 
-@pytest.mark.parametrize("keep_mass", [False, True])
-def test_a_late_change_is_used_once_against_its_own_start_and_for_less(keep_mass: bool) -> None:
+@pytest.mark.parametrize(("keep_mass", "lam"), [(False, 0.0), (True, 0.0), (False, 0.1)])
+def test_a_late_change_is_used_once_against_its_own_start_and_for_less(keep_mass: bool, lam: float) -> None:
     federation = parabolas(1.0, 1.0, 3.0)
-    algorithm = method("fedavg-semisync", federation, lr=0.5, exponent=1.0, keep_mass=keep_mass)
+    own = {"compensation": "dc-asgd", "lam": lam} if lam else {}
+    algorithm = method("fedavg-semisync", federation, lr=0.5, exponent=1.0, keep_mass=keep_mass, **own)
     server = algorithm.start(federation)
     b, n = CENTRES.numpy(), np.array(SIZES, dtype=float)
     models = [np.zeros(2)]
@@ -320,7 +336,8 @@ def test_a_late_change_is_used_once_against_its_own_start_and_for_less(keep_mass
         step, mass = np.zeros(2), 0.0
         for client, age in ages.items():
             weight = n[client] / (1 + age)
-            step += weight * 0.5 * (b[client] - models[len(models) - 1 - age])
+            start = models[len(models) - 1 - age]
+            step += weight * corrected(0.5 * (b[client] - start), 0.5, models[-1] - start, lam)
             mass += n[client] if keep_mass else weight
         models.append(models[-1] + step / mass)
         assert close(server.w, models[-1])

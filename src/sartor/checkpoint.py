@@ -78,7 +78,8 @@ class Checkpoint:
 
 def identity(config: Mapping[str, Any]) -> str:
     """The sha256 of a stored experiment without what may change when it is continued."""
-    lasting = {key: value for key, value in config.items() if key not in ("rounds", "checkpoint")}
+    changing = ("rounds", "checkpoint", "tracking")
+    lasting = {key: value for key, value in config.items() if key not in changing}
     return hashlib.sha256(json.dumps(lasting, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 

@@ -8,10 +8,23 @@ from typing import Annotated
 
 import typer
 
-from sartor.commands import compare, data, evaluate, lists, report, resume, run, search
+from sartor.commands import compare, data, deploy, evaluate, lists, report, reproduce, resume, run, search
 from sartor.commands.base import app
 
-__all__ = ["app", "compare", "data", "evaluate", "lists", "main", "report", "resume", "run", "search"]
+__all__ = [
+    "app",
+    "compare",
+    "data",
+    "deploy",
+    "evaluate",
+    "lists",
+    "main",
+    "report",
+    "reproduce",
+    "resume",
+    "run",
+    "search",
+]
 
 
 def main() -> None:

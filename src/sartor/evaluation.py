@@ -73,8 +73,7 @@ def evaluate(
         statistics = federation.mean_buffers if federation.policy == "local" else None
         more = {} if statistics is None else {"statistics": statistics}
         rows = models[None] if models.dim() == 1 else models
-        # The pooled data are the same for every client, so one of them is asked.
-        pooled = [_ask(federation, Call(shared_model, {"w": w, **more}), clients[:1], "pooled") for w in rows]
+        pooled = [_pooled(federation, Call(shared_model, {"w": w, **more}), clients[:1]) for w in rows]
         best = max(range(len(rows)), key=lambda place: (_accuracy(pooled[place]), -place))
         cells["shared_pooled"] = pooled[best] if models.dim() == 1 else _best_of(pooled, best)
         shared = Call(shared_model, {"w": rows[best]})
@@ -123,6 +122,7 @@ def evaluation_of(function: ClientFunction, split: str) -> ClientFunction:
         model = function(client, hyper, **arguments).sent["w"]
         return Reply(**client.evaluate(model, split))
 
+    evaluated.made_by = ("evaluation_of", split)  # type: ignore[attr-defined]
     return evaluated
 
 
@@ -139,19 +139,48 @@ def model_of(function: ClientFunction) -> ClientFunction:
         parts = {name: value for name, value in sent.items() if isinstance(value, Tensor)}
         return Reply(**parts) if client.buffers is None else Reply(**parts, buffers=client.buffers)
 
+    made.made_by = ("model_of",)  # type: ignore[attr-defined]
     return made
 
 
 def _ask(federation: Federation, call: Call, clients: np.ndarray, split: str) -> Cell:
+    return _cell(_answers(federation, call, clients, split))
+
+
+def _pooled(federation: Federation, call: Call, one: np.ndarray) -> Cell:
+    """The shared model on the pooled test data.
+
+    Those are the same for every client, so one of them is asked; where nobody has them all, every client
+    is asked for its own share, and what they count is added up.
+    """
+    if federation.pools:
+        return _ask(federation, call, one, "pooled")
+    answers = _answers(federation, call, np.arange(federation.clients), "test")
+    return _cell({name: values.sum(axis=0, keepdims=True) for name, values in answers.items()})
+
+
+def _answers(federation: Federation, call: Call, clients: np.ndarray, split: str) -> dict[str, np.ndarray]:
+    """What clients count on a split, one row each; a client that is gone has counted nothing."""
     replies = federation.ask(evaluation_of(call.function, split), clients, call.shared, call.each)
-    n = replies["n"].cpu().numpy()
-    loss = replies["loss"].double().cpu().numpy() / np.maximum(n, 1)
-    if "confusion" not in replies.values:
-        return Cell(n, loss, {})
-    return Cell(n, loss, scores(replies["confusion"].double().cpu().numpy()))
+    answers = {name: value.double().cpu().numpy() for name, value in replies.values.items()}
+    if len(replies) == len(clients):
+        return answers
+    places = np.flatnonzero(np.isin(clients, replies.clients))
+    filled = {name: np.zeros((len(clients), *rows.shape[1:])) for name, rows in answers.items()}
+    for name, rows in answers.items():
+        filled[name][places] = rows
+    return filled
+
+
+def _cell(answers: dict[str, np.ndarray]) -> Cell:
+    n = answers["n"]
+    loss = answers["loss"] / np.maximum(n, 1)
+    return Cell(n, loss, scores(answers["confusion"]) if "confusion" in answers else {})
 
 
 def _worth_pooling(federation: Federation, settings: Evaluate, clients: int) -> bool:
+    if not federation.pools:
+        return False
     if settings.personal_pooled != "auto":
         return settings.personal_pooled == "yes"
     pooled = int(federation.samples["pooled"].counts[0])

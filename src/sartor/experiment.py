@@ -182,6 +182,15 @@ class Engine:
     )
 
 
+@dataclass(frozen=True)
+class Tracking:
+    """Where a run is shown besides its folder; it is no part of what identifies a run."""
+
+    loggers: tuple[str, ...] = setting(
+        (), "where the run is shown while it goes", choices=("tensorboard", "mlflow", "wandb")
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """A whole experiment, checked. Made by :func:`load` or :func:`from_mapping`, never changed."""
@@ -201,6 +210,7 @@ class Experiment:
     evaluate: Evaluate
     checkpoint: Checkpoints
     engine: Engine
+    tracking: Tracking
     hyper: Any
 
     def __post_init__(self) -> None:
@@ -241,6 +251,7 @@ _SECTIONS: dict[str, type] = {
     "evaluate": Evaluate,
     "checkpoint": Checkpoints,
     "engine": Engine,
+    "tracking": Tracking,
 }
 _CHOICES = ("partition", "features", "model", "availability", "delay")
 
@@ -366,8 +377,9 @@ def toml_text(mapping: Mapping[str, Any]) -> str:
 
 
 def fingerprint(experiment: Experiment) -> str:
-    """A SHA-256 of all settings: equal experiments, and only they, have equal fingerprints."""
-    canonical = json.dumps(to_mapping(experiment), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """A SHA-256 of all settings but ``tracking``: equal experiments, and only they, have equal ones."""
+    mapping = {key: value for key, value in to_mapping(experiment).items() if key != "tracking"}
+    canonical = json.dumps(mapping, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 

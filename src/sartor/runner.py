@@ -38,6 +38,8 @@ from sartor.local import Batches
 from sartor.models import make_task
 from sartor.record import NotWritten, RunFolder, environment, hash_of
 from sartor.task import Task
+from sartor.tracking import check as check_trackers
+from sartor.tracking import tracked
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,9 @@ Measured on an H200 for four models: compiling takes 10 to 20 seconds and then s
 
 SHARE_FOR_SAVING = 0.05
 """``checkpoint.every = 0`` saves as often as takes at most this share of the time."""
+
+Opened = Callable[[Experiment, Task, ClientData], Federation]
+"""What opens the federation of a resolved experiment."""
 
 STATES = "states"
 """The folder of client states that are too large for memory, in the run folder."""
@@ -113,19 +118,21 @@ def execute(
     out: Path | str | None = None,
     store: bool = True,
     progress: bool = False,
+    opened: Opened | None = None,
 ) -> Result:
     """Run an experiment. ``data`` and ``task`` stand in for what it names.
 
-    ``store=False`` writes no run folder.
+    ``store=False`` writes no run folder. ``opened`` gives the federation where it is not an engine's.
     """
+    check_trackers(experiment.tracking.loggers)
     setup = _set_up_everywhere(experiment, data, task)
     folder = RunFolder.create(out, setup.experiment) if store and distributed.rank() == 0 else None
     if folder is None:
-        return _carry_out(setup, folder, progress)
+        return _carry_out(setup, folder, progress, opened=opened)
     with folder.alone():
         if setup.partition is not None:
             folder.write_partition(setup.partition)
-        return _carry_out(setup, folder, progress)
+        return _carry_out(setup, folder, progress, opened=opened)
 
 
 def resume(
@@ -135,6 +142,7 @@ def resume(
     data: ClientData | None = None,
     task: Task | None = None,
     progress: bool = False,
+    opened: Opened | None = None,
 ) -> Result:
     """Continue a run from its last checkpoint, to the same numbers as if it had never been interrupted.
 
@@ -170,7 +178,7 @@ def resume(
                 checkpoint.forget_after(folder, done)
 
         distributed.together(cut_back)
-        return _carry_out(setup, folder, progress, saved)
+        return _carry_out(setup, folder, progress, saved, opened)
 
 
 def evaluate_run(
@@ -296,10 +304,14 @@ def set_up(experiment: Experiment, *, data: ClientData | None = None, task: Task
 
 
 def _carry_out(
-    setup: Setup, folder: RunFolder | None, progress: bool, saved: Checkpoint | None = None
+    setup: Setup,
+    folder: RunFolder | None,
+    progress: bool,
+    saved: Checkpoint | None = None,
+    opened: Opened | None = None,
 ) -> Result:
     """The rounds that are left, with whatever happens on the way."""
-    federation = open_federation(setup.experiment, setup.task, setup.data)
+    federation = (opened or open_federation)(setup.experiment, setup.task, setup.data)
     writes = distributed.rank() == 0
     if folder is not None:
         federation.states.keep_in(folder.path / STATES, continues=writes)
@@ -310,13 +322,25 @@ def _carry_out(
         show = stack.enter_context(
             _progress(setup.experiment, progress and writes, 0 if saved is None else saved.round)
         )
+        trackers = stack.enter_context(
+            tracked(setup.experiment, None if folder is None else folder.path) if writes else nullcontext()
+        )
+
+        def tell(row: Mapping[str, Any]) -> None:
+            show(row)
+            if trackers is not None:
+                trackers.round(row)
+
         # Several processes do not see a Ctrl-C in the same round, so there they stop at once.
         stop = stack.enter_context(_interruptions(folder is not None and distributed.world() == 1))
         begun = None
         if saved is not None and folder is not None:
             begun = run.restore(saved, folder), saved.seconds
         try:
-            return run.through(show, stop, begun)
+            result = run.through(tell, stop, begun)
+            if trackers is not None:
+                trackers.finish(result.summary)
+            return result
         except KeyboardInterrupt:
             if folder is None:
                 raise
@@ -637,8 +661,12 @@ class _Run:
         tensors = dict(tensors_of(server))
         call = algorithm.personalize(server, everyone)
         if call is not None and federation.clients * federation.task.size <= MOST_MODEL_NUMBERS:
-            models = federation.ask(model_of(call.function), everyone, call.shared, call.each).values
-            models = {name: value.cpu() for name, value in models.items()}
+            replies = federation.ask(model_of(call.function), everyone, call.shared, call.each)
+            models = {name: value.cpu() for name, value in replies.values.items()}
+            if len(replies) < len(everyone):  # whoever is gone has not told its model
+                models = {
+                    name: _spread_out(value, replies.clients, len(everyone)) for name, value in models.items()
+                }
             named = {"w": "personal", "buffers": "personal_buffers"}
             tensors.update({named.get(name, f"personal.{name}"): value for name, value in models.items()})
         if federation.mean_buffers is not None:
@@ -671,7 +699,7 @@ class _Run:
             "data": self.data.name,
             "model": federation.task.name,
             "parameters": federation.task.size,
-            "engine": experiment.engine.name,
+            "engine": federation.engine,
             "device": experiment.engine.device,
             "partition_hash": self.data.hash,
             "buffers": experiment.model.buffers if federation.task.buffer_size else None,
@@ -697,6 +725,14 @@ class _Run:
             return None
         best = max(judged, key=lambda round: (judged[round], -round))
         return {"accuracy": self.evaluations[best][name]["accuracy"], "round": best}
+
+
+def _spread_out(rows: Tensor, places: np.ndarray, count: int) -> Tensor:
+    """Rows at these places, nan (of whole numbers: 0) at the others."""
+    missing = math.nan if rows.is_floating_point() else 0
+    spread_out = rows.new_full((count, *rows.shape[1:]), missing)
+    spread_out[torch.from_numpy(places)] = rows
+    return spread_out
 
 
 def tensors_of(state: Any, name: str = "server") -> Iterator[tuple[str, Tensor]]:

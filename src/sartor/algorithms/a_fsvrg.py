@@ -7,6 +7,7 @@ Diversified Global Models". The server's models are the rows of a matrix, here o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -49,7 +50,7 @@ class AFSVRGServer:
     """First moments of the gradients."""
     v: Tensor
     """Second moments, entry by entry."""
-    updates: Tensor
+    updates: int
     """How many rounds have moved the models: r in the exponent of (64)."""
     clients: Tensor
     """Who took part to the end of the last round."""
@@ -130,8 +131,7 @@ class AFSVRG(Algorithm):
         present = exchange_counts(federation, self.name, "Λ") if self.hyper.scaled else None
         w = federation.task.initial(federation.device)[None]
         zero, nobody = torch.zeros_like(w), torch.zeros(0, dtype=torch.int64, device=w.device)
-        updates = torch.zeros((), dtype=torch.float64, device=w.device)
-        return AFSVRGServer(w, zero, zero, updates, nobody, nobody, nobody, present)
+        return AFSVRGServer(w, zero, zero, 0, nobody, nobody, nobody, present)
 
     def round(self, server: AFSVRGServer, federation: Federation, cohort: np.ndarray) -> AFSVRGServer:
         """Anchors and choices, local training and grouping, acceleration: three exchanges."""
@@ -191,11 +191,11 @@ class AFSVRG(Algorithm):
         hyper, updates = self.hyper, server.updates + 1
         beta1, beta2 = hyper.beta1, hyper.beta2
         printed = "moments" in hyper.as_printed
-        m = beta1 * server.m + (1 - beta1 if printed else 1) * g  # (62)
-        v = beta2 * server.v + (1 - beta2 if printed else 1) * g * g  # (63)
-        length = ((1 - beta2**updates) / (1 - beta2)).sqrt().to(w.dtype)
-        step = hyper.server_lr * (1 - beta1) * length * m / (v + hyper.epsilon).sqrt()  # (64)
-        return replace(server, w=w - step, m=m, v=v, updates=updates)
+        m = torch.add((1 - beta1 if printed else 1.0) * g, server.m, alpha=beta1)  # (62)
+        v = torch.addcmul(beta2 * server.v, g, g, value=1 - beta2 if printed else 1.0)  # (63)
+        rate = hyper.server_lr * (1 - beta1) * math.sqrt((1 - beta2**updates) / (1 - beta2))
+        w = torch.addcdiv(w, m, (v + hyper.epsilon).sqrt_(), value=-rate)  # (64)
+        return replace(server, w=w, m=m, v=v, updates=updates)
 
     def shared(self, server: AFSVRGServer) -> Tensor:
         """The one model."""

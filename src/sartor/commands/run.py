@@ -40,6 +40,13 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Run folder; left out: a new one in runs/.", show_default=False)
     ] = None,
+    track: Annotated[
+        str | None,
+        typer.Option(
+            help="Show the run elsewhere too, as in tensorboard,mlflow (tracking.loggers).",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what the run would take; run nothing.")
     ] = False,
@@ -73,6 +80,7 @@ def run(
         "data.clients": clients,
         "engine.name": engine,
         "engine.device": device,
+        "tracking.loggers": None if track is None else [name.strip() for name in track.split(",")],
     }
     files = [str(presets.path(file)) if file in presets.names() else file for file in files]
     experiment = load(files[0] if files else None, overrides, **flags)

@@ -359,14 +359,15 @@ def prepare(
     *,
     normalise: bool = False,
     features: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    like: ClientData | None = None,
+    like: ClientData | Moments | None = None,
 ) -> ClientData:
     """The same clients with features in place of their samples, and with normalised samples.
 
     ``features`` comes first (see :mod:`sartor.data.features`). With ``normalise`` each channel, or each
     column of flat samples, gets mean 0 and standard deviation 1 over the clients' *training* samples; a
     constant one is only centred. Nothing is learned from validation or test samples. ``like`` gives the
-    training samples (with features, not normalised) that decide in place of the clients' own.
+    training samples (with features, not normalised), or their moments, that decide in place of the clients'
+    own.
 
     >>> data = from_clients({"a": (np.array([[1.0], [3.0], [9.0]]), [0, 0, 1])})
     >>> sorted(prepare(data, normalise=True).train.x.flatten().tolist())
@@ -376,7 +377,10 @@ def prepare(
         raise DataError(f"{data.name}: lazy clients cannot be normalised here; do it in their fetch function")
     if features is not None:
         data = _map_x(data, features)
-    return _map_x(data, _normaliser((like or data).train.x)) if normalise else data
+    if not normalise:
+        return data
+    moments = like if isinstance(like, Moments) else Moments.of((like or data).train.x)
+    return _map_x(data, moments.normalise)
 
 
 def check_fraction(name: str, fraction: float) -> None:
@@ -393,19 +397,43 @@ def _map_x(data: ClientData, function: Callable[[torch.Tensor], torch.Tensor]) -
     return dataclasses.replace(data, pooled_x=pooled, **mapped)
 
 
-def _normaliser(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Shift and scale by the mean and deviation of each channel of ``x``, summed in double precision."""
-    flat = x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
-    number = flat.shape[0] * flat.shape[2]
-    chunks = torch.split(flat, 4096)
-    mean = sum((chunk.double().sum(dim=(0, 2)) for chunk in chunks), torch.zeros(())) / number
-    centred = ((chunk.double() - mean[:, None]).square().sum(dim=(0, 2)) for chunk in chunks)
-    deviation = (sum(centred, torch.zeros(())) / number).sqrt()
-    # A constant channel has a deviation of rounding size at most; dividing by it would blow up noise.
-    deviation = torch.where(deviation > 1e-7 * (1 + mean.abs()), deviation, 1.0)
-    shape = (-1, *[1] * (x.ndim - 2))
-    shift, scale = mean.float().view(shape), deviation.float().view(shape)
-    return lambda values: (values - shift).div_(scale)
+@dataclass(frozen=True)
+class Moments:
+    """How samples lie in each channel, or in each column of flat ones: in double precision, one number each.
+
+    Those of parts add up to those of the whole, so nobody needs to see all samples.
+    """
+
+    number: int
+    mean: torch.Tensor
+    squares: torch.Tensor
+    """Squared distances from the mean, added up."""
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Moments:
+        """The moments of some samples."""
+        flat = x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
+        number = flat.shape[0] * flat.shape[2]
+        chunks = torch.split(flat, 4096)
+        nothing = torch.zeros(flat.shape[1], dtype=torch.float64)
+        mean = sum((chunk.double().sum(dim=(0, 2)) for chunk in chunks), nothing) / max(number, 1)
+        centred = ((chunk.double() - mean[:, None]).square().sum(dim=(0, 2)) for chunk in chunks)
+        return cls(number, mean, sum(centred, nothing))
+
+    def __add__(self, other: Moments) -> Moments:
+        number = self.number + other.number
+        apart = other.mean - self.mean
+        mean = self.mean + apart * (other.number / max(number, 1))
+        between = apart.square() * (self.number * other.number / max(number, 1))
+        return Moments(number, mean, self.squares + other.squares + between)
+
+    def normalise(self, x: torch.Tensor) -> torch.Tensor:
+        """Samples shifted and scaled to mean 0 and deviation 1."""
+        deviation = (self.squares / self.number).sqrt()
+        # A constant channel has a deviation of rounding size at most; dividing by it would blow up noise.
+        deviation = torch.where(deviation > 1e-7 * (1 + self.mean.abs()), deviation, 1.0)
+        shape = (-1, *[1] * (x.ndim - 2))
+        return (x - self.mean.float().view(shape)).div_(deviation.float().view(shape))
 
 
 def _splits_of(

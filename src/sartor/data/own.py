@@ -42,25 +42,7 @@ def from_folder(
     files = sorted(path.glob("*.npz"))
     if not files:
         raise DataError(f"{path}: no npz files; expected one per client")
-    clients: dict[str, Samples | Mapping[str, Samples]] = {}
-    for file in files:
-        arrays = read_npz(file)
-        if set(arrays) == {"x", "y"}:
-            clients[file.stem] = (arrays["x"], arrays["y"])
-            continue
-        known = {f"{split}_{part}" for split in SPLITS for part in "xy"}
-        pairs = {split: (f"{split}_x", f"{split}_y") for split in SPLITS}
-        given = {split: pair for split, pair in pairs.items() if set(pair) & set(arrays)}
-        if (
-            set(arrays) - known
-            or "train" not in given
-            or any(not set(pair) <= set(arrays) for pair in given.values())
-        ):
-            raise DataError(
-                f"{file}: expected the arrays x and y, or train_x, train_y, test_x, test_y and perhaps "
-                f"validation_x, validation_y; it has {', '.join(arrays) or 'nothing'}"
-            )
-        clients[file.stem] = {split: (arrays[x], arrays[y]) for split, (x, y) in given.items()}
+    clients = {file.stem: read_client(file) for file in files}
     return from_clients(
         clients,
         test_fraction=test_fraction,
@@ -69,6 +51,26 @@ def from_folder(
         regression=regression,
         name=path.name,
     )
+
+
+def read_client(file: Path) -> Samples | Mapping[str, Samples]:
+    """What an npz file holds of one client, as :func:`~sartor.data.clients.from_clients` takes it."""
+    arrays = read_npz(file)
+    if set(arrays) == {"x", "y"}:
+        return arrays["x"], arrays["y"]
+    known = {f"{split}_{part}" for split in SPLITS for part in "xy"}
+    pairs = {split: (f"{split}_x", f"{split}_y") for split in SPLITS}
+    given = {split: pair for split, pair in pairs.items() if set(pair) & set(arrays)}
+    if (
+        set(arrays) - known
+        or "train" not in given
+        or any(not set(pair) <= set(arrays) for pair in given.values())
+    ):
+        raise DataError(
+            f"{file}: expected the arrays x and y, or train_x, train_y, test_x, test_y and perhaps "
+            f"validation_x, validation_y; it has {', '.join(arrays) or 'nothing'}"
+        )
+    return {split: (arrays[x], arrays[y]) for split, (x, y) in given.items()}
 
 
 def from_table(

@@ -214,6 +214,8 @@ class Federation(ABC):
     """Clients that can be asked to run client functions. The engines differ in :meth:`_run` alone."""
 
     engine: str
+    pools = True
+    """Whether the pooled test data are at hand, where any client can be asked about them."""
 
     def __init__(
         self,

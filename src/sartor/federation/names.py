@@ -8,6 +8,9 @@ from typing import Any
 
 from sartor.errors import SartorError
 
+SEPARATOR = "/"
+"""Stands between what a function is made by and the function it is made of."""
+
 
 def name_of(function: Callable[..., Any]) -> str:
     """A client function's name for messages."""
@@ -15,8 +18,13 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def qualified_name(function: Callable[..., Any]) -> str:
-    """A client function's module and name, which :func:`find_function` turns back into it."""
-    name = f"{function.__module__}:{function.__qualname__}"
+    """A client function's module and name, which :func:`find_function` turns back into it.
+
+    A function made of another one, for evaluation, is named after that: ``evaluation_of/test/MODULE:NAME``.
+    """
+    made_by: tuple[str, ...] = getattr(function, "made_by", ())
+    inner = getattr(function, "__wrapped__", function) if made_by else function
+    name = SEPARATOR.join((*made_by, f"{inner.__module__}:{inner.__qualname__}"))
     if find_function(name) is not function:
         raise SartorError(f"{name}: a client function must be found under its name in its module")
     return name
@@ -28,12 +36,20 @@ def find_function(name: str) -> Callable[..., Any]:
     Nothing is imported: a module that is not loaded is not known.
     """
     from sartor.algorithms.base import registry
+    from sartor.evaluation import evaluation_of, model_of
 
-    module, _, attribute = name.partition(":")
+    *made_by, plain = name.split(SEPARATOR)
+    module, _, attribute = plain.partition(":")
     modules = {algorithm.__module__ for algorithm in registry().values()}
     known = module in modules or module.startswith("sartor.")
     function = getattr(sys.modules.get(module), attribute, None) if known else None
     if not callable(function):
         raise SartorError(f"{name}: no such client function here; is another version installed?")
     found: Callable[..., Any] = function
+    if made_by[:1] == ["evaluation_of"] and len(made_by) == 2:
+        return evaluation_of(found, made_by[1])
+    if made_by == ["model_of"]:
+        return model_of(found)
+    if made_by:
+        raise SartorError(f"{name}: no such client function here; is another version installed?")
     return found

@@ -264,8 +264,8 @@ def _compared(comparison: Mapping[str, Any], path: Path) -> list[tuple[Path, str
 
 
 def _experiment_key(run: Run) -> str:
-    """Equal for runs of one experiment: all settings but the seed and where it was computed."""
-    settings = {key: value for key, value in run.config.items() if key not in ("seed", "engine")}
+    """Equal for runs of one experiment: all settings but the seed, where it was computed and where shown."""
+    settings = {key: value for key, value in run.config.items() if key not in ("seed", "engine", "tracking")}
     return json.dumps([settings, run.finished], sort_keys=True, default=str)
 
 
@@ -293,7 +293,7 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
         first = members[0]
         rivals = [flat(other[0].config) for other in lists if other[0].algorithm == first.algorithm]
         own = flat(first.config)
-        ignored = ("seed", "engine.")
+        ignored = ("seed", "engine.", "tracking.")
         differing = [
             key
             for key in own

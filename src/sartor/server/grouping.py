@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sartor import random
 
-PIECE = 2**14
+PIECE = 2**13
 """Columns worked on at once: so many of 160 rows stay in a processor's cache."""
 
 BLOCK = 80
@@ -59,7 +59,7 @@ def group(
     centres = (axes.T @ (cross - inner.mean(dim=1, keepdim=True))).T
     again = _coinciding(points, centres, between)
     if len(starts) < groups:
-        starts, centres, again = starts[:1].expand(groups, -1), centres[:1].repeat(groups, 1), None
+        again = None
     if again is None:
         centres = seeds(points, points[:0], groups, key)
     elif again.any():
@@ -69,7 +69,7 @@ def group(
     if again is not None:
         numbers = torch.arange(groups, device=rows.device)
         stays = ~again & ~(members == numbers[:, None]).any(dim=1)
-        representatives = torch.where(stays[:, None], starts.to(rows.dtype), representatives)
+        representatives[stays] = starts[stays]
     return Groups(members, representatives)
 
 

@@ -1,0 +1,151 @@
+"""The parts of the pages that follow from the program: tables of methods and of measured numbers.
+
+    python docs/tables.py            # writes them anew
+    python docs/tables.py --check    # says which pages are not as they should be, and ends with 1
+
+A part stands between ``<!-- begin: NAME -->`` and ``<!-- end -->``, and NAME says what is put there:
+``methods FAMILY...`` the methods of these pages' files, ``papers`` all tables and figures, ``bands`` the
+measured numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from sartor.algorithms import algorithms
+from sartor.reproduction import Entry, entries
+
+DOCS = Path(__file__).parent
+PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+MODULES = {
+    "references": ("fedavg", "separate"),
+    "comfed": ("comfed",),
+    "variance": ("fedadc", "feddc", "fsvrg", "losac", "mime", "moon", "qffl", "vrl_sgd"),
+    "tailored": ("a_fsvrg", "ma_fsvrg"),
+    "mixing": (
+        "apple",
+        "cfl",
+        "ditto",
+        "diversifed",
+        "fedala",
+        "fedamp",
+        "fedfomo",
+        "ifca",
+        "per_fedavg",
+        "pfedme",
+    ),
+    "split": ("fedbn", "fedcac", "feddbe", "fedpac", "fedper", "fedproto", "fedrep", "fedrod"),
+    "spfl": ("plga", "spfl"),
+    "asynchronous": ("asynchronous", "diversifed_async", "twafl"),
+}
+"""The files of methods by family; a method's file is where its class is, or its part of the method's name."""
+
+
+def family_of(name: str) -> str | None:
+    """The family whose page a method is on; None where no page has it."""
+    module = algorithms()[name].__module__.rpartition(".")[2]
+    return next((family for family, modules in MODULES.items() if module in modules), None)
+
+
+def row(cells: Iterable[str]) -> str:
+    """A line of a table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def head(*cells: str) -> list[str]:
+    """The first two lines of a table."""
+    return [row(cells), "|" + " --- |" * len(cells)]
+
+
+def methods(*families: str) -> str:
+    """The methods of some families: what they keep where, their traffic and their settings."""
+    lines = head(
+        "method", "what it is", "paper", "server keeps", "client keeps", "traffic (down / up)", "settings"
+    )
+    for name, algorithm in sorted(algorithms().items()):
+        if family_of(name) in families:
+            summary = (inspect.getdoc(algorithm) or "").partition("\n")[0]
+            own = ", ".join(f"`{field}`" for field in algorithm.Hyper.__dataclass_fields__)
+            keeps = (algorithm.server_keeps, algorithm.client_keeps, algorithm.traffic)
+            lines.append(row((f"`{name}`", summary, algorithm.paper, *keeps, own)))
+    return "\n".join(lines)
+
+
+def papers() -> str:
+    """All tables and figures, and what there is of ours."""
+    lines = head("name", "place", "what it shows", "numbers of the paper", "ours")
+    for entry in entries():
+        if entry.cannot:
+            theirs, ours = "–", f"not run: {entry.cannot}"
+        elif entry.same_as:
+            theirs, ours = "–", f"see `{entry.same_as}`"
+        else:
+            theirs, ours = entry.source, entry.status
+        lines.append(row((f"`{entry.name}`", entry.place, entry.title, theirs, ours)))
+    return "\n".join(lines)
+
+
+def bands() -> str:
+    """The measured numbers, a table for every entry and scale."""
+    parts = []
+    for entry in entries():
+        for scale in entry.measured:
+            parts.append(_band(entry, scale))
+    return "\n\n".join(parts) or "Nothing has been measured yet."
+
+
+def _band(entry: Entry, scale: str) -> str:
+    at, measured = entry.scales[scale], entry.measured[scale]
+    columns = [column.label for column in at.columns]
+    lines = [
+        f"### `{entry.name}`, {scale} setting",
+        "",
+        f"{entry.title}. Measured {measured.date} on {measured.hardware}, seeds {measured.seeds}: "
+        f"`{measured.command}`" + (", in percent." if entry.percent else "."),
+        "",
+        *head("method", *columns),
+    ]
+    for label in at.methods:
+        if label in measured.band.values:
+            cells = []
+            for place in range(len(columns)):
+                mean, deviation = measured.band.at(label, place)
+                shown = "–" if mean is None else f"{mean:.1f}" if entry.percent else f"{mean:.4f}"
+                cells.append(shown if deviation is None else f"{shown} ± {deviation:.1f}")
+            lines.append(row((f"`{label}`", *cells)))
+    return "\n".join(lines)
+
+
+def filled(text: str) -> str:
+    """A page with its parts made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        kind, *words = match[2].split()
+        part = {"methods": methods, "papers": papers, "bands": bands}[kind](*words)
+        return f"{match[1]}{part}\n{match[3]}"
+
+    return PART.sub(made, text)
+
+
+def main() -> None:
+    """Write the parts, or check them."""
+    stale = []
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        new = filled(text)
+        if new != text:
+            stale.append(page.relative_to(DOCS))
+            if "--check" not in sys.argv[1:]:
+                page.write_text(new, encoding="utf-8")
+    for name in stale:
+        print(f"{name}: {'is stale' if '--check' in sys.argv[1:] else 'written'}")
+    raise SystemExit(1 if stale and "--check" in sys.argv[1:] else 0)
+
+
+if __name__ == "__main__":
+    main()

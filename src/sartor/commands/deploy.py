@@ -1,0 +1,169 @@
+"""``sartor serve``, ``join`` and ``keys``: a real federation, one command at every machine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sartor.commands.base import AsJson, app, reported, sort_out
+from sartor.commands.run import print_result
+from sartor.errors import SettingError
+
+
+@app.command()
+@reported
+def serve(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="EXPERIMENT.toml|KEY=VALUE",
+            help="An experiment file, and settings that win over it.",
+            show_default=False,
+        ),
+    ] = None,
+    listen: Annotated[str, typer.Option(help="Address for the nodes, HOST:PORT.")] = "127.0.0.1:8000",
+    certificate: Annotated[
+        Path | None, typer.Option(help="The server's certificate.", show_default=False)
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="The certificate's key.", show_default=False)] = None,
+    nodes: Annotated[
+        Path | None, typer.Option(help="Public keys of the nodes that may join.", show_default=False)
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve other machines without certificate or keys.")
+    ] = False,
+    min_nodes: Annotated[
+        int, typer.Option(min=0, help="Begin when so many nodes are there; 0: data.clients clients.")
+    ] = 0,
+    deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds after which a node that has not answered is left out.")
+    ] = 600.0,
+    quorum: Annotated[
+        int, typer.Option(min=1, help="Nodes that must answer; fewer are waited for and asked again.")
+    ] = 1,
+    unit: Annotated[
+        float, typer.Option(min=1e-6, help="Seconds of a unit of virtual time, for asynchronous methods.")
+    ] = 1.0,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue the run of this folder.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder; left out: a new one in runs/.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run an experiment with clients on other machines, which `sartor join`.
+
+    sartor serve experiment.toml --listen 0.0.0.0:8000 --certificate server.crt --key server.key
+    --nodes nodes.pub
+
+    sartor serve --resume runs/fedavg-own-s0-12345678
+    """
+    from sartor.deploy import Service, split_address
+    from sartor.deploy import serve as serve_nodes
+    from sartor.experiment import load
+    from sartor.record import to_json
+
+    logging.basicConfig(format="sartor: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    words, overrides = sort_out(arguments or ())
+    if len(words) > 1:
+        raise SettingError(f"{words[1]!r}: expected one experiment file and key=value")
+    if resume is not None and (words or overrides):
+        raise SettingError("--resume continues a run as it was begun; give nothing else")
+    host, port = split_address(listen)
+    service = Service(host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit)
+    experiment = None if resume is not None else load(words[0] if words else None, overrides)
+    result = serve_nodes(experiment, service, out=out, resume=resume, progress=sys.stderr.isatty())
+    if as_json:
+        print(to_json(result.summary))
+    else:
+        print_result(result.summary)
+        print(f"run folder: {result.folder}")
+
+
+@app.command()
+@reported
+def join(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The server's address.")],
+    data: Annotated[Path, typer.Option(help="This node's data: an npz file, a folder of them, or a table.")],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the client of an npz file.", show_default=False)
+    ] = None,
+    client_column: Annotated[
+        str | None, typer.Option(help="Column of a table that names the client.", show_default=False)
+    ] = None,
+    label_column: Annotated[
+        str | None, typer.Option(help="Column of a table that holds the label.", show_default=False)
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="This node's key; left out: one made and kept.", show_default=False)
+    ] = None,
+    ca: Annotated[
+        Path | None, typer.Option(help="Certificate to know the server by.", show_default=False)
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Join a server on another machine without a certificate.")
+    ] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Folder of this node's states; left out: sartor-node/NAME.", show_default=False),
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds that a server which is gone is waited for.")
+    ] = 600.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Take part in a federation with the data of this machine, which stay here.
+
+    sartor join fl.example.org:8000 --data mine.npz --key north.key --ca ca.crt
+    """
+    from sartor.deploy import join as join_server
+    from sartor.deploy import loader
+
+    logging.basicConfig(format="sartor: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    if device not in ("cpu", "cuda"):
+        raise SettingError(f"--device: must be one of cpu, cuda, got {device!r}")
+    load = loader(data, name, client_column, label_column)
+    folder = state or Path("sartor-node") / (name or data.resolve().stem)
+    join_server(
+        address,
+        load,
+        folder,
+        key=key,
+        certificates=ca,
+        insecure=insecure,
+        patience=patience,
+        device=device,
+        show=lambda text: print(f"sartor: {text}", file=sys.stderr, flush=True),
+    )
+
+
+@app.command()
+@reported
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files are written.")],
+    host: Annotated[
+        list[str], typer.Option(help="Name or address by which nodes reach the server; may be repeated.")
+    ],
+    nodes: Annotated[
+        str, typer.Option(help="How many nodes, or their names with commas between them.")
+    ] = "3",
+) -> None:
+    """Make a certificate for the server and a key for every node.
+
+    sartor keys keys --host fl.example.org --nodes north,south,west
+    """
+    from sartor.deploy import make_keys
+
+    names = [f"node-{place}" for place in range(1, int(nodes) + 1)] if nodes.isdigit() else nodes.split(",")
+    wrong = [name for name in names if not name.replace("-", "").replace("_", "").isalnum()]
+    if wrong or not names or len(set(names)) < len(names):
+        raise SettingError(
+            f"--nodes: expected a number, or different names of letters and digits, got {nodes!r}"
+        )
+    for path in make_keys(folder, host, names):
+        print(path)

@@ -1,0 +1,180 @@
+"""``sartor reproduce``: the papers' tables and figures, listed and run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sartor.commands.base import AsJson, app, print_table, reported, sort_out
+from sartor.commands.compare import Device, Seeds, parse_seeds, show
+from sartor.errors import SartorError, SettingError
+
+if TYPE_CHECKING:
+    from sartor.reproduction import Entry, Reproduction
+
+
+class Scale(str, Enum):
+    """The setting that is run."""
+
+    small = "small"
+    paper = "paper"
+
+
+@app.command()
+@reported
+def reproduce(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME] [KEY=VALUE]...",
+            help="A table or figure such as comfed/table4, left out: list them; settings that win over its own.",
+            show_default=False,
+        ),
+    ] = None,
+    scale: Annotated[Scale, typer.Option(help="The paper's setting, or one of a few minutes.")] = Scale.small,
+    seeds: Seeds = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Some of its methods, as in fedavg,fedprox.", show_default=False)
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Some of its columns, as in 100,200.", show_default=False)
+    ] = None,
+    device: Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the runs, where earlier ones are found; left out: one in reproductions/.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a paper's table or figure, and print our numbers beside the paper's.
+
+    sartor reproduce
+
+    sartor reproduce comfed/table4 --methods fedavg,prox-yogi
+
+    sartor reproduce diversifed/table1 --scale paper --device cuda --columns CIFAR-10
+    """
+    words, overrides = sort_out(arguments or ())
+    if len(words) > 1:
+        raise SettingError(f"{words[1]!r}: expected one table or figure, and key=value")
+    from sartor import reproduction
+    from sartor.experiment import collect
+    from sartor.record import to_json
+
+    if not words:
+        if overrides:
+            raise SettingError(f"{overrides[0]!r}: name the table or figure it is for")
+        _print_entries(reproduction.entries(), as_json)
+        return
+    result = reproduction.reproduce(
+        words[0],
+        scale=scale.value,
+        seeds=parse_seeds(seeds),
+        methods=_parts(methods),
+        columns=_parts(columns),
+        device=device,
+        settings=collect(None, overrides),
+        out=out,
+        progress=sys.stderr.isatty(),
+    )
+    if as_json:
+        print(to_json(result.to_mapping()))
+    else:
+        _print_reproduction(reproduction.entry(result.name), result)
+        print(f"reproduction: {result.out / reproduction.FILE}")
+    if result.failed:
+        first = result.failed[0]
+        left_out = ", ".join(dict.fromkeys(failure.label for failure in result.failed))
+        raise SartorError(
+            f"left out, as runs failed: {left_out}; the first, {first.label} with seed {first.seed}: "
+            f"{first.message}"
+        )
+
+
+def _parts(given: str | None) -> list[str] | None:
+    """``a,b`` as a list."""
+    return None if given is None else [part.strip() for part in given.split(",")]
+
+
+def _print_entries(entries: Sequence[Entry], as_json: bool) -> None:
+    """Every table and figure, a line each."""
+    from sartor.record import to_json
+
+    if as_json:
+        keys = ("name", "title", "paper", "place", "note", "cannot", "same_as", "source", "status")
+        rows = [{key: getattr(entry, key) for key in keys} for entry in entries]
+        for row, entry in zip(rows, entries, strict=True):
+            row["scales"] = list(entry.scales)
+            row["columns"] = {scale: [c.label for c in at.columns] for scale, at in entry.scales.items()}
+            row["methods"] = {scale: list(at.methods) for scale, at in entry.scales.items()}
+        print(to_json(rows))
+        return
+    heads = ("name", "place", "what it shows", "run by", "ours")
+    print_table(
+        heads,
+        (
+            (entry.name, entry.place, entry.title, ", ".join(sorted(entry.scales)[::-1]) or "-", entry.status)
+            for entry in entries
+        ),
+    )
+    print("run one with: sartor reproduce NAME --scale small|paper")
+
+
+def _print_reproduction(entry: Entry, result: Reproduction) -> None:
+    """A table for every column: ours, the paper's, and how they compare."""
+    small = result.scale == "small"
+    print(f"{entry.name}: {entry.title} ({entry.paper}, {entry.place})")
+    if small:
+        print(
+            "Small setting: its numbers do not compare with the paper's in size, only in the order of methods."
+        )
+    unit = " (%)" if result.percent else ""
+    digits = 1 if result.percent else 4
+    for column in dict.fromkeys(number.column for number in result.numbers):
+        numbers = [number for number in result.numbers if number.column == column]
+        order = next((order for order in result.orders if order.column == column), None)
+        print(f"\n{column}" + (f", beside the paper's {order.paper}" if small and order else ""))
+        heads = ["method", f"ours{unit}", f"paper{unit}"]
+        heads += [] if small else ["difference", "paper's band"]
+        heads += [f"measured before{unit}", "that band"]
+        rows = []
+        for number in numbers:
+            row = [number.method, show(number.ours, digits=digits)]
+            row.append(_with_deviation(number.paper, number.paper_deviation, digits))
+            if not small:
+                sign = "-" if number.difference is None else f"{number.difference:+.{digits}f}"
+                row += [sign, _where(number.within_paper)]
+            row.append(_with_deviation(number.measured, number.measured_deviation, digits))
+            row.append(_where(number.within_measured))
+            rows.append(row)
+        print_table(heads, rows)
+        if order is not None:
+            print(f"order of {order.methods} methods: Kendall's τ = {order.tau:.2f} (1: the paper's order)")
+    if not any(number.paper is not None for number in result.numbers):
+        print("The paper draws its numbers and does not print them, so none stand here.")
+    if result.scale not in entry.measured:
+        print("Not measured yet: there is no band of ours to compare with.")
+    else:
+        kept = entry.measured[result.scale]
+        print(f"Measured before: {kept.date}, {kept.hardware}, seeds {kept.seeds}, {kept.command}")
+    if entry.note:
+        print(f"Note: {entry.note}")
+
+
+def _with_deviation(mean: float | None, deviation: float | None, digits: int) -> str:
+    """A number that was printed or measured."""
+    if mean is None:
+        return "-"
+    return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
+
+
+def _where(inside: bool | None) -> str:
+    return "-" if inside is None else "within" if inside else "OUTSIDE"

@@ -1,0 +1,862 @@
+"""The server's side of a real federation: clients are at nodes, which are asked by messages.
+
+:class:`FlowerFederation` is a federation like the engines: algorithms, evaluation and the runner use it
+as they use those. It has neither samples nor client states; every exchange sends one message to each node that hosts
+clients of the cohort and takes what comes back before the deadline. A node that is late, gone or answers
+nonsense leaves the exchange and harms nobody else: the fault is logged, counted in the round's notes, and the
+round goes on with those who answered, as long as they are a quorum. Below it, the server waits for nodes to
+come back and asks them again; as randomness is keyed by round and client, they answer what they would have
+answered before.
+
+How messages travel is the business of a :class:`Grid`; :mod:`sartor.federation.flwr_adapter` has Flower's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor.data.clients import ClientData, Moments, Split
+from sartor.errors import SartorError
+from sartor.experiment import Experiment, to_mapping
+from sartor.federation.base import Arguments, ClientFunction, Federation, Outcome, Replies, Reply, Work
+from sartor.federation.clock import Conditions, Job
+from sartor.federation.loop import LoopFederation
+from sartor.federation.memory import to_device
+from sartor.federation.names import name_of, qualified_name
+from sartor.federation.node import hyper_values
+from sartor.federation.wire import DTYPES, BadMessage, Parts, Spec, decode, encode, size_of, spec_of, version
+from sartor.local import Client
+from sartor.task import Task
+
+log = logging.getLogger(__name__)
+
+PAUSE = 0.005
+"""Seconds between two looks for replies."""
+MOST_UNKNOWN = 16 << 20
+"""Bytes of a reply whose tensors the server does not know beforehand: an introduction."""
+REMIND = 30.0
+"""Seconds between two reminders that the server waits for nodes."""
+RETURNING = ("gone", "closed")
+"""Faults of nodes that were started anew, or may be: they are asked again when they are back."""
+
+
+class Failed(Exception):
+    """A node gave no reply that can be used; ``kind`` names the fault for counters."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Grid(Protocol):
+    """Carries messages to nodes and their replies back."""
+
+    def nodes(self) -> set[int]:
+        """The nodes that are there."""
+
+    def send(self, node: int, parts: Parts, lifetime: float) -> str:
+        """Put a message on its way; what the reply can be asked for by."""
+
+    def poll(self, message: str, most: int) -> Parts | None:
+        """The reply, None where it is not there yet; :class:`Failed` where there will be none.
+
+        A reply of more than ``most`` bytes is refused unseen.
+        """
+
+    def forget(self, message: str) -> None:
+        """The reply is not wanted any more."""
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a node says of itself: its clients, how many samples they have, and how these lie."""
+
+    names: tuple[str, ...]
+    counts: dict[str, list[int]]
+    shape: tuple[int, ...]
+    dtype: str
+    classes: int | None
+    hash: str
+    moments: Moments | None
+
+
+@dataclass
+class _Letter:
+    """A request under way."""
+
+    node: int
+    message: str
+    nonce: str
+    due: float
+    expected: Mapping[str, Mapping[str, Spec]] | None
+    """The tensors of the reply; None where they are not known beforehand."""
+    exchange: int = 0
+    places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    settled: tuple[int, ...] = ()
+    declared: tuple[str, ...] = ()
+
+
+class Post:
+    """Requests to nodes and their replies; each request has a secret that its reply must bring back."""
+
+    def __init__(self, grid: Grid, deadline: float) -> None:
+        self.grid, self.deadline = grid, deadline
+
+    def send(
+        self,
+        node: int,
+        header: Mapping[str, Any],
+        groups: Mapping[str, Mapping[str, Tensor]] | None = None,
+        expected: Mapping[str, Mapping[str, Spec]] | None = None,
+    ) -> _Letter:
+        """Send a request to a node."""
+        nonce = secrets.token_hex(16)
+        parts = encode({**header, "nonce": nonce, "version": version()}, groups)
+        message = self.grid.send(node, parts, self.deadline)
+        return _Letter(node, message, nonce, time.monotonic() + self.deadline, expected)
+
+    def look(self, letter: _Letter) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]] | None:
+        """The reply, None where it is not there yet; :class:`Failed` where none can be used."""
+        try:
+            parts = self.grid.poll(letter.message, _bytes_of(letter.expected))
+            if parts is None:
+                if time.monotonic() > letter.due:
+                    raise Failed("late", f"no reply within {self.deadline:g} s")
+                return None
+            header, groups = decode(parts, letter.expected)
+        except BadMessage as error:
+            self.grid.forget(letter.message)
+            raise Failed(error.kind, str(error)) from None
+        except Failed:
+            self.grid.forget(letter.message)
+            raise
+        self.grid.forget(letter.message)
+        if header.get("nonce") != letter.nonce:
+            raise Failed("forged", "it does not bring back the secret of the request it answers")
+        if "error" in header:
+            raise Failed("closed" if header.get("closed") else "failed", str(header["error"])[:500])
+        return header, groups
+
+    def wait(self, letter: _Letter) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """Wait for the reply."""
+        while (answer := self.look(letter)) is None:
+            time.sleep(PAUSE)
+        return answer
+
+
+def _bytes_of(expected: Mapping[str, Mapping[str, Spec]] | None) -> int:
+    """The size of a reply's tensors; of one whose tensors are not known, the most that is taken."""
+    if expected is None:
+        return MOST_UNKNOWN
+    return sum(size_of(spec) for held in expected.values() for spec in held.values())
+
+
+class Reception:
+    """Greets nodes: tells them what the experiment is, and checks what they say of themselves."""
+
+    def __init__(self, post: Post, experiment: Experiment) -> None:
+        self._post, self._experiment = post, experiment
+        self._letters: dict[int, _Letter] = {}
+        self._refused: set[int] = set()
+
+    def met(self, new: set[int]) -> dict[int, Introduction | Failed]:
+        """Greet these nodes, which are there, without waiting: what those say who have answered by now.
+
+        A node that has failed is not greeted again before it has been away.
+        """
+        self._refused &= new
+        for node in new - self._refused - set(self._letters):
+            try:
+                self._letters[node] = self._hello(node)
+            except Failed:
+                continue  # it has just left
+        answers: dict[int, Introduction | Failed] = {}
+        for node, letter in list(self._letters.items()):
+            try:
+                answer = self._post.look(letter)
+                if answer is None:
+                    continue
+                answers[node] = self._introduction(*answer)
+            except Failed as error:
+                answers[node] = error
+                self._refused.add(node)
+            del self._letters[node]
+        return answers
+
+    def greet(self, node: int) -> Introduction:
+        """Greet a node and wait for its answer."""
+        return self._introduction(*self._post.wait(self._hello(node)))
+
+    def refuse(self, node: int) -> None:
+        """Do not greet this node again."""
+        self._refused.add(node)
+
+    def _hello(self, node: int) -> _Letter:
+        return self._post.send(node, {"kind": "hello", "experiment": to_mapping(self._experiment)})
+
+    def _introduction(self, header: Mapping[str, Any], groups: Any) -> Introduction:
+        try:
+            return _introduction(header, groups, self._experiment.data.normalise)
+        except (KeyError, TypeError, ValueError) as error:
+            raise Failed("malformed", f"its introduction has a wrong or no entry ({error})") from None
+
+
+def _introduction(header: Mapping[str, Any], groups: Any, normalised: bool) -> Introduction:
+    names = tuple(header["names"])
+    if not names or len(set(names)) < len(names) or not all(type(name) is str and name for name in names):
+        raise ValueError("names")
+    counts = {split: list(values) for split, values in header["counts"].items()}
+    whole = all(type(count) is int and 0 <= count < 2**40 for held in counts.values() for count in held)
+    if not {"train", "test"} <= set(counts) <= {"train", "test", "validation"} or not whole:
+        raise ValueError("counts")
+    if any(len(held) != len(names) for held in counts.values()):
+        raise ValueError("counts")
+    shape, classes, dtype = tuple(header["shape"]), header["classes"], header["dtype"]
+    if not all(type(size) is int and 0 < size < 2**24 for size in shape) or dtype not in DTYPES:
+        raise ValueError("shape")
+    if classes is not None and not (type(classes) is int and 0 < classes < 2**24):
+        raise ValueError("classes")
+    moments = None
+    if normalised:
+        number, mean, squares = header["number"], groups["moments"]["mean"], groups["moments"]["squares"]
+        fits = mean.shape == squares.shape == shape[:1] and mean.dtype == squares.dtype == torch.float64
+        finite = fits and bool(torch.isfinite(mean).all() and torch.isfinite(squares).all())
+        if not (type(number) is int and 0 <= number < 2**60 and finite and bool((squares >= 0).all())):
+            raise ValueError("moments")
+        moments = Moments(number, mean, squares)
+    return Introduction(names, counts, shape, dtype, classes, str(header["hash"])[:128], moments)
+
+
+def assemble(introductions: Mapping[int, Introduction]) -> ClientData:
+    """The clients of all nodes in the order of their names, as the server sees them: without samples."""
+    first = next(iter(introductions.values()))
+    rows: dict[str, tuple[Introduction, int]] = {}
+    for met in introductions.values():
+        if (met.shape, met.dtype, set(met.counts)) != (first.shape, first.dtype, set(first.counts)):
+            raise SartorError(
+                f"nodes have different data: samples {first.dtype} {list(first.shape)} in "
+                f"{', '.join(first.counts)}, and {met.dtype} {list(met.shape)} in {', '.join(met.counts)}"
+            )
+        for place, name in enumerate(met.names):
+            if name in rows:
+                raise SartorError(f"client {name!r} is at two nodes; give each client another name")
+            rows[name] = (met, place)
+    names = tuple(sorted(rows))
+    classes = None if first.classes is None else max(met.classes or 0 for met in introductions.values())
+    # One sample of zeros stands for all, so that a model can be tried on it.
+    x = torch.zeros((1, *first.shape), dtype=DTYPES[first.dtype])
+    y = torch.zeros(1, dtype=x.dtype if classes is None else torch.int64)
+
+    def split(part: str) -> Split:
+        counts = np.array([rows[name][0].counts[part][rows[name][1]] for name in names], dtype=np.int64)
+        return Split(x, y, np.zeros(len(names), dtype=np.int64), counts)
+
+    hashes = sorted((met.names, met.hash) for met in introductions.values())
+    return ClientData(
+        names=names,
+        train=split("train"),
+        test=split("test"),
+        validation=split("validation") if "validation" in first.counts else None,
+        pooled_x=x,
+        pooled_y=y,
+        classes=classes,
+        hash=hashlib.sha256(repr(hashes).encode()).hexdigest(),
+        name="own",
+    )
+
+
+def own_buffers(client: Client, hyper: Any) -> Reply:
+    """A client's float buffers, where each keeps its own."""
+    return Reply(buffers=client.buffers)
+
+
+class FlowerFederation(Federation):
+    """Clients at nodes of a grid. ``met`` are the nodes' introductions, ``data`` what they add up to."""
+
+    engine = "flower"
+    pools = False
+
+    def __init__(
+        self,
+        grid: Grid,
+        met: Mapping[int, Introduction],
+        experiment: Experiment,
+        task: Task,
+        data: ClientData,
+        *,
+        deadline: float = 600.0,
+        quorum: int = 1,
+        unit: float = 1.0,
+        **settings: Any,
+    ) -> None:
+        conditions: Conditions = settings.pop("conditions", None) or Conditions()
+        # A bad reply is its sender's harm alone; who is there and for how long is not simulated.
+        conditions = Conditions(on_bad_reply="drop", largest_norm=conditions.largest_norm)
+        settings.setdefault("method", experiment.algorithm)
+        super().__init__(task, data, conditions=conditions, **settings)
+        self.post, self.quorum, self.unit = Post(grid, deadline), quorum, unit
+        self._experiment, self._data = experiment, data
+        self._number = {name: number for number, name in enumerate(data.names)}
+        self._hosts: dict[int, int] = {}
+        """The node of each client."""
+        self._known = dict(met)
+        for node, introduction in met.items():
+            self._hosts |= {self._number[name]: node for name in introduction.names}
+        moments = [introduction.moments for introduction in met.values()]
+        self._moments: Moments | None = None
+        for part in sorted((part for part in moments if part is not None), key=lambda part: part.number):
+            self._moments = part if self._moments is None else self._moments + part
+        self._reception = Reception(self.post, experiment)
+        self._opened: set[int] = set()
+        self._declared: dict[str, Tensor] = {}
+        self._delivered: dict[int, set[str]] = {}
+        self._run_id = secrets.token_hex(8)
+        self._exchange = 0
+        self._at, self._without = 0, list[int]()
+        self._current: set[int] = set()
+        """Clients whose node has been told, since the server began, where the run stands."""
+        self._floors = (0, 0)
+        self._undecided: dict[int, tuple[int, list[int]]] = {}
+        """Exchanges of which clients keep something: node and clients, until it is known what was used."""
+        self._latest: dict[int, int] = {}
+        self._settled: dict[int, tuple[int, list[int]]] = {}
+        """Exchanges that are decided: a client of the node, and who was used; until the node knows."""
+        self._keeping = True
+        self._letters: dict[int, _Letter] = {}
+        self._specs: dict[Any, tuple[dict[str, Spec], bool]] = {}
+        self._model = _one_client(task, data, self)
+        self._begun = time.monotonic()
+
+    # What algorithms use --------------------------------------------------------------------------
+
+    def declare(self, **initial: Tensor) -> None:
+        """Give every client a state of this name and initial value; nodes are told with the next message."""
+        super().declare(**initial)
+        self._model.declare(**initial)
+        self._declared |= {name: value.detach().cpu() for name, value in initial.items()}
+        for delivered in self._delivered.values():
+            delivered.difference_update(initial)
+        self._specs.clear()
+
+    def ask(
+        self,
+        function: ClientFunction,
+        cohort: Sequence[int] | np.ndarray,
+        shared: Arguments | None = None,
+        each: Arguments | None = None,
+    ) -> Replies:
+        """Ask as ``map`` does, for evaluation: nothing is kept. Whoever is gone is left out."""
+        self._keeping = False
+        try:
+            replies = super().ask(function, cohort, shared, each)
+        finally:
+            self._keeping = True
+        good = np.ones(len(replies), dtype=bool)
+        for value in replies.values.values():
+            if value.is_floating_point():
+                good &= torch.isfinite(value[:, None].flatten(1)).all(dim=1).cpu().numpy()
+        if good.all():
+            return replies
+        for number in replies.clients[~good].tolist():
+            log.warning("client %r: what it evaluated is not finite; left out", self.names[number])
+        self._count("bad", int((~good).sum()))
+        places = to_device(np.flatnonzero(good), self.device)
+        values = {name: value[places] for name, value in replies.values.items()}
+        return replace(replies, clients=replies.clients[good], counts=replies.counts[good], values=values)
+
+    @property
+    def mean_buffers(self) -> Tensor | None:
+        """The float buffers that go with a shared model: the server's, or the mean of the clients'."""
+        if self.policy != "local" or self.buffers is None:
+            return self.buffers
+        return self.ask(own_buffers, np.arange(self.clients))["buffers"].mean(dim=0)
+
+    def dispatch(
+        self,
+        function: ClientFunction,
+        cohort: Sequence[int] | np.ndarray,
+        shared: Arguments | None = None,
+        each: Arguments | None = None,
+        concurrency: int = 0,
+    ) -> np.ndarray:
+        """Put idle clients of the cohort to work; their nodes get a message each."""
+        self.queue.wait_until(self._clock())
+        started = super().dispatch(function, cohort, shared, each, concurrency)
+        self._send_jobs()
+        return started
+
+    def cancel(self, clients: Sequence[int] | np.ndarray) -> None:
+        """Call off the work of these clients: what their nodes answer is not used."""
+        super().cancel(clients)
+        for client in np.asarray(clients, dtype=np.int64).tolist():
+            letter = self._letters.pop(client, None)
+            if letter is not None:
+                self._drop(letter)
+
+    def farewell(self, patience: float = 10.0) -> None:
+        """Tell all nodes that the run is over."""
+        letters = []
+        for node in self._present():
+            if node in self._opened:
+                with _tolerant(node):
+                    letters.append(self._letter(node, {"kind": "end"}, expected={}))
+        end = time.monotonic() + patience
+        while letters and time.monotonic() < end:
+            for letter in list(letters):
+                try:
+                    if self.post.look(letter) is not None:
+                        letters.remove(letter)
+                except Failed:
+                    letters.remove(letter)
+            time.sleep(PAUSE)
+
+    # Nodes ----------------------------------------------------------------------------------------
+
+    def _present(self) -> set[int]:
+        """The nodes that are there and host clients of this run; newcomers are greeted."""
+        there = self.post.grid.nodes()
+        for node, met in self._reception.met(there - set(self._known)).items():
+            try:
+                if isinstance(met, Failed):
+                    raise met
+                self._admit(node, met, there)
+            except Failed as error:
+                self._note(node, error)
+                self._reception.refuse(node)
+        return there & set(self._known)
+
+    def _admit(self, node: int, met: Introduction, there: set[int]) -> None:
+        """Let a node that is new here take over its clients, if theirs is gone."""
+        unknown = [name for name in met.names if name not in self._number]
+        if unknown:
+            raise Failed("stranger", f"client {unknown[0]!r} is not in this run, which has begun without it")
+        mine = {
+            self._number[name]: place for name, place in zip(met.names, range(len(met.names)), strict=True)
+        }
+        taken = [number for number in mine if self._hosts.get(number) in there]
+        if taken:
+            raise Failed("stranger", f"client {self.names[taken[0]]!r} is at another node already")
+        for part, samples in self.samples.items():
+            if part in met.counts:
+                wrong = [
+                    number
+                    for number, place in mine.items()
+                    if samples.counts[number] != met.counts[part][place]
+                ]
+                if wrong:
+                    raise Failed(
+                        "stranger", f"client {self.names[wrong[0]]!r} has other data than at the start"
+                    )
+        old = {self._hosts[number] for number in mine if number in self._hosts}
+        self._hosts |= dict.fromkeys(mine, node)
+        self._known[node] = met
+        for gone in old - set(self._hosts.values()):
+            self._known.pop(gone, None)
+        log.info("node %d has taken over %d clients", node, len(mine))
+
+    def _open(self, node: int) -> None:
+        """Tell a node where the run stands; one that was started anew is greeted first."""
+        met = self._known[node]
+        again = self._reception.greet(node)
+        if (again.names, again.hash) != (met.names, met.hash):
+            raise Failed("stranger", "it has other clients or data than at the start")
+        numbers = [self._number[name] for name in met.names]
+        current = self._current.issuperset(numbers)
+        header = {
+            "kind": "open",
+            "clients": self.clients,
+            "numbers": numbers,
+            "classes": self._data.classes,
+            "buffers": self.policy,
+            "at": self._exchange if current else self._at,
+            "without": [] if current else self._without,
+        }
+        groups: dict[str, dict[str, Tensor]] = {}
+        if self._moments is not None:
+            groups["moments"] = {"mean": self._moments.mean, "squares": self._moments.squares}
+            header["number"] = self._moments.number
+        letter = self._letter(node, header, groups, expected={})
+        self.post.wait(letter)
+        self._received(letter)
+        self._opened.add(node)
+        self._delivered[node] = set()
+        self._current.update(numbers)
+
+    def _letter(
+        self,
+        node: int,
+        header: dict[str, Any],
+        groups: dict[str, dict[str, Tensor]] | None = None,
+        *,
+        expected: Mapping[str, Mapping[str, Spec]],
+        **more: Any,
+    ) -> _Letter:
+        """A request that says, besides, what was decided of earlier exchanges with this node."""
+        settled = {
+            exchange: used
+            for exchange, (client, used) in self._settled.items()
+            if self._hosts[client] == node
+        }
+        header |= {"run": self._run_id, "settled": list(settled.items()), "floor": self._floors[0]}
+        letter = self.post.send(node, header, groups, expected)
+        letter.settled = tuple(settled)
+        for name, value in more.items():
+            setattr(letter, name, value)
+        return letter
+
+    def _received(self, letter: _Letter) -> None:
+        """A node has answered, so it has read what it was told."""
+        for exchange in letter.settled:
+            self._settled.pop(exchange, None)
+        if letter.declared:
+            self._delivered[letter.node].update(letter.declared)
+
+    def _note(self, node: int, error: Failed) -> None:
+        """A fault of a node: a line in the log and a number in the round's notes."""
+        who = ", ".join(self._known[node].names[:3]) if node in self._known else "unknown clients"
+        log.warning("round %d, node %d (%s): %s: %s", self.round, node, who, error.kind, error)
+        self._count(error.kind, 1)
+
+    # An exchange ----------------------------------------------------------------------------------
+
+    def _train(
+        self,
+        function: ClientFunction,
+        hyper: Any,
+        numbers: np.ndarray,
+        rounds: np.ndarray,
+        shared: dict[str, Tensor],
+        each: dict[str, Tensor],
+        buffers: Tensor | None,
+    ) -> tuple[np.ndarray, Outcome]:
+        """Ask the nodes of these clients, and take what they answer."""
+        hyper = self.hyper if hyper is None else hyper
+        sent, trains = self._expected(function, hyper, shared, each, buffers)
+        if not len(numbers):
+            return numbers, Outcome({}, {}, None)
+
+        def request(node: int, places: np.ndarray) -> _Letter:
+            rows = to_device(places, self.device)
+            own = {name: value[rows] for name, value in each.items()}
+            given = buffers if buffers is None or buffers.dim() == 1 else buffers[rows]
+            return self._request(
+                node, function, hyper, numbers[places], rounds[places], shared, own, given, places
+            )
+
+        answers = self._gather(numbers, request)
+        places = np.concatenate([letter.places for letter, _ in answers])
+        order = to_device(np.argsort(places, kind="stable"), self.device)
+
+        def joined(group: str, name: str) -> Tensor:
+            return torch.cat([groups[group][name] for _, groups in answers]).to(self.device)[order]
+
+        outcome = Outcome({name: joined("sent", name) for name in sent}, {}, None)
+        if trains and self.policy == "average":
+            outcome = replace(outcome, buffers=joined("buffers", "buffers"))
+        return numbers[np.sort(places)], outcome
+
+    def _gather(self, numbers: np.ndarray, request: Callable[[int, np.ndarray], _Letter]) -> list[Any]:
+        """The answers of the nodes of these clients: of all that answer in time, and of a quorum at least."""
+        nodes = np.array([self._hosts[number] for number in numbers.tolist()])
+        asked = {node: np.flatnonzero(nodes == node) for node in np.unique(nodes).tolist()}
+        enough = min(self.quorum, len(asked))
+        absent, closed, waiting = set(asked), set[int](), dict[int, _Letter]()
+        told_again: set[int] = set()
+        answers: list[tuple[_Letter, dict[str, dict[str, Tensor]]]] = []
+        failed: Failed | None = None
+        first, reminded = True, time.monotonic()
+        while first or waiting or closed or len(answers) < enough:
+            there = self._present()
+            # Whoever is back is asked again only where the others are too few to go on.
+            again = absent if first or len(answers) < enough else closed
+            for node in sorted(again & there):
+                absent.discard(node)
+                closed.discard(node)
+                try:
+                    waiting[node] = request(node, asked[node])
+                except Failed as error:
+                    failed = error
+                    self._faulty(node, error, absent)
+            if first:
+                self._count("gone", len(absent - there))
+                first = False
+            for node, letter in list(waiting.items()):
+                try:
+                    answer = self.post.look(letter)
+                except Failed as error:
+                    failed = error
+                    del waiting[node]
+                    self._drop(letter)
+                    self._faulty(node, error, absent)
+                    if error.kind == "closed" and node not in told_again:
+                        closed.add(node)  # it is there, and has only to be told of the run again
+                        told_again.add(node)
+                    continue
+                if answer is not None:
+                    del waiting[node]
+                    self._received(letter)
+                    answers.append((letter, answer[1]))
+            if not waiting and not absent and len(answers) < enough:
+                raise SartorError(f"{len(answers)} of {len(asked)} nodes answered, {enough} must: {failed}")
+            if absent and time.monotonic() - reminded > REMIND:
+                reminded = time.monotonic()
+                log.warning("round %d: waiting for %d of %d nodes", self.round, len(absent), len(asked))
+            if waiting or len(answers) < enough:
+                time.sleep(PAUSE)
+        return answers
+
+    def _faulty(self, node: int, error: Failed, absent: set[int]) -> None:
+        """Note a fault; the node may be asked again if it was only gone or late."""
+        self._note(node, error)
+        if error.kind in RETURNING:
+            self._opened.discard(node)
+        if error.kind in (*RETURNING, "late"):
+            absent.add(node)
+
+    def _request(
+        self,
+        node: int,
+        function: ClientFunction,
+        hyper: Any,
+        numbers: np.ndarray,
+        rounds: np.ndarray,
+        shared: dict[str, Tensor],
+        each: dict[str, Tensor],
+        buffers: Tensor | None,
+        places: np.ndarray,
+    ) -> _Letter:
+        """Ask some clients of one node to run a client function."""
+        if node not in self._opened:
+            self._open(node)
+        sent, trains = self._expected(function, hyper, shared, each, buffers)
+        self._exchange += 1
+        exchange = self._exchange
+        declared = {
+            name: value for name, value in self._declared.items() if name not in self._delivered[node]
+        }
+        groups: dict[str, dict[str, Tensor]] = {"shared": shared, "each": each, "declared": declared}
+        if buffers is not None and self.policy == "average":
+            groups["buffers"] = {"buffers": buffers}
+        expected = {"sent": {name: (dtype, (len(numbers), *shape)) for name, (dtype, shape) in sent.items()}}
+        if trains and self.policy == "average":
+            assert self.buffers is not None
+            dtype, shape = spec_of(self.buffers)
+            expected["buffers"] = {"buffers": (dtype, (len(numbers), *shape))}
+        header = {
+            "kind": "call",
+            "exchange": exchange,
+            "function": qualified_name(function),
+            "algorithm": self.method,
+            "hyper": hyper_values(hyper),
+            "round": self.round,
+            "numbers": numbers.tolist(),
+            "rounds": rounds.tolist(),
+            "keeps": self._keeping,
+        }
+        letter = self._letter(
+            node,
+            header,
+            groups,
+            expected=expected,
+            exchange=exchange,
+            places=places,
+            declared=tuple(declared),
+        )
+        if self._keeping:
+            self._undecided[exchange] = (node, numbers.tolist())
+            self._latest |= dict.fromkeys(numbers.tolist(), exchange)
+        return letter
+
+    def _drop(self, letter: _Letter) -> None:
+        """Nothing of an exchange counts: its node will be told to forget what was staged."""
+        self.post.grid.forget(letter.message)
+        self._decide(letter.exchange, [])
+
+    def _decide(self, exchange: int, used: list[int]) -> None:
+        if exchange in self._undecided:
+            _, numbers = self._undecided.pop(exchange)
+            self._settled[exchange] = (numbers[0], used)
+
+    def _accept(
+        self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome, before: Tensor | None
+    ) -> Replies:
+        """Take replies in, and remember to tell the nodes which."""
+        replies = super()._accept(function, numbers, outcome, before)
+        used: dict[int, list[int]] = {self._latest[number]: [] for number in numbers.tolist()}
+        for number in replies.clients.tolist():
+            used[self._latest[number]].append(number)
+        for exchange, clients in used.items():
+            self._decide(exchange, clients)
+        return replies
+
+    def _expected(
+        self,
+        function: ClientFunction,
+        hyper: Any,
+        shared: Mapping[str, Tensor],
+        each: Mapping[str, Tensor],
+        buffers: Tensor | None,
+    ) -> tuple[dict[str, Spec], bool]:
+        """What one client replies, and whether it trains: found by running the function here once.
+
+        It runs on samples of zeros. So a reply of any other size or type is refused before it is decoded.
+        """
+        given = tuple((name, spec_of(value)) for name, value in sorted(shared.items()))
+        own = tuple((name, spec_of(value[0])) for name, value in sorted(each.items()) if len(value))
+        key = (function, hyper, given, own)
+        if key not in self._specs:
+            rows = {name: value[:1] for name, value in each.items()}
+            start = buffers if buffers is None or buffers.dim() == 1 else buffers[:1]
+            one = np.zeros(1, dtype=np.int64)
+            self._model.round = self.round
+            _, outcome = self._model._train(function, hyper, one, one + self.round, dict(shared), rows, start)
+            sent = {name: spec_of(value[0]) for name, value in outcome.sent.items()}
+            self._specs[key] = (sent, outcome.buffers is not None)
+        return self._specs[key]
+
+    # Work in flight -------------------------------------------------------------------------------
+
+    def _clock(self) -> float:
+        return (time.monotonic() - self._begun) / self.unit
+
+    def _send_jobs(self) -> None:
+        """Send the work of all clients that have not been sent theirs, where their node is there."""
+        there = self._present()
+        for job in self.queue:
+            node = self._hosts[job.client]
+            if job.client not in self._letters and job.result is None and node in there:
+                with _tolerant(node, self._note):
+                    self._letters[job.client] = self._request(
+                        node,
+                        job.order.function,
+                        self.hyper,
+                        np.array([job.client]),
+                        np.array([job.stream]),
+                        job.order.shared,
+                        {name: value[None] for name, value in job.each.items()},
+                        job.order.buffers,
+                        np.zeros(1, dtype=np.int64),
+                    )
+
+    def _due(self, count: float, end: float) -> list[Job]:
+        """The jobs that arrive next in real time, at least one unless time is over or nobody is at work."""
+        jobs: list[Job] = []
+        reminded = time.monotonic()
+        while len(self.queue) and not jobs:
+            self._send_jobs()
+            for job in list(self.queue):
+                letter = self._letters.get(job.client)
+                if letter is None or len(jobs) >= count:
+                    continue
+                if jobs and job.order.function is not jobs[0].order.function:
+                    continue
+                try:
+                    answer = self.post.look(letter)
+                except Failed as error:
+                    del self._letters[job.client]
+                    self._drop(letter)
+                    self._note(letter.node, error)
+                    if error.kind in RETURNING:
+                        self._opened.discard(letter.node)
+                    else:
+                        self._arrival(self.queue.cancel(job.client), "lost")
+                    continue
+                if answer is None:
+                    continue
+                del self._letters[job.client]
+                self._received(letter)
+                self.queue.cancel(job.client)
+                job.finish = max(self._clock(), self.now)
+                groups = answer[1]
+                sent = {name: value[0].to(self.device) for name, value in groups["sent"].items()}
+                trained = groups.get("buffers", {}).get("buffers")
+                job.result = Outcome(sent, {}, None if trained is None else trained[0].to(self.device))
+                jobs.append(job)
+            self.queue.wait_until(min(self._clock(), max(end, self.now)))
+            if self._clock() > end:
+                break
+            if not jobs:
+                if time.monotonic() - reminded > REMIND:
+                    reminded = time.monotonic()
+                    log.warning("round %d: waiting for %d clients at work", self.round, len(self.queue))
+                time.sleep(PAUSE)
+        return jobs
+
+    # What a checkpoint needs ----------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that changes during a run, and how far the nodes' states have come."""
+        saved = super().snapshot()
+        flying = sorted(letter.exchange for letter in self._letters.values())
+        saved["plain"]["flower"] = {
+            "run": self._run_id,
+            "exchange": self._exchange,
+            "without": flying,
+            "settled": [[exchange, client, used] for exchange, (client, used) in self._settled.items()],
+        }
+        # Nodes may go back to this checkpoint or the one before.
+        self._floors = (self._floors[1], min([self._exchange, *(exchange - 1 for exchange in flying)]))
+        return saved
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take everything back; nodes are taken back when they are asked next."""
+        super().restore(saved)
+        plain = saved["plain"]["flower"]
+        self._run_id, self._exchange = plain["run"], plain["exchange"]
+        self._at, self._without = plain["exchange"], plain["without"]
+        self._settled = {exchange: (client, used) for exchange, client, used in plain["settled"]}
+        floor = min([self._exchange, *(exchange - 1 for exchange in self._without)])
+        self._floors = (0, floor)
+        self._opened, self._delivered, self._current = set(), {}, set()
+        self._undecided, self._latest, self._letters = {}, {}, {}
+        self._begun = time.monotonic() - self.now * self.unit
+
+    def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        raise SartorError(f"{name_of(work.function)}: clients are at nodes; the server runs none of them")
+
+
+@contextmanager
+def _tolerant(node: int, note: Callable[[int, Failed], None] | None = None) -> Any:
+    """A node's fault is noted and leaves the others alone."""
+    try:
+        yield
+    except Failed as error:
+        if note is not None:
+            note(node, error)
+
+
+def _one_client(task: Task, data: ClientData, federation: Federation) -> LoopFederation:
+    """A client of two samples of zeros, on which the server finds out what a client function replies."""
+    x, y = data.train.x[:1].expand(2, *data.train.x.shape[1:]), data.train.y[:1].expand(2)
+    split = Split(x.contiguous(), y.contiguous(), np.zeros(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
+    tried = replace(
+        data,
+        names=("model",),
+        train=split,
+        test=split,
+        validation=None if data.validation is None else split,
+        pooled_x=split.x,
+        pooled_y=split.y,
+    )
+    return LoopFederation(
+        task,
+        tried,
+        local=federation.local,
+        hyper=federation.hyper,
+        seed=federation.seed,
+        device=str(federation.device),
+        buffers=federation.policy,
+        evaluation_batch=federation.evaluation_batch,
+        workers=1,
+    )

@@ -1,0 +1,279 @@
+"""What a node does: it holds the data and the states of its clients and answers requests, one at a time.
+
+A node knows nothing of how requests reach it; :mod:`sartor.federation.wire` has their form. Of a request's
+``kind`` there are four. ``hello`` says which experiment this is: the node answers which clients it hosts and
+how many samples each has, never the samples. ``open`` says which numbers they have in the run and where it
+stands. ``call`` names a client function of the installed package, which some of the clients run; ``end`` is
+the end of the run. Nothing from the wire is executed or imported.
+
+A client's number is the same as in a simulation of the whole federation, so its batches are too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor import experiment as experiments
+from sartor.algorithms import algorithms
+from sartor.data.clients import SPLITS, ClientData, Moments, Split, prepare
+from sartor.errors import SartorError
+from sartor.experiment import Experiment
+from sartor.federation import Federation, choose_engine, make_federation
+from sartor.federation.ledger import Ledger, rows_of
+from sartor.federation.names import find_function
+from sartor.federation.wire import BadMessage, Parts, decode, encode, version
+from sartor.models import make_task
+from sartor.settings import build
+from sartor.task import Task
+
+log = logging.getLogger(__name__)
+
+Load = Callable[[Experiment], ClientData]
+"""Gives a node's clients: their raw samples, split as the experiment says."""
+Groups = Mapping[str, Mapping[str, Tensor]]
+
+
+class Closed(SartorError):
+    """A request for a run that this node has not been told of, as it was started anew."""
+
+
+class Node:
+    """The clients of one machine. ``task`` stands in for the model that the experiment names."""
+
+    def __init__(
+        self, load: Load, folder: Path | None = None, *, task: Task | None = None, device: str = "cpu"
+    ) -> None:
+        self._load, self._folder, self._device = load, folder, device
+        self._given_task = task
+        self._told = ""
+        self._data: ClientData | None = None
+        self._moments: Moments | None = None
+        self._experiment: Experiment | None = None
+        self._run = ""
+        self._federation: Federation | None = None
+        self._ledger = Ledger(None)
+        self._hosted = np.zeros(0, dtype=bool)
+        self._hypers: dict[str, Any] = {}
+        self.done = False
+        """Whether the run has come to its end."""
+        self.round = 0
+        """The round of the last call."""
+
+    def handle(self, parts: Mapping[str, bytes]) -> Parts:
+        """The reply to a request; what goes wrong is told in it and never raised."""
+        nonce: Any = None
+        try:
+            header, groups = decode(parts)
+            nonce = header.get("nonce")
+            told = header.get("version")
+            if told != version():
+                raise SartorError(
+                    f"the server has sartor {told}, this node {version()}; install the same version"
+                )
+            answers = {"hello": self._hello, "open": self._open, "call": self._call, "end": self._end}
+            answer = answers.get(str(header.get("kind")))
+            if answer is None:
+                raise BadMessage("malformed", f"no such request: {header.get('kind')!r}")
+            reply, sent = answer(header, groups)
+            return encode({**reply, "nonce": nonce}, sent)
+        except Closed as error:
+            return encode({"nonce": nonce, "error": str(error), "closed": True})
+        except SartorError as error:
+            log.warning("request refused: %s", error)
+            return encode({"nonce": nonce, "error": str(error)})
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            log.exception("request failed")
+            return encode({"nonce": nonce, "error": f"{type(error).__name__}: {error}"})
+
+    # Requests -------------------------------------------------------------------------------------
+
+    def _hello(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
+        """Which clients are here, with how many samples; how these lie, for normalising all alike."""
+        told = json.dumps(header["experiment"], sort_keys=True)
+        if self._data is None or told != self._told:
+            experiment = experiments.from_mapping(header["experiment"])
+            data = prepare(self._load(experiment), features=experiment.features.settings)
+            self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
+            self._told, self._experiment, self._data = told, experiment, data
+            self._run = ""
+        data = self._data
+        held = {name: getattr(data, name) for name in SPLITS}
+        reply = {
+            "names": list(data.names),
+            "counts": {name: part.count.tolist() for name, part in held.items() if part is not None},
+            "shape": list(data.train.x.shape[1:]),
+            "dtype": str(data.train.x.dtype).removeprefix("torch."),
+            "classes": data.classes,
+            "hash": data.hash,
+        }
+        if self._moments is None:
+            return reply, {}
+        moments = {"mean": self._moments.mean, "squares": self._moments.squares}
+        return {**reply, "number": self._moments.number}, {"moments": moments}
+
+    def _open(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
+        """Take up a run where it stands."""
+        data, experiment = self._data, self._experiment
+        if data is None or experiment is None:
+            raise Closed("the node has not been greeted yet")
+        run = str(header["run"])
+        if not run.isalnum():
+            raise BadMessage("malformed", f"no name of a run: {run!r}")
+        numbers = np.array(header["numbers"], dtype=np.int64)
+        clients = int(header["clients"])
+        if numbers.shape != (data.clients,) or numbers.min() < 0 or numbers.max() >= clients:
+            raise BadMessage("malformed", "it does not number this node's clients")
+        if "moments" in groups:
+            moments = groups["moments"]
+            like = Moments(int(header["number"]), moments["mean"], moments["squares"])
+            data = prepare(data, normalise=True, like=like)
+        wide = _widened(data, numbers, clients, header["classes"])
+        task = self._given_task
+        if task is None:
+            shape = tuple(data.train.x.shape[1:])
+            model = experiment.model
+            task = make_task(model.name, model.settings, shape, wide.classes, experiment.seed)
+        engine = choose_engine(experiment.engine.name, task, self._device, wide.train.x, wide.train.y)
+        self._federation = make_federation(
+            engine,
+            task,
+            wide,
+            local=experiment.local,
+            seed=experiment.seed,
+            device=self._device,
+            buffers=str(header["buffers"]),
+            evaluation_batch=experiment.evaluate.batch,
+            method=experiment.algorithm,
+        )
+        self._hosted = np.zeros(clients, dtype=bool)
+        self._hosted[numbers] = True
+        if run != self._run or self._folder is not None:
+            self._ledger = Ledger(None if self._folder is None else self._folder / run)
+        self._run = run
+        self._ledger.go_back(int(header["at"]), header["without"])
+        self._settle(header)
+        self._fill(self._federation.states)
+        return {}, {}
+
+    def _call(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
+        """Run a client function."""
+        federation = self._federation
+        if federation is None or header["run"] != self._run:
+            raise Closed("the node was started anew")
+        self._settle(header)
+        for name, initial in groups.get("declared", {}).items():
+            federation.declare(**{name: initial})
+            self._fill([name])
+        numbers = np.array(header["numbers"], dtype=np.int64)
+        if not len(numbers) or numbers.min() < 0 or numbers.max() >= len(self._hosted):
+            raise BadMessage("malformed", "there are no such clients")
+        if not self._hosted[numbers].all():
+            raise BadMessage("malformed", "it asks clients that are not at this node")
+        function = _client_function(str(header["function"]))
+        hyper = self._hyper(header["algorithm"], header["hyper"])
+        federation.round = self.round = int(header["round"])
+        rounds = np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy()
+        here = {
+            group: {name: value.to(federation.device) for name, value in groups.get(group, {}).items()}
+            for group in ("shared", "each", "buffers")
+        }
+        buffers = here["buffers"].get("buffers", federation.buffers)
+        _, outcome = federation._train(
+            function, hyper, numbers, rounds, here["shared"], here["each"], buffers
+        )
+        kept = dict(outcome.kept)
+        groups = {"sent": outcome.sent}
+        if outcome.buffers is not None and federation.policy == "local":
+            kept["buffers"] = outcome.buffers
+        elif outcome.buffers is not None and federation.policy == "average":
+            groups["buffers"] = {"buffers": outcome.buffers}
+        if header["keeps"] and kept:
+            self._ledger.stage(int(header["exchange"]), rows_of(torch.from_numpy(numbers), kept))
+        return {"exchange": header["exchange"]}, groups
+
+    def _end(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
+        """Everything is said."""
+        if header["run"] == self._run:
+            self._settle(header)
+        self.done = True
+        return {}, {}
+
+    # What clients keep ----------------------------------------------------------------------------
+
+    def _settle(self, header: Mapping[str, Any]) -> None:
+        """Let count, or forget, what was staged, as the server has decided."""
+        for exchange, used in header["settled"]:
+            for name, (numbers, rows) in self._ledger.settle(int(exchange), used).items():
+                if self._federation is not None and name in self._federation.states:
+                    self._federation.states.write(name, numbers.numpy(), rows.to(self._federation.device))
+        self._ledger.merge(int(header["floor"]))
+
+    def _fill(self, names: Any) -> None:
+        """Give clients the states that they have kept before."""
+        assert self._federation is not None
+        kept = self._ledger.states()
+        for name in list(names):
+            if name in kept:
+                numbers, rows = kept[name]
+                self._federation.states.write(name, numbers.numpy(), rows.to(self._federation.device))
+
+    def states(self, name: str) -> dict[int, Tensor]:
+        """A state of all clients of this node, by number."""
+        assert self._federation is not None
+        numbers = np.flatnonzero(self._hosted)
+        return dict(zip(numbers.tolist(), self._federation.states.rows(name, numbers), strict=True))
+
+    def _hyper(self, algorithm: str, values: Mapping[str, Any]) -> Any:
+        """Hyper-parameters; the same ones every time, as what is compiled for them is kept."""
+        key = json.dumps([algorithm, values], sort_keys=True)
+        if key not in self._hypers:
+            if algorithm not in algorithms():
+                raise SartorError(f"algorithm {algorithm!r}: not installed at this node")
+            self._hypers[key] = build(algorithms()[algorithm].Hyper, values, "hyper")
+        return self._hypers[key]
+
+
+def hyper_values(hyper: Any) -> dict[str, Any]:
+    """Hyper-parameters for the wire."""
+    values = {field.name: getattr(hyper, field.name) for field in dataclasses.fields(hyper)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _client_function(name: str) -> Callable[..., Any]:
+    """The client function of that name; another function of the package is none."""
+    function = find_function(name)
+    inner = inspect.unwrap(function)
+    if not isinstance(inner, FunctionType) or next(iter(inspect.signature(inner).parameters), "") != "client":
+        raise BadMessage("malformed", f"{name}: no client function")
+    return function
+
+
+def _widened(data: ClientData, numbers: np.ndarray, clients: int, classes: int | None) -> ClientData:
+    """The same samples as those of the clients with these numbers among all; the others have none here."""
+
+    def wide(split: Split) -> Split:
+        start, count = np.zeros((2, clients), dtype=np.int64)
+        start[numbers], count[numbers] = split.start, split.count
+        return dataclasses.replace(split, start=start, count=count)
+
+    names = np.full(clients, "elsewhere", dtype=object)
+    names[numbers] = data.names
+    return dataclasses.replace(
+        data,
+        names=tuple(names),
+        classes=classes,
+        train=wide(data.train),
+        test=wide(data.test),
+        validation=None if data.validation is None else wide(data.validation),
+    )
