@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -69,6 +70,20 @@ def test_convolutions_equal_the_loop(name: str, compiled: bool, sizes: tuple[int
         ended_with = ended(name, federation, everyone * 5)
         left[device] = {key: value.cpu() for key, value in ended_with.items()}
     assert_close(left["cpu"], left["cuda"], 1e-3)
+
+
+def test_a_federation_may_be_freed_while_another_captures() -> None:
+    """Graphs in reference cycles are freed whenever the collector runs: not in the middle of a capture."""
+    data, task = vectors(), network()
+    threshold = gc.get_threshold()
+    gc.set_threshold(20, 1, 1)
+    try:
+        for _ in range(3):
+            federation = federation_of("stacked", task, data, local={"batch": 8}, device="cuda")
+            federation.itself = federation  # type: ignore[attr-defined]
+            ended("fedavg", federation)
+    finally:
+        gc.set_threshold(*threshold)
 
 
 def test_running_out_of_memory_halves_the_chunk() -> None:

@@ -18,7 +18,8 @@ import gc
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -239,7 +240,7 @@ class StackedFederation(Federation):
             call(static)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
             outputs = call(static)
         captured = self._captured[shape] = _Graph(graph, static, outputs, call)
         living = [known for known, entry in self._captured.items() if entry is not None]
@@ -483,6 +484,19 @@ class StackedFederation(Federation):
                 self._plans.clear()
             self._plans[key] = plan(batches, sizes, self.lanes, rounded=self.graphs)
         return self._plans[key]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector away: a graph of an earlier federation that it frees ends a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _first(count: int, value: Tensor) -> Tensor:
