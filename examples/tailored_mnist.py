@@ -27,7 +27,7 @@ from sartor import presets
 from sartor.algorithms import algorithms
 from sartor.data import ClientData, apply, make_partition
 from sartor.data.sources import Source, load_source
-from sartor.errors import SartorError
+from sartor.errors import SartorError, SettingError
 from sartor.experiment import from_mapping, read_toml
 from sartor.runner import execute
 
@@ -37,7 +37,7 @@ RELATED = ("fsvrg", "a-fsvrg")
 PARTICIPATION = (0.2, 0.15, 0.1, 0.05)
 SWEEPS = {"groups": (2, 4, 6, 8), "threshold": (2, 4, 6, 8), "beta1": (0.0, 0.5, 0.8, 0.9)}
 DEFAULTS = {"groups": 4, "threshold": 4, "beta1": 0.0}
-RATES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
+RATES = (0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
 TUNING_SEED = 100
 SAMPLES, STEPS = 150, 15
 SHOWN = (20, 40, 60, 80, 100)
@@ -104,8 +104,8 @@ class Book:
     def _make(self, run: Run) -> dict[str, Any]:
         base = self.base
         local = dict(base["local"])
-        if run.method == "losac":
-            local["weight_decay"] = 0.0  # its estimate has no place for it
+        if run.method in ("losac", "per-fedavg"):
+            local["weight_decay"] = 0.0  # their estimates have no place for it, and they refuse it
         mapping = {
             **base,
             "algorithm": run.method,
@@ -118,6 +118,8 @@ class Book:
         }
         try:
             result = execute(from_mapping(mapping), data=self.clients(run.seed), store=False)
+        except SettingError:
+            raise
         except SartorError as error:  # a rate that is too large for the method
             return {"error": str(error)}
         curve = {}

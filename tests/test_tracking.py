@@ -156,6 +156,7 @@ def test_mlflow_holds_the_settings_and_every_number_of_every_round() -> None:
     assert best == pytest.approx(result.summary["best_on_test"]["shared_local"]["accuracy"])
 
 
+@pytest.mark.slow
 def test_mlflow_writes_where_its_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
@@ -167,6 +168,7 @@ def test_mlflow_writes_where_its_variables_say(monkeypatch: pytest.MonkeyPatch) 
     assert not Path("mlflow.db").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run() -> None:
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
@@ -180,6 +182,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run() -> None:
     assert run.info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_wandb_keeps_an_offline_run_in_the_folder() -> None:
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2

@@ -240,7 +240,7 @@ def join(
         address, own, certificates=certificates, insecure=certificates is None, known=numbers.get(address, 0)
     )
     try:
-        connected, since, round, quiet = False, time.monotonic(), -1, SHORTEST
+        connected, since, round, quiet = False, time.monotonic(), 0, SHORTEST
         while not node.done:
             try:
                 if not connected:

@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,7 @@ def entries() -> list[Entry]:
     return [entry(name) for name in papers.names()]
 
 
-@lru_cache(maxsize=None)
+@cache
 def entry(name: str) -> Entry:
     """One of them, read and checked."""
     file = build(_File, read_toml(papers.path(name)), name)
@@ -194,6 +194,9 @@ def entry(name: str) -> Entry:
         scales["paper"] = Setting(_experiment(file.preset, file.experiment), columns, methods)
     if file.small:
         small = build(_Small, file.small, f"{name}.small")
+        for label in [*small.methods, *small.hyper]:
+            if label not in methods:
+                raise unknown(f"{name}.small", label, methods)
         rows = {label: methods[label] for label in small.methods or methods}
         rows = {
             label: replace(row, hyper={**row.hyper, **small.hyper.get(label, {})})
@@ -297,8 +300,8 @@ class Order:
     paper: str
     """The paper's column."""
     methods: int
-    tau: float
-    """Kendall's τ."""
+    tau: float | None
+    """Kendall's τ; None where all are equal in one of the two."""
 
 
 @dataclass(frozen=True)
@@ -348,10 +351,11 @@ def reproduce(
 ) -> Reproduction:
     """Run a table or figure of a paper and put our numbers beside the paper's.
 
-    ``scale`` is ``small`` or ``paper``; ``seeds`` a number or a list, left out: as many as the paper has (small:
-    one). ``methods`` and ``columns`` leave it at some of them; ``settings`` win over the entry's.
+    ``scale`` is ``small`` or ``paper``; ``seeds`` a number or a list, left out: as many as the paper has
+    (small: one). ``methods`` and ``columns`` leave it at some of them; ``settings`` win over the entry's.
 
-    >>> result = reproduce("comfed/table4", methods=["fedavg"], columns=["5"], settings={"rounds": 5}, out="r")
+    >>> short = {"rounds": 5}
+    >>> result = reproduce("comfed/table4", methods=["fedavg"], columns=["5"], settings=short, out="r")
     >>> [(number.method, number.column) for number in result.numbers]
     [('fedavg', '5')]
     """
@@ -528,4 +532,5 @@ def _orders(numbers: Sequence[Number], columns: Sequence[Column]) -> Iterable[Or
         ]
         if len(both) > 1:
             tau = float(kendalltau(*zip(*both, strict=True)).statistic)
-            yield Order(column.label, column.paper or column.label, len(both), tau)
+            place = column.paper or column.label
+            yield Order(column.label, place, len(both), None if math.isnan(tau) else tau)

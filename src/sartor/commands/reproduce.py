@@ -32,7 +32,7 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             metavar="[NAME] [KEY=VALUE]...",
-            help="A table or figure such as comfed/table4, left out: list them; settings that win over its own.",
+            help="A table or figure such as comfed/table4, left out: list them; settings that win over it.",
             show_default=False,
         ),
     ] = None,
@@ -133,9 +133,7 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
     small = result.scale == "small"
     print(f"{entry.name}: {entry.title} ({entry.paper}, {entry.place})")
     if small:
-        print(
-            "Small setting: its numbers do not compare with the paper's in size, only in the order of methods."
-        )
+        print("Small setting: numbers do not compare with the paper's in size, only in the order of methods.")
     unit = " (%)" if result.percent else ""
     digits = 1 if result.percent else 4
     for column in dict.fromkeys(number.column for number in result.numbers):
@@ -156,7 +154,7 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
             row.append(_where(number.within_measured))
             rows.append(row)
         print_table(heads, rows)
-        if order is not None:
+        if order is not None and order.tau is not None:
             print(f"order of {order.methods} methods: Kendall's τ = {order.tau:.2f} (1: the paper's order)")
     if not any(number.paper is not None for number in result.numbers):
         print("The paper draws its numbers and does not print them, so none stand here.")

@@ -568,8 +568,10 @@ class FlowerFederation(Federation):
 
     def _gather(self, numbers: np.ndarray, request: Callable[[int, np.ndarray], _Letter]) -> list[Any]:
         """The answers of the nodes of these clients: of all that answer in time, and of a quorum at least."""
-        nodes = np.array([self._hosts[number] for number in numbers.tolist()])
-        asked = {node: np.flatnonzero(nodes == node) for node in np.unique(nodes).tolist()}
+        clients: dict[int, list[int]] = {}
+        for place, number in enumerate(numbers.tolist()):
+            clients.setdefault(self._hosts[number], []).append(place)
+        asked = {node: np.array(places) for node, places in clients.items()}
         enough = min(self.quorum, len(asked))
         absent, closed, waiting = set(asked), set[int](), dict[int, _Letter]()
         told_again: set[int] = set()

@@ -10,6 +10,7 @@ of an application. Nothing is sent to anybody else: telemetry and the search for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -100,6 +101,8 @@ NODE_PATHS = frozenset(
         "confirm-message-received",
     )
 )
+REFUSED = (401, 403, 404, 412)
+"""Answers of a server that knows what is asked of it and does not do it."""
 TYPE = "query.call"
 RECORD = "sartor"
 
@@ -142,8 +145,8 @@ class _Awaited:
 class SuperLink:
     """Flower's SuperLink in this process: a grid for the server, and an address for nodes.
 
-    ``tls`` are the files of a certificate and its key. ``keys`` are the public keys (PEM) of the nodes that may
-    join; None lets anybody in. ``database`` keeps messages in a file instead of memory.
+    ``tls`` are the files of a certificate and its key. ``keys`` are the public keys (PEM) of the nodes that
+    may join; None lets anybody in. ``database`` keeps messages in a file instead of memory.
     """
 
     def __init__(
@@ -358,7 +361,7 @@ class Request:
 
 
 class FleetLink:
-    """A node's connection to the server. ``known`` is the number that the server gave it last time, if any."""
+    """A node's connection to the server. ``known`` is the number that the server gave it last time."""
 
     def __init__(
         self,
@@ -390,19 +393,19 @@ class FleetLink:
 
     def connect(self) -> int:
         """Join, or join again; the number that the server knows this node by."""
-        self._call(self._client.RegisterNode, RegisterNodeFleetRequest(public_key=self._key), (400, 403, 409))
+        self._call(self._client.RegisterNode, RegisterNodeFleetRequest(public_key=self._key), REFUSED)
         activate = ActivateNodeRequest(public_key=self._key, heartbeat_interval=HEARTBEAT)
-        response = self._call(self._client.ActivateNode, activate, (400, 403, 404, 409))
+        response = self._call(self._client.ActivateNode, activate, REFUSED)
         if response is None and self.known:
             # The server believes that this node, which was started anew, is still at work: it is told that
             # it is not, and has to notice, as what it was asked last is lost.
             self._call(
                 self._client.DeactivateNode,
                 DeactivateNodeRequest(node_id=self.known),
-                (400, 401, 403, 404, 409),
+                REFUSED,
             )
             time.sleep(0.5)
-            response = self._call(self._client.ActivateNode, activate, (400, 403, 404, 409))
+            response = self._call(self._client.ActivateNode, activate, REFUSED)
         if response is None:
             raise Lost("the server does not let this node in (yet): is its key among the server's?")
         self._node, self.known = FleetNode(node_id=response.node_id), int(response.node_id)
@@ -438,7 +441,7 @@ class FleetLink:
         self._call(
             self._client.ConfirmMessageReceived,
             ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=tree.object_id),
-            (400, 404, 409),
+            REFUSED,
         )
         inflated.metadata.__dict__["_message_id"] = message.metadata.message_id
         return Request(inflated, parts)
@@ -456,7 +459,7 @@ class FleetLink:
                     messages_list=[message_to_proto(remove_content_from_message(reply))],
                     message_object_trees=[tree],
                 ),
-                (400, 404, 409),
+                REFUSED,
             )
             if response is None:
                 return  # the server does not wait for it any more
@@ -478,9 +481,7 @@ class FleetLink:
         self._closing.set()
         if self._node is not None:
             try:
-                self._call(
-                    self._client.DeactivateNode, DeactivateNodeRequest(node_id=self.known), (400, 401, 404)
-                )
+                self._call(self._client.DeactivateNode, DeactivateNodeRequest(node_id=self.known), REFUSED)
             except Lost:
                 pass
         self._client.close()

@@ -1,4 +1,4 @@
-"""The tables and figures of the papers, one TOML file for each; :mod:`sartor.reproduction` reads and runs them.
+"""The tables and figures of the papers, one TOML file for each, which :mod:`sartor.reproduction` runs.
 
 A file says:
 
