@@ -6,6 +6,7 @@ it: a process of its own all the same. Run as a script this is that process; it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -63,7 +64,12 @@ class Nursery:
     """The process that others are forked from; those that still run end with it."""
 
     def __init__(self, folder: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(SOURCE),
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
         self.folder, self._number = folder, 0
         self._process = subprocess.Popen(
             [sys.executable, __file__],
@@ -128,6 +134,9 @@ def main() -> None:
     import sartor.cli
     import sartor.deploy
     import sartor.federation.flwr_adapter  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import flwr.superlink.main  # noqa: F401
 
     torch.set_num_threads(1)
     ended: dict[int, int] = {}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -41,6 +45,42 @@ def convolutional() -> nn.Module:
 def go(**settings: Any) -> sartor.Result:
     given: dict[str, Any] = {"data": own_data(), "model": dense(), "rounds": 2, "store": False, **settings}
     return sartor.run(given.pop("algorithm", "fedavg"), **given)
+
+
+# The names -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sartor.__all__)
+def test_a_public_name_is_the_thing_of_its_module(name: str) -> None:
+    home = importlib.import_module(sartor._HOMES[name])
+    assert getattr(sartor, name) is getattr(home, name)
+    assert not isinstance(getattr(sartor, name), ModuleType)
+    assert getattr(sartor, name).__doc__
+
+
+def test_the_names_are_listed_once_and_all_of_them() -> None:
+    assert sorted(sartor.__all__) == sorted(sartor._HOMES)
+    with pytest.raises(AttributeError, match="has no attribute 'rum'"):
+        sartor.rum  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["algorithms", "report"])
+def test_a_module_of_the_same_name_does_not_take_a_functions_place(name: str) -> None:
+    code = f"""
+import sartor
+import sartor.{name}
+from sartor.{name} import __all__
+assert callable(sartor.{name}), sartor.{name}
+assert sartor.{name}.__module__ == 'sartor.{name}'
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, sartor; assert 'torch' not in sys.modules and sartor.__version__"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # A model and data of one's own -----------------------------------------------------------------------------

@@ -339,12 +339,12 @@ def test_a_lost_answer_leaves_client_and_server_as_they_were(asynchronous: bool)
 
 
 def spoil(client: Client, hyper: Any, w: Tensor, kind: Tensor, w_i: Tensor) -> Reply:
-    """A reply that is what ``kind`` says: 0 fine, 1 not a number, 2 infinite, 3 large."""
-    bad = torch.stack([kind * 0, kind / 0 * 0, 1 / (kind * 0), kind * 1e3])[kind.long()]
-    return Reply(w=w + bad).keep(w_i=w)
+    """A reply that is what ``kind`` says: 0 fine, 1 not a number, 2 infinite, 3 large, 4 of another shape."""
+    bad = torch.stack([kind * 0, kind / 0 * 0, 1 / (kind * 0), kind * 1e3, kind * 0])[kind.long()]
+    return Reply(w=(w + bad)[: 1 if int(kind) == 4 else 2]).keep(w_i=w)
 
 
-KINDS = {1: "is not finite", 2: "is not finite", 3: "norm"}
+KINDS = {1: "is not finite", 2: "is not finite", 3: "norm", 4: r"has shape \[1\], others have \[2\]"}
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -280,7 +281,8 @@ def test_c_is_the_mean_of_all_c_i_through_drop_outs(engine: str, option: str, we
         federation.round = round
         before = federation.states["c_i"].clone()
         cohort = rng.choice(6, 4, replace=False)
-        server = algorithm.round(server, federation, cohort)
+        with suppress(NobodyAnswered):
+            server = algorithm.round(server, federation, cohort)
         changed = (federation.states["c_i"] != before).any(dim=1)
         assert int(changed.sum()) == federation.answered
         lost += 4 - federation.answered

@@ -348,7 +348,7 @@ def test_printed_ascent_goes_up_and_is_scaled_twice() -> None:
 
 @pytest.mark.parametrize("name", ["ma-fsvrg", "ga-fsvrg"])
 def test_printed_starts_are_not_centred(name: str) -> None:
-    """(39), (53): rows at 5 and 7 on a line, starts at 5.5 and 6.5, so at −0.5 and 0.5 from the mean of the rows.
+    """(39), (53): rows at 5 and 7 on a line, starts at 5.5 and 6.5, that is ∓0.5 from the mean of the rows.
 
     Not centred, the starts are at 5.5 and 6.5 while the rows are at −1 and 1: all are nearest to the first.
     """

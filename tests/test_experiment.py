@@ -497,7 +497,7 @@ def test_the_list_of_settings_has_every_key_with_its_default() -> None:
         value: Any = experiment
         for part in key.split("."):
             value = getattr(value, part)
-        assert value == row.default, key
+        assert (list(value) if isinstance(value, tuple) else value) == row.default, key
     for algorithm in ALGORITHMS:
         hyper = {row.key for row in ROWS if row.only_for == f"algorithm = {algorithm}"}
         assert hyper == {f"hyper.{field.name}" for field in dataclasses.fields(KINDS["algorithm"][algorithm])}

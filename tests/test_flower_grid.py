@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from flower_grid import HereGrid, experiment_of, federation_on, nodes_of
-from helpers import federation_of
-from sartor.algorithms import algorithms
+from helpers import federation_of, model_task
+from sartor.algorithms import algorithms, make
+from sartor.checkpoint import pack, unpack
+from sartor.errors import SartorError
+from sartor.evaluation import evaluate, evaluation_of, model_of, shared_model
+from sartor.experiment import Evaluate
 from sartor.federation import Federation
 from sartor.federation.flower import FlowerFederation
-from test_engines import as_allowed, network, plain, vectors
+from sartor.federation.names import find_function, qualified_name
+from sartor.federation.wire import Parts, decode, encode, read_header
+from sartor.runner import tensors_of
+from test_engines import COHORTS, as_allowed, network, plain, vectors
 
 BLOCKS = [[0, 3], [1, 4], [2, 5]]
 
@@ -47,3 +57,184 @@ def kept(grid: HereGrid, name: str) -> Tensor:
     """A state of all clients, from their nodes, who are told first what counts."""
     rows = {number: row for node in grid.at.values() for number, row in node.states(name).items()}
     return torch.stack([rows[number] for number in sorted(rows)])
+
+
+# Faults: a reply that is not used has not been given -------------------------------------------------------
+
+
+def rounds_on(federation: Federation, name: str, cohorts: Any = COHORTS, server: Any = None) -> Any:
+    """Some rounds, from the federation's on; ``server`` continues an earlier state."""
+    algorithm = make(algorithms()[name], lr=0.05)
+    federation.hyper = algorithm.hyper
+    server = algorithm.start(federation) if server is None else server
+    for cohort in cohorts:
+        federation.round += 1
+        server = algorithm.round(server, federation, np.array(cohort))
+    return server
+
+
+def deployed(name: str, grid: HereGrid, task: Any, **settings: Any) -> FlowerFederation:
+    return federation_on(grid, experiment_of(name, local={"batch": 8}), task, **settings)
+
+
+def simulation(answers: Any = None) -> Federation:
+    return federation_of("loop", plain(), vectors(), local={"batch": 8}, workers=1, answers=answers)
+
+
+def lose(parts: Parts) -> None:
+    return None
+
+
+def fail(parts: Parts) -> Parts:
+    return encode({"nonce": read_header(parts)["nonce"], "error": "the disk is full"})
+
+
+def forge(parts: Parts) -> Parts:
+    header, groups = decode(parts)
+    return encode({**header, "nonce": "0" * 32}, groups)
+
+
+def cut(parts: Parts) -> Parts:
+    header, groups = decode(parts)
+    return encode(header, {"sent": {name: value[:, :-1] for name, value in groups["sent"].items()}})
+
+
+def grow(parts: Parts) -> Parts:
+    header, groups = decode(parts)
+    return encode(header, {**groups, "more": {"w": torch.zeros(100)}})
+
+
+def spoil(parts: Parts) -> Parts:
+    header, groups = decode(parts)
+    return encode(header, {"sent": {name: value / 0 for name, value in groups["sent"].items()}})
+
+
+def scramble(parts: Parts) -> Parts:
+    return {**parts, "header": parts["header"][:-1]}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lose, "late"),
+        (fail, "failed"),
+        (forge, "forged"),
+        (cut, "misshapen"),
+        (grow, "oversized"),
+        (spoil, "bad"),
+        (scramble, "malformed"),
+    ],
+)
+def test_a_node_whose_reply_cannot_be_used_has_not_moved(
+    change: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the second round the node with clients 1 and 4 errs: it might as well have been gone."""
+    expected = rounds_on(gone := simulation(lambda round, n: (round != 2) | ~np.isin(n, [1, 4])), "scaffold")
+
+    def changed(node: int, parts: Parts) -> Parts | None:
+        errs = node == 2 and federation is not None and federation.round == 2
+        reply: Parts | None = change(parts) if errs else parts
+        return reply
+
+    federation: FlowerFederation | None = None
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS), changed)
+    federation = deployed("scaffold", grid, plain(), deadline=0.2)
+    noted = []
+    server = None
+    for cohort in COHORTS:
+        server = rounds_on(federation, "scaffold", [cohort], server)
+        noted.append(federation.notes.get(kind, 0))
+    federation.farewell()
+    assert torch.equal(server.w, expected.w)
+    assert torch.equal(kept(grid, "c_i"), gone.states["c_i"])
+    assert noted == [0, 2 if kind == "bad" else 1, 0]  # bad replies are counted by clients
+    assert caplog.text.count("round 2") == 1
+    assert ("not finite" if kind == "bad" else f"{kind}: ") in caplog.text
+
+
+def test_a_quorum_that_cannot_be_reached_ends_the_run() -> None:
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS))
+    federation = deployed("fedavg", grid, plain(), quorum=3)
+    grid.change = lambda node, parts: fail(parts) if node == 2 and "exchange" in read_header(parts) else parts
+    with pytest.raises(SartorError, match="2 of 3 nodes answered, 3 must: the disk is full"):
+        rounds_on(federation, "fedavg", [[0, 1, 2]])
+
+
+def test_a_node_started_anew_goes_on_with_what_it_has_stored(tmp_path: Path) -> None:
+    """Before the second round, and in the middle of the third when it has answered but was not told that it
+    counts.
+    """
+    expected = rounds_on(undisturbed := simulation(), "scaffold")
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS, tmp_path))
+    federation = deployed("scaffold", grid, plain(), quorum=3)
+    server = rounds_on(federation, "scaffold", COHORTS[:1])
+    grid.at |= {2: nodes_of(vectors(), plain(), BLOCKS, tmp_path)[2]}
+    server = rounds_on(federation, "scaffold", COHORTS[1:], server)
+    grid.at |= {3: nodes_of(vectors(), plain(), BLOCKS, tmp_path)[3]}
+    evaluate(make(algorithms()["scaffold"]), server, federation, Evaluate())
+    federation.farewell()
+    assert torch.equal(server.w, expected.w)
+    assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedbuff", "fedper"])
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_server_that_continues_takes_the_nodes_back(tmp_path: Path, name: str, anew: bool) -> None:
+    """After the checkpoint of round 1 a round was played that is forgotten; nodes had used its replies."""
+    algorithm = make(algorithms()[name], lr=0.05)
+    expected = rounds_on(simulation(), name)
+    nodes = nodes_of(vectors(), plain(), BLOCKS, tmp_path)
+    first = deployed(name, HereGrid(nodes), plain())
+    server = rounds_on(first, name, COHORTS[:1])
+    structure, tensors = pack({"server": dict(tensors_of(server)), "federation": first.snapshot()}, "saved")
+    rounds_on(first, name, [COHORTS[2], COHORTS[0]], server)
+    if anew:
+        nodes = nodes_of(vectors(), plain(), BLOCKS, tmp_path)
+    second = deployed(name, HereGrid(nodes), plain())
+    algorithm.start(second)
+    second.restore(unpack(structure, tensors, {}, torch.device("cpu"))["federation"])
+    second.round = 1
+    found = rounds_on(second, name, COHORTS[1:], server)
+    for (key, value), (_, wanted) in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert torch.equal(value, wanted), key
+
+
+# What is said of a run -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbn", "fedper", "ma-fsvrg"])
+def test_evaluation_is_that_of_a_simulation(name: str) -> None:
+    """Pooled results are sums over the clients' own test data, which together are the pooled data."""
+    data, task, policy = vectors(), network(), algorithms()[name].buffers
+    cohorts = [[0, 1, 2, 3, 4, 5]] * 2
+    simulated = federation_of("loop", task, data, local={"batch": 8}, buffers=policy, workers=1)
+    grid = HereGrid(nodes_of(data, task, BLOCKS))
+    real = deployed(name, grid, task, buffers=policy)
+    algorithm = make(algorithms()[name], lr=0.05)
+    cells = [
+        evaluate(algorithm, rounds_on(federation, name, cohorts), federation, Evaluate())
+        for federation in (simulated, real)
+    ]
+    assert set(cells[1]) == set(cells[0]) - {"personal_pooled"}  # nobody holds all test data
+    for cell in cells[1]:
+        a, b = cells[0][cell].summary(), cells[1][cell].summary()
+        assert b["accuracy"] == a["accuracy"], cell
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-12), cell
+    assert (real.traffic, real.updates) == (simulated.traffic, simulated.updates)
+
+
+def test_messages_are_as_large_as_what_is_declared() -> None:
+    data = vectors(torch.float32)
+    task = model_task("mlp", data, hidden=2000)
+    grid = HereGrid(nodes_of(data, task, [[number] for number in range(6)]))
+    federation = deployed("fedavg", grid, task)
+    rounds_on(federation, "fedavg")
+    down = sum(sum(map(len, parts.values())) for _, parts in grid.sent)
+    assert federation.traffic.down <= down <= 1.05 * federation.traffic.down
+
+
+def test_evaluations_have_names() -> None:
+    for function in (evaluation_of(shared_model, "test"), model_of(shared_model), shared_model):
+        assert find_function(qualified_name(function)) is function
+    with pytest.raises(SartorError, match="no such client function"):
+        find_function("wraps/sartor.evaluation:shared_model")

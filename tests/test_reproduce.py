@@ -351,16 +351,17 @@ def test_the_command_lists_every_entry() -> None:
 
 
 def test_the_command_prints_ours_beside_theirs() -> None:
-    words = ("comfed/table4", "--methods", "fedavg,fednova", "--columns", "5", "rounds=2", "data.clients=6")
+    words = ("comfed/table4", "--methods", "fedavg,fednova", "--columns", "5", "rounds=4", "data.clients=6")
     done = invoke(*words, "partition.name=iid", "partition.alpha=", "model.name=softmax")
     assert done.exit_code == 2  # alpha is no setting of iid
     assert "comfed/table4, small: partition.alpha: unknown key" in done.stderr
-    done = invoke(*words, "model.name=softmax")
+    words += ("cohort.fraction=1", "model.name=softmax")
+    done = invoke(*words)
     assert done.exit_code == 0, done.output
     assert "do not compare with the paper's in size" in done.stdout
     assert "33.1" in done.stdout
     assert "order of 2 methods: Kendall's τ" in done.stdout
-    numbers = json.loads(invoke(*words, "model.name=softmax", "--json").stdout)["numbers"]
+    numbers = json.loads(invoke(*words, "--json").stdout)["numbers"]
     assert [number["paper"] for number in numbers] == [33.1, 24.5]
 
 

@@ -23,6 +23,7 @@ from sartor.algorithms.vrl_sgd import VRLSGD, VRLServer
 from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation, Reply
+from sartor.federation.base import NobodyAnswered
 from sartor.local import Client
 from sartor.task import Batch, Task
 
@@ -834,12 +835,17 @@ def test_engines_are_equal(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "vrl-sgd"])
 def test_a_round_in_which_nobody_answers_changes_nothing(name: str) -> None:
     task, data = task_and_data()
-    federation = federation_of("loop", task, data, local={"batch": 8})
+    here = [True]
+    federation = federation_of(
+        "loop", task, data, local={"batch": 8}, answers=lambda round, numbers: np.full(len(numbers), here[0])
+    )
     algorithm = method(name, federation, lr=0.05)
     server = play(algorithm, federation, COHORTS)
     before = left_behind(server, federation)
-    federation._answers = lambda round, numbers: np.zeros(len(numbers), bool)
-    after = left_behind(algorithm.round(server, federation, np.arange(6)), federation)
+    here[0] = False
+    with pytest.raises(NobodyAnswered):
+        algorithm.round(server, federation, np.arange(6))
+    after = left_behind(server, federation)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 

@@ -22,9 +22,17 @@ from sartor import runner
 from sartor.data.clients import ClientData, from_clients
 from sartor.data.own import from_folder, from_table, read_client
 from sartor.errors import DataError, SartorError, SettingError
-from sartor.experiment import OWN_DATA, Experiment
+from sartor.experiment import OWN_DATA, Experiment, to_toml
 from sartor.federation.clock import Conditions
-from sartor.federation.flower import Failed, FlowerFederation, Introduction, Post, Reception, assemble
+from sartor.federation.flower import (
+    Failed,
+    FlowerFederation,
+    Grid,
+    Introduction,
+    Post,
+    Reception,
+    assemble,
+)
 from sartor.federation.ledger import write
 from sartor.federation.node import Load, Node
 from sartor.record import RunFolder
@@ -113,29 +121,41 @@ def serve(
     with SuperLink(service.host, service.port, tls=tls, keys=keys) as grid:
         where = f"[{service.host}]" if ":" in service.host else service.host
         _say(f"listening on {where}:{grid.port}")
-        met = _await(Reception(Post(grid, service.deadline), experiment), grid, experiment, service)
-        data = assemble(met)
-        _say(f"{len(met)} nodes with {data.clients} clients; {experiment.algorithm} begins")
-        told = experiment
-        opened: list[FlowerFederation] = []
+        return serve_on(grid, experiment, service, out=out, resume=resume, progress=progress)
 
-        def open_federation(experiment: Experiment, task: Task, data: ClientData) -> FlowerFederation:
-            opened.append(_federation(grid, met, told, experiment, task, data, service))
-            return opened[-1]
 
-        if resume is not None:
-            result = runner.resume(resume, data=data, progress=progress, opened=open_federation)
-        else:
-            own = replace(experiment.data, name=OWN_DATA, clients=data.clients)
-            experiment = replace(experiment, data=own)
-            result = runner.execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
-        for federation in opened:
-            federation.farewell()
-        return result
+def serve_on(
+    grid: Grid,
+    experiment: Experiment,
+    service: Service,
+    *,
+    out: Path | None = None,
+    resume: Path | None = None,
+    progress: bool = False,
+) -> Result:
+    """Run an experiment with the nodes of a grid, or continue the run of a folder with them."""
+    met = _await(Reception(Post(grid, service.deadline), experiment), grid, experiment, service)
+    data = assemble(met)
+    _say(f"{len(met)} nodes with {data.clients} clients; {experiment.algorithm} begins")
+    told = experiment
+    opened: list[FlowerFederation] = []
+
+    def open_federation(experiment: Experiment, task: Task, data: ClientData) -> FlowerFederation:
+        opened.append(_federation(grid, met, told, experiment, task, data, service))
+        return opened[-1]
+
+    if resume is not None:
+        result = runner.resume(resume, data=data, progress=progress, opened=open_federation)
+    else:
+        experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, clients=data.clients))
+        result = runner.execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
+    for federation in opened:
+        federation.farewell()
+    return result
 
 
 def _await(
-    reception: Reception, grid: Any, experiment: Experiment, service: Service
+    reception: Reception, grid: Grid, experiment: Experiment, service: Service
 ) -> dict[int, Introduction]:
     """Wait until enough nodes are there, and greet them."""
     met: dict[int, Introduction] = {}
@@ -162,7 +182,7 @@ def _await(
 
 
 def _federation(
-    grid: Any,
+    grid: Grid,
     met: dict[int, Introduction],
     told: Experiment,
     experiment: Experiment,
@@ -414,6 +434,88 @@ def _private(key: Any) -> bytes:
 
 def _public(key: Any) -> bytes:
     return bytes(key.public_key().public_bytes(_pem(), _subject()))
+
+
+# An application for any Flower installation ----------------------------------------------------------------
+
+_APP = """[project]
+name = "sartor-federation"
+version = "1.0.0"
+description = "An experiment of sartor on Flower"
+license = "Apache-2.0"
+dependencies = ["sartor[flower]"]
+
+[tool.flwr.app]
+publisher = "sartor"
+
+[tool.flwr.app.components]
+serverapp = "server_app:app"
+clientapp = "client_app:app"
+
+[tool.flwr.app.config]
+out = ""
+min-nodes = 0
+deadline = 600.0
+quorum = 1
+"""
+
+_SERVER = '''"""The server: runs the experiment beside this file."""
+
+from pathlib import Path
+
+from flwr.serverapp import ServerApp
+
+from sartor.deploy import Service, serve_on
+from sartor.experiment import load
+from sartor.federation.stock import StockGrid
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    """Run the rounds; the run folder is run_config "out", or a new one in runs/."""
+    settings = context.run_config
+    service = Service(
+        min_nodes=int(settings["min-nodes"]),
+        deadline=float(settings["deadline"]),
+        quorum=int(settings["quorum"]),
+    )
+    out = Path(str(settings["out"])) if settings["out"] else None
+    serve_on(StockGrid(grid), load(Path(__file__).with_name("experiment.toml")), service, out=out)
+'''
+
+_CLIENT = '''"""A node: its data and its states lie where --node-config says."""
+
+from flwr.clientapp import ClientApp
+
+from sartor.federation.stock import answer
+
+app = ClientApp()
+
+
+@app.query("call")
+def call(message, context):
+    """Answer a request of the server."""
+    return answer(message, context)
+'''
+
+
+def write_app(folder: Path, experiment: Experiment) -> list[Path]:
+    """An application of Flower's that runs the experiment; nothing that exists is written over."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "pyproject.toml": _APP,
+        "server_app.py": _SERVER,
+        "client_app.py": _CLIENT,
+        "experiment.toml": to_toml(experiment),
+    }
+    for name in files:
+        if (folder / name).exists():
+            raise SettingError(f"{folder / name}: exists already; give another folder")
+    for name, text in files.items():
+        write(folder / name, text.encode())
+    return [folder / name for name in files]
 
 
 def _say(text: str) -> None:

@@ -14,6 +14,10 @@ class SettingError(SartorError):
 class DataError(SartorError):
     """Data that is missing, damaged or cannot be partitioned as asked."""
 
+    def __init__(self, message: str) -> None:
+        # Names that come from the data may hold anything; the message stays one line.
+        super().__init__("".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in message))
+
 
 class NotStackable(SartorError):
     """A model or client function that cannot be trained in one batch; the loop engine can run it."""

@@ -203,7 +203,7 @@ def entry(name: str) -> Entry:
             for label, row in rows.items()
         }
         chosen = _columns(small.columns, f"{name}.small.columns") or columns
-        experiment = _experiment(small.preset or file.preset, small.experiment)
+        experiment = _experiment(small.preset, small.experiment)
         scales["small"] = Setting(experiment, chosen, rows)
     measured = {}
     for scale, table in file.measured.items():

@@ -107,7 +107,7 @@ class FedDBE(Algorithm):
     paper = "Zhang et al. 2023"
     server_keeps = "w, mean features z̄"
     client_keeps = "bias b_i of the features"
-    traffic = "1 / 1; once 1 / |features| with everyone"
+    traffic = "1 / 1 (once |features| up, by everyone)"
     Hyper = FedDBEHyper
 
     def start(self, federation: Federation) -> FedDBEServer:

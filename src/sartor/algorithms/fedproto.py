@@ -154,7 +154,7 @@ class FedProto(Algorithm):
     paper = "Tan et al. 2022"
     server_keeps = "a prototype of each class"
     client_keeps = "its model"
-    traffic = "classes × features, each way"
+    traffic = "classes × features / classes × features"
     buffers = "local"
     Hyper = FedProtoHyper
 

@@ -92,7 +92,7 @@ class TWAFL(Algorithm):
     paper = "Chen, Sun and Jin 2019"
     server_keeps = "w, the last model of every client (N × d)"
     client_keeps = "nothing"
-    traffic = "1 / 1, in most rounds 1 / without the head"
+    traffic = "1 / 1 (in most rounds without the head)"
     Hyper = TWAFLHyper
 
     def start(self, federation: Federation) -> TWAFLServer:

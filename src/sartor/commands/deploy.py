@@ -1,4 +1,4 @@
-"""``sartor serve``, ``join`` and ``keys``: a real federation, one command at every machine."""
+"""``sartor serve``, ``join``, ``keys`` and ``flower-app``: real federations, one command at every machine."""
 
 from __future__ import annotations
 
@@ -166,4 +166,31 @@ def keys(
             f"--nodes: expected a number, or different names of letters and digits, got {nodes!r}"
         )
     for path in make_keys(folder, host, names):
+        print(path)
+
+
+@app.command("flower-app")
+@reported
+def flower_app(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the application is written.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="EXPERIMENT.toml|KEY=VALUE",
+            help="An experiment file, and settings that win over it.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write an application that `flwr run` executes on any Flower installation.
+
+    sartor flower-app app experiment.toml
+    """
+    from sartor.deploy import write_app
+    from sartor.experiment import load
+
+    words, overrides = sort_out(arguments or ())
+    if len(words) > 1:
+        raise SettingError(f"{words[1]!r}: expected one experiment file and key=value")
+    for path in write_app(folder, load(words[0] if words else None, overrides)):
         print(path)

@@ -24,20 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 from sartor.errors import SartorError
 from sartor.federation.flower import Failed
+from sartor.federation.stock import TYPE, VERSIONS, from_content, to_content  # turns telemetry off first
 from sartor.federation.wire import HEADER, LARGEST_HEADER, Parts
 
-os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
-os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 os.environ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
-
-VERSIONS = "flwr>=1.41,<1.43"
 
 try:
     import httpx
     import uvicorn
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, RecordDict
+    from flwr.app import Message, Metadata
     from flwr.app.message import make_message, remove_content_from_message
-    from flwr.common.constant import NOOP_FLWR_AID, SUPERLINK_NODE_ID, ErrorCode
+    from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID, ErrorCode
     from flwr.common.serde import message_from_proto, message_to_proto
     from flwr.proto.fleet_pb2 import (
         ActivateNodeRequest,
@@ -49,7 +46,7 @@ try:
     from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
     from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
     from flwr.proto.node_pb2 import Node as FleetNode
-    from flwr.supercore.constant import NOOP_ACCOUNT_NAME, NOOP_FEDERATION_ID, TaskType
+    from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
     from flwr.supercore.inflatable.inflatable_object import (
         get_all_nested_objects,
         get_object_tree,
@@ -103,31 +100,6 @@ NODE_PATHS = frozenset(
 )
 REFUSED = (401, 403, 404, 412)
 """Answers of a server that knows what is asked of it and does not do it."""
-TYPE = "query.call"
-RECORD = "sartor"
-
-
-def to_content(parts: Parts) -> RecordDict:
-    """Parts as the content of a Flower message: the header as a setting, tensors as arrays of bytes."""
-    arrays = {
-        group: Array(dtype="uint8", shape=(len(part),), stype="bytes", data=part)
-        for group, part in parts.items()
-        if group != HEADER
-    }
-    return RecordDict(
-        {RECORD: ConfigRecord({HEADER: parts[HEADER]}), f"{RECORD}.tensors": ArrayRecord(arrays)}
-    )
-
-
-def from_content(content: RecordDict) -> Parts:
-    """The parts that :func:`to_content` packed; anything else is a ValueError."""
-    settings, arrays = content.get(RECORD), content.get(f"{RECORD}.tensors")
-    if not isinstance(settings, ConfigRecord) or not isinstance(arrays, ArrayRecord):
-        raise ValueError("not a message of sartor")
-    header = settings.get(HEADER)
-    if not isinstance(header, bytes):
-        raise ValueError("no header")
-    return {HEADER: header, **{str(group): bytes(array.data) for group, array in arrays.items()}}
 
 
 # The server's side -----------------------------------------------------------------------------------------
@@ -480,10 +452,8 @@ class FleetLink:
         """Leave."""
         self._closing.set()
         if self._node is not None:
-            try:
+            with contextlib.suppress(Lost):
                 self._call(self._client.DeactivateNode, DeactivateNodeRequest(node_id=self.known), REFUSED)
-            except Lost:
-                pass
         self._client.close()
 
     def _beat(self) -> None:

@@ -6,6 +6,8 @@ a small batch use two cores better that way than by splitting each operation.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,6 +24,8 @@ from sartor.federation.names import name_of
 from sartor.federation.schedule import plan, scan_table
 from sartor.local import Batches, Client
 from sartor.task import Batch
+
+log = logging.getLogger(__name__)
 
 
 class LoopFederation(Federation):
@@ -54,11 +58,30 @@ class LoopFederation(Federation):
         if not results:
             return {}, {}, None
         sent, kept, after = zip(*results, strict=True)
+        sent, kept = self._alike(work, sent), self._alike(work, kept)
         if given is None or all(row is None for row in after):
             return _stack(sent), _stack(kept), None
         # A client without samples took no step: its buffers are those it was given.
         trained = [before if row is None else row for row, before in zip(after, given, strict=True)]
         return _stack(sent), _stack(kept), torch.stack(trained)
+
+    def _alike(self, work: Work, rows: tuple[dict[str, Tensor], ...]) -> tuple[dict[str, Tensor], ...]:
+        """The rows, where one of another shape than most have is a bad reply."""
+        usual = {name: Counter(row[name].shape for row in rows).most_common(1)[0][0] for name in rows[0]}
+        alike = []
+        for number, row in zip(work.numbers.tolist(), rows, strict=True):
+            wrong = next((name for name, shape in usual.items() if row[name].shape != shape), None)
+            if wrong is not None:
+                method, client = self.method or name_of(work.function), self.names[number]
+                who = f"{method}, round {self.round}, client {client!r}"
+                shapes = f"has shape {list(row[wrong].shape)}, others have {list(usual[wrong])}"
+                told = f"{who}: {wrong!r} of its reply {shapes}"
+                if self.conditions.on_bad_reply == "stop":
+                    raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
+                log.warning("%s", told)
+                row = {name: _unfit(row[name], usual[name]) for name in usual}
+            alike.append(row)
+        return tuple(alike)
 
     def _each(self, one: Callable[[int], Any], numbers: np.ndarray) -> list[Any]:
         if self.workers == 1 or len(numbers) == 1:
@@ -131,6 +154,13 @@ class LoopFederation(Federation):
             )
             carry = body(carry, Batch(x[index], y[index], None, key))
         return carry
+
+
+def _unfit(value: Tensor, shape: torch.Size) -> Tensor:
+    """A value of that shape which will be refused."""
+    return torch.full(
+        shape, torch.nan if value.is_floating_point() else 0, dtype=value.dtype, device=value.device
+    )
 
 
 def _stack(rows: tuple[dict[str, Tensor], ...]) -> dict[str, Tensor]:

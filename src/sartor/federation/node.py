@@ -15,6 +15,7 @@ import dataclasses
 import inspect
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from sartor import experiment as experiments
@@ -30,7 +32,7 @@ from sartor.data.clients import SPLITS, ClientData, Moments, Split, prepare
 from sartor.errors import SartorError
 from sartor.experiment import Experiment
 from sartor.federation import Federation, choose_engine, make_federation
-from sartor.federation.ledger import Ledger, rows_of
+from sartor.federation.ledger import Ledger, rows_of, write
 from sartor.federation.names import find_function
 from sartor.federation.wire import BadMessage, Parts, decode, encode, version
 from sartor.models import make_task
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 
 Load = Callable[[Experiment], ClientData]
 """Gives a node's clients: their raw samples, split as the experiment says."""
+OPENED, DECLARED = "opened.json", "declared.tensors"
+OPEN_KEYS = ("run", "clients", "numbers", "classes", "buffers", "number")
 Groups = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -92,7 +96,7 @@ class Node:
         except SartorError as error:
             log.warning("request refused: %s", error)
             return encode({"nonce": nonce, "error": str(error)})
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except Exception as error:  # a request may hold anything; the node is there for the next one
             log.exception("request failed")
             return encode({"nonce": nonce, "error": f"{type(error).__name__}: {error}"})
 
@@ -164,6 +168,7 @@ class Node:
         self._ledger.go_back(int(header["at"]), header["without"])
         self._settle(header)
         self._fill(self._federation.states)
+        self._remember(header, groups)
         return {}, {}
 
     def _call(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
@@ -175,6 +180,8 @@ class Node:
         for name, initial in groups.get("declared", {}).items():
             federation.declare(**{name: initial})
             self._fill([name])
+        if "declared" in groups:
+            self._remember_declared(groups["declared"])
         numbers = np.array(header["numbers"], dtype=np.int64)
         if not len(numbers) or numbers.min() < 0 or numbers.max() >= len(self._hosted):
             raise BadMessage("malformed", "there are no such clients")
@@ -208,6 +215,42 @@ class Node:
             self._settle(header)
         self.done = True
         return {}, {}
+
+    # What outlives the process --------------------------------------------------------------------
+
+    def recall(self) -> None:
+        """Take up the run where the last process of this node left it, without being told of it again."""
+        if self._folder is None or not (self._folder / OPENED).exists():
+            return
+        stored = json.loads((self._folder / OPENED).read_text())
+        header = {**stored["open"], "at": sys.maxsize, "without": [], "settled": [], "floor": 0}
+        groups = {}
+        if stored["moments"]:
+            values = {
+                name: torch.tensor(held, dtype=torch.float64) for name, held in stored["moments"].items()
+            }
+            groups["moments"] = values
+        self._hello({"experiment": stored["experiment"]}, {})
+        self._open(header, groups)
+        declared = self._folder / self._run / DECLARED
+        if declared.exists():
+            for name, initial in load(declared.read_bytes()).items():
+                assert self._federation is not None
+                self._federation.declare(**{name: initial})
+                self._fill([name])
+
+    def _remember(self, header: Mapping[str, Any], groups: Groups) -> None:
+        if self._folder is not None:
+            told = {key: header[key] for key in OPEN_KEYS if key in header}
+            moments = {name: value.tolist() for name, value in groups.get("moments", {}).items()}
+            stored = {"experiment": json.loads(self._told), "open": told, "moments": moments}
+            write(self._folder / OPENED, json.dumps(stored).encode())
+
+    def _remember_declared(self, declared: Mapping[str, Tensor]) -> None:
+        if self._folder is not None:
+            path = self._folder / self._run / DECLARED
+            known = load(path.read_bytes()) if path.exists() else {}
+            write(path, save({**known, **{name: value.contiguous() for name, value in declared.items()}}))
 
     # What clients keep ----------------------------------------------------------------------------
 

@@ -166,7 +166,9 @@ def _tensors(data: bytes, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
     tensors, begin = {}, 0
     for name, spec in specs.items():
         end = begin + size_of(spec)
-        raw = torch.from_numpy(np.frombuffer(data, np.uint8, end - begin, begin).copy())
-        tensors[name] = raw.view(DTYPES[spec[0]]).reshape(spec[1])
+        tensor = tensors[name] = torch.empty(spec[1], dtype=DTYPES[spec[0]])
+        if tensor.numel():
+            raw = tensor.view(-1).view(torch.uint8).numpy()
+            raw[:] = np.frombuffer(data, np.uint8, end - begin, begin)
         begin = end
     return tensors
