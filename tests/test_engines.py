@@ -625,3 +625,21 @@ def test_a_chunk_is_never_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch)
     task, data = quadratics(torch.zeros(18, 2), torch.ones(18, 2))
     federation_of("stacked", task, data, chunk=9).map(lambda c, h: Reply(n=c.n), range(18))
     assert max(held) <= 9
+
+
+# Digits ----------------------------------------------------------------------------------------------------
+
+
+def flags(client: Client, hyper: Any) -> Reply:
+    products, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    return Reply(seen=torch.tensor([products, convolutions]))
+
+
+@pytest.mark.parametrize(
+    ("precision", "seen"), [("usual", [False, True]), ("full", [False, False]), ("tf32", [True, True])]
+)
+def test_the_precision_holds_while_clients_run(precision: str, seen: list[bool]) -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    federation = federation_of("loop", plain(), vectors(), precision=precision, workers=1)
+    assert federation.map(flags, [0])["seen"][0].tolist() == seen
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before == (False, True)

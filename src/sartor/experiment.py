@@ -177,6 +177,11 @@ class Engine:
     workers: int = setting(0, "clients trained at once by the loop engine on a CPU; 0: one per core", low=0)
     compile: str = setting("auto", "whether the training step is compiled", choices=("auto", "yes", "no"))
     timeout: int = setting(600, "seconds that the processes of a distributed run wait for each other", low=1)
+    precision: str = setting(
+        "usual",
+        "digits of products and convolutions on CUDA: PyTorch's way, all of float32, or tf32",
+        choices=("usual", "full", "tf32"),
+    )
     states: str = setting(
         "auto", "where client states lie; auto: by their size", choices=("auto", "memory", "disk")
     )

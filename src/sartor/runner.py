@@ -471,6 +471,7 @@ def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Fed
         buffers=experiment.model.buffers,
         evaluation_batch=experiment.evaluate.batch,
         states=engine.states,
+        precision=engine.precision,
         method=experiment.algorithm,
         conditions=Conditions(
             availability=experiment.availability.settings,

@@ -28,7 +28,7 @@ from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError
 from sartor.experiment import Local
 from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
-from sartor.federation.memory import to_device
+from sartor.federation.memory import digits, to_device
 from sartor.federation.names import find_function, name_of, qualified_name
 from sartor.federation.samples import samples_of
 from sartor.federation.state import StateStore
@@ -231,6 +231,7 @@ class Federation(ABC):
         conditions: Conditions | None = None,
         method: str = "",
         states: str = "auto",
+        precision: str = "usual",
         answers: Answers | None = None,
     ) -> None:
         if buffers not in POLICIES:
@@ -253,6 +254,7 @@ class Federation(ABC):
         self.traffic = Traffic()
         self.conditions = conditions or Conditions()
         self.method = method
+        self.precision = precision
         self.queue = EventQueue()
         self.updates = 0
         """Replies that the server has used so far."""
@@ -603,7 +605,7 @@ class Federation(ABC):
         if buffers is not None and self.policy == "local":
             buffers = self.states.rows("buffers", numbers)
         hyper = self.hyper if hyper is None else hyper
-        with torch.no_grad():
+        with torch.no_grad(), digits(self.precision):
             work = Work(function, hyper, numbers, rounds, shared, {**each, **state}, buffers)
             sent, kept, after = self._run(work)
         for name in kept:

@@ -1,8 +1,10 @@
-"""Memory where clients train: how much is free, and how arrays get there."""
+"""Where clients train: how much memory is free, how arrays get there, with how many digits it computes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -25,3 +27,21 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """An array on the device; without waiting for the device to be idle."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@contextmanager
+def digits(precision: str) -> Iterator[None]:
+    """Compute on CUDA in all digits of float32 (``full``) or in ``tf32``; ``usual`` leaves it to PyTorch.
+
+    PyTorch's way is tf32 for convolutions and float32 for matrix products.
+    """
+    if precision == "usual":
+        yield
+        return
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32
+    products.allow_tf32 = convolutions.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = before
