@@ -177,6 +177,42 @@ def test_a_node_started_anew_goes_on_with_what_it_has_stored(tmp_path: Path) -> 
     assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
 
 
+class Forgetful:
+    """A node of which nothing but its folder lasts from one request to the next."""
+
+    def __init__(self, place: int, folder: Path) -> None:
+        self.place, self.folder = place, folder
+
+    def node(self) -> Node:
+        node = nodes_of(vectors(), plain(), BLOCKS, self.folder)[self.place]
+        node.recall()
+        return node
+
+    def handle(self, parts: Parts) -> Parts:
+        return self.node().handle(parts)
+
+    def states(self, name: str) -> dict[int, Tensor]:
+        return self.node().states(name)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_nodes_that_live_for_one_request_give_the_same(tmp_path: Path, normalise: bool) -> None:
+    """As where Flower starts a process for every message."""
+    experiment = experiment_of("scaffold", local={"batch": 8}, data={"normalise": normalise})
+    left = []
+    for nodes in (
+        nodes_of(vectors(), plain(), BLOCKS, tmp_path / "lasting"),
+        {place: Forgetful(place, tmp_path / "forgetful") for place in (1, 2, 3)},
+    ):
+        grid = HereGrid(nodes)  # type: ignore[arg-type]
+        federation = federation_on(grid, experiment, plain())
+        server = rounds_on(federation, "scaffold")
+        federation.farewell()
+        left.append((server.w, kept(grid, "c_i")))
+    assert torch.equal(left[0][0], left[1][0])
+    assert torch.equal(left[0][1], left[1][1])
+
+
 @pytest.mark.parametrize("name", ["scaffold", "fedbuff", "fedper"])
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_server_that_continues_takes_the_nodes_back(tmp_path: Path, name: str, anew: bool) -> None:

@@ -111,6 +111,7 @@ class Node:
             self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
             self._run = ""
+            self._remember({}, {})
         data = self._data
         held = {name: getattr(data, name) for name in SPLITS}
         reply = {
@@ -223,6 +224,9 @@ class Node:
         if self._folder is None or not (self._folder / OPENED).exists():
             return
         stored = json.loads((self._folder / OPENED).read_text())
+        self._hello({"experiment": stored["experiment"]}, {})
+        if not stored["open"]:
+            return
         header = {**stored["open"], "at": sys.maxsize, "without": [], "settled": [], "floor": 0}
         groups = {}
         if stored["moments"]:
@@ -230,7 +234,6 @@ class Node:
                 name: torch.tensor(held, dtype=torch.float64) for name, held in stored["moments"].items()
             }
             groups["moments"] = values
-        self._hello({"experiment": stored["experiment"]}, {})
         self._open(header, groups)
         declared = self._folder / self._run / DECLARED
         if declared.exists():
@@ -240,10 +243,12 @@ class Node:
                 self._fill([name])
 
     def _remember(self, header: Mapping[str, Any], groups: Groups) -> None:
+        """What the server has told: the experiment, and, once it has, where the clients are in the run."""
         if self._folder is not None:
             told = {key: header[key] for key in OPEN_KEYS if key in header}
             moments = {name: value.tolist() for name, value in groups.get("moments", {}).items()}
             stored = {"experiment": json.loads(self._told), "open": told, "moments": moments}
+            self._folder.mkdir(parents=True, exist_ok=True)
             write(self._folder / OPENED, json.dumps(stored).encode())
 
     def _remember_declared(self, declared: Mapping[str, Tensor]) -> None:

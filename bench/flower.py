@@ -1,0 +1,217 @@
+"""Seconds of one exchange over three nodes, each a process of its own, beside stock Flower's in the same run.
+
+A node sends back what it is sent: nothing, 1 MB or 20 MB. Ours runs the whole path of a round: the federation's
+``map``, messages over HTTP on this machine, a node's client function. Stock Flower runs an echo through its
+SuperLink and SuperNodes. ``--no-stock`` leaves that out, it takes minutes.
+
+    python bench/flower.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+SIZES = {"0": 0, "1 MB": 1_000_000, "20 MB": 20_000_000}
+NODES = 3
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+@contextmanager
+def processes(commands: list[list[str]], folder: Path, environment: dict[str, str]) -> Iterator[None]:
+    """Processes that end with the block."""
+    started = []
+    for place, command in enumerate(commands):
+        with (folder / f"{place}-{Path(command[0]).name}.log").open("w") as log:
+            started.append(
+                subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            )
+    try:
+        yield
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in started:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
+    """Median seconds of our exchange, and bytes on the wire over those that are counted."""
+    from sartor.deploy import Service, _await
+    from sartor.evaluation import shared_model
+    from sartor.experiment import from_mapping
+    from sartor.federation.flower import FlowerFederation, Post, Reception, assemble
+    from sartor.federation.flwr_adapter import SuperLink
+    from sartor.models import make_task
+
+    generator = np.random.default_rng(0)
+    database = folder / "messages.db" if durable else None
+    service = Service(min_nodes=NODES, deadline=120)
+    experiment = from_mapping({"data": {"normalise": False}})
+    with SuperLink("127.0.0.1", 0, database=database) as link:
+        commands = []
+        for place in range(NODES):
+            file = folder / f"client{place}.npz"
+            np.savez(file, x=generator.normal(size=(20, 4)), y=np.arange(20) % 2)
+            state = folder / f"state-{durable}-{place}"
+            commands.append(
+                [sys.executable, "-m", "sartor", "join", f"127.0.0.1:{link.port}"]
+                + ["--data", str(file), "--state", str(state)]
+            )
+        with processes(commands, folder, {**os.environ, "OMP_NUM_THREADS": "1"}):
+            met = _await(Reception(Post(link, 120), experiment), link, experiment, service)
+            data = assemble(met)
+            task = make_task("mlp", experiment.model.settings, (4,), 2, 0)
+            federation = FlowerFederation(link, met, experiment, task, data, hyper=experiment.hyper)
+            federation.map(shared_model, range(NODES), {"w": torch.zeros(1)})  # nodes are told of the run
+            found: dict[str, Any] = {}
+            for name, size in SIZES.items():
+                w = torch.randn(size // 4)
+                seconds = []
+                for _ in range(repetitions):
+                    begin = time.perf_counter()
+                    federation.map(shared_model, range(NODES), {"w": w})
+                    seconds.append(time.perf_counter() - begin)
+                found[name] = round(statistics.median(seconds), 3)
+            state = link._state
+            down, up = federation.traffic.down, federation.traffic.up
+            found["traffic"] = wire_share(state, link._run, down, up)
+            federation.farewell()
+            return found
+
+
+def wire_share(state: Any, run: int, down: int, up: int) -> dict[str, float]:
+    """Bytes that Flower counted, over those that the federation counted."""
+    info = state.get_run_info(run_ids=[run])[0]
+    sent, received = int(info.bytes_sent), int(info.bytes_recv)
+    return {"down": round(sent / down, 4), "up": round(received / up, 4)}
+
+
+SERVER = """
+import json, time
+from flwr.app import ArrayRecord, Array, Message, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    while len(nodes := list(grid.get_node_ids())) < NODES:
+        time.sleep(0.2)
+    found = {}
+    for name, size in SIZES.items():
+        data = bytes(bytearray(i % 251 for i in range(1000))) * (size // 1000)
+        seconds = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            array = Array(dtype="uint8", shape=(len(data),), stype="bytes", data=data)
+            messages = [Message(RecordDict({"w": ArrayRecord({"w": array})}), node, "query.call") for node in nodes]
+            replies = list(grid.send_and_receive(messages))
+            seconds.append(time.perf_counter() - begin)
+            assert len(replies) == NODES and not any(reply.has_error() for reply in replies)
+        found[name] = round(min(seconds), 3)
+    open(OUT, "w").write(json.dumps(found))
+"""
+CLIENT = """
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+@app.query("call")
+def call(message, context):
+    return Message(message.content, reply_to=message)
+"""
+
+
+def stock(folder: Path) -> dict[str, Any]:
+    """Seconds of stock Flower's exchange, the better of two."""
+    from sartor.deploy import _APP
+
+    app, home, out = folder / "app", folder / "flower", folder / "stock.json"
+    app.mkdir()
+    home.mkdir()
+    (app / "pyproject.toml").write_text(
+        _APP.replace('dependencies = ["sartor[flower]"]', "dependencies = []")
+    )
+    (app / "server_app.py").write_text(f"NODES = {NODES}\nSIZES = {SIZES}\nOUT = {str(out)!r}\n" + SERVER)
+    (app / "client_app.py").write_text(CLIENT)
+    port = free_port()
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    scripts = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    link = [str(scripts / "flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(port)]
+    nodes = [
+        [str(scripts / "flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{port}"]
+        + ["--host", "127.0.0.1", "--port", str(free_port())]
+        for _ in range(NODES)
+    ]
+    with processes([link], folder, environment):
+        time.sleep(5)
+        with processes(nodes, folder, environment):
+            time.sleep(5)
+            with processes([[str(scripts / "flwr"), "run", str(app), "here"]], folder, environment):
+                end = time.monotonic() + 300
+                while not out.exists() and time.monotonic() < end:
+                    time.sleep(0.5)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-stock", action="store_true")
+    parser.add_argument("--repetitions", type=int, default=5)
+    options = parser.parse_args()
+    rows = {}
+    with tempfile.TemporaryDirectory() as name:
+        for label, durable in (("sartor, messages in memory", False), ("sartor, messages in a file", True)):
+            folder = Path(name) / str(durable)
+            folder.mkdir()
+            rows[label] = ours(folder, options.repetitions, durable)
+        if not options.no_stock:
+            folder = Path(name) / "stock"
+            folder.mkdir()
+            rows["Flower, one process a message"] = stock(folder)
+    for label, row in rows.items():
+        print(
+            f"{label:32} " + "  ".join(f"{size}: {row[size]:7.3f} s" for size in SIZES),
+            row.get("traffic", ""),
+        )
+
+
+if __name__ == "__main__":
+    main()
