@@ -34,6 +34,7 @@ bench: install
 	$(BIN)/python bench/engines.py
 	$(BIN)/python bench/central.py --large
 	$(BIN)/python bench/scale.py
+	$(BIN)/python bench/flower.py
 
 clean:
 	rm -rf .venv build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

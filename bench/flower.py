@@ -1,8 +1,9 @@
 """Seconds of one exchange over three nodes, each a process of its own, beside stock Flower's in the same run.
 
-A node sends back what it is sent: nothing, 1 MB or 20 MB. Ours runs the whole path of a round: the federation's
-``map``, messages over HTTP on this machine, a node's client function. Stock Flower runs an echo through its
-SuperLink and SuperNodes. ``--no-stock`` leaves that out, it takes minutes.
+A node sends back what it is sent: nothing, 1 MB or 20 MB, other numbers to every node. Ours runs the whole
+path of a round: the federation's ``map``, messages over HTTP on this machine, a node's client function.
+Stock Flower runs an echo through its SuperLink and SuperNodes. ``--no-stock`` leaves that out, it takes
+minutes. Behind the times stand the bytes that travelled, over those that the federation counts.
 
     python bench/flower.py
 """
@@ -78,8 +79,7 @@ def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
             np.savez(file, x=generator.normal(size=(20, 4)), y=np.arange(20) % 2)
             state = folder / f"state-{durable}-{place}"
             commands.append(
-                [sys.executable, "-m", "sartor", "join", f"127.0.0.1:{link.port}"]
-                + ["--data", str(file), "--state", str(state)]
+                f"{sys.executable} -m sartor join 127.0.0.1:{link.port} --data {file} --state {state}".split()
             )
         with processes(commands, folder, {**os.environ, "OMP_NUM_THREADS": "1"}):
             met = _await(Reception(Post(link, 120), experiment), link, experiment, service)
@@ -89,25 +89,23 @@ def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
             federation.map(shared_model, range(NODES), {"w": torch.zeros(1)})  # nodes are told of the run
             found: dict[str, Any] = {}
             for name, size in SIZES.items():
-                w = torch.randn(size // 4)
+                w = torch.randn(NODES, size // 4)
                 seconds = []
                 for _ in range(repetitions):
                     begin = time.perf_counter()
-                    federation.map(shared_model, range(NODES), {"w": w})
+                    federation.map(shared_model, range(NODES), each={"w": w})
                     seconds.append(time.perf_counter() - begin)
                 found[name] = round(statistics.median(seconds), 3)
-            state = link._state
-            down, up = federation.traffic.down, federation.traffic.up
-            found["traffic"] = wire_share(state, link._run, down, up)
+            found["traffic"] = wire_share(link._state, link._run, federation.traffic)
             federation.farewell()
             return found
 
 
-def wire_share(state: Any, run: int, down: int, up: int) -> dict[str, float]:
+def wire_share(state: Any, run: int, traffic: Any) -> dict[str, float]:
     """Bytes that Flower counted, over those that the federation counted."""
     info = state.get_run_info(run_ids=[run])[0]
     sent, received = int(info.bytes_sent), int(info.bytes_recv)
-    return {"down": round(sent / down, 4), "up": round(received / up, 4)}
+    return {"down": round(sent / traffic.down, 4), "up": round(received / traffic.up, 4)}
 
 
 SERVER = """
@@ -128,7 +126,8 @@ def main(grid, context):
         for _ in range(2):
             begin = time.perf_counter()
             array = Array(dtype="uint8", shape=(len(data),), stype="bytes", data=data)
-            messages = [Message(RecordDict({"w": ArrayRecord({"w": array})}), node, "query.call") for node in nodes]
+            content = RecordDict({"w": ArrayRecord({"w": array})})
+            messages = [Message(content, node, "query.call") for node in nodes]
             replies = list(grid.send_and_receive(messages))
             seconds.append(time.perf_counter() - begin)
             assert len(replies) == NODES and not any(reply.has_error() for reply in replies)
@@ -175,8 +174,8 @@ def stock(folder: Path) -> dict[str, Any]:
     }
     link = [str(scripts / "flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(port)]
     nodes = [
-        [str(scripts / "flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{port}"]
-        + ["--host", "127.0.0.1", "--port", str(free_port())]
+        f"{scripts}/flower-supernode --insecure --superlink 127.0.0.1:{port} --host 127.0.0.1 "
+        f"--port {free_port()}".split()
         for _ in range(NODES)
     ]
     with processes([link], folder, environment):
@@ -207,10 +206,8 @@ def main() -> None:
             folder.mkdir()
             rows["Flower, one process a message"] = stock(folder)
     for label, row in rows.items():
-        print(
-            f"{label:32} " + "  ".join(f"{size}: {row[size]:7.3f} s" for size in SIZES),
-            row.get("traffic", ""),
-        )
+        times = "  ".join(f"{size}: {row[size]:6.3f} s" for size in SIZES)
+        print(f"{label:30} {times}  {row.get('traffic', '')}")
 
 
 if __name__ == "__main__":

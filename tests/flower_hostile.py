@@ -15,7 +15,7 @@ from flwr.supercore.inflatable.inflatable_object import get_object_tree
 
 from sartor.deploy import _own_key, loader
 from sartor.federation import flwr_adapter
-from sartor.federation.flwr_adapter import FleetLink, Request
+from sartor.federation.flwr_adapter import FleetLink, Lost, Request
 from sartor.federation.node import Node
 from sartor.federation.wire import Parts, decode, encode, read_header
 
@@ -37,7 +37,11 @@ def main(words: Sequence[str]) -> None:
     address, data, state = words[0], Path(words[1]), Path(words[2])
     state.mkdir(parents=True)
     link = FleetLink(address, _own_key(state / "key.pem"), insecure=True)
-    link.connect()
+    while not link.known:
+        try:
+            link.connect()
+        except Lost:  # the server is not there yet
+            time.sleep(0.1)
     node = Node(loader(data, None, None, None), state / "runs")
     remembered: Parts = {}
     while not node.done:

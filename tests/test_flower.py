@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +20,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from torch import Tensor
 
+import sartor
 from flower_processes import Child, Nursery, free_port
 from sartor.data.clients import ClientData
 from sartor.experiment import Experiment, load
@@ -383,3 +388,67 @@ def test_a_node_cannot_answer_for_another(link: Any) -> None:
     assert refused.value.kind == "forged"
     for node in (honest, liar):
         node.close()
+
+
+# A Flower installation that is there already ---------------------------------------------------------------
+
+
+def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path) -> None:
+    """Flower's own programs, a process for every message."""
+    place = folder / "stock"
+    place.mkdir()
+    port, scripts = free_port(), Path(sys.executable).parent
+    (place / "config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    settings = ("rounds=1", "evaluate.every=0", "data.clients=4")
+    app = nursery.start("flower-app", place / "app", "algorithm=fedavg", *SETTINGS[1:], *settings)
+    assert app.wait(20) == 0, app.output
+    environment = {
+        **os.environ,
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(sartor.__file__).parent.parent),
+        "FLWR_HOME": str(place),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    here = ("--insecure", "--host", "127.0.0.1", "--port")
+    commands = [("flower-superlink", *here, port)]
+    for node in (0, 1):
+        where = f'data="{folder}/node{node}" state="{place}/state{node}"'
+        link = ("--superlink", f"127.0.0.1:{port}", "--node-config", where)
+        commands.append(("flower-supernode", *here, free_port(), *link))
+    commands.append(("flwr", "run", place / "app", "here", "-c", f'out="{place}/run"'))
+    started = []
+    try:
+        for number, (command, *words) in enumerate(commands):
+            with (place / f"{number}.log").open("w") as log:
+                started.append(
+                    subprocess.Popen(
+                        [str(scripts / command), *map(str, words)],
+                        env=environment,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+            time.sleep(4)  # one after the other, as a person would
+        end = time.monotonic() + 200
+        while not (place / "run" / "summary.json").exists():
+            assert time.monotonic() < end, [log.read_text()[-2000:] for log in place.glob("*.log")]
+            time.sleep(0.2)
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    (place / "all").mkdir()
+    for client in (*BLOCKS[0], *BLOCKS[1]):
+        shutil.copy(folder / "all" / f"c{client}.npz", place / "all")
+    expected, _ = simulated(place, "fedavg", *settings[:2])
+    assert_equal(load_file(place / "run" / "models.safetensors"), expected)

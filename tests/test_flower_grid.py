@@ -20,6 +20,7 @@ from sartor.experiment import Evaluate
 from sartor.federation import Federation
 from sartor.federation.flower import FlowerFederation
 from sartor.federation.names import find_function, qualified_name
+from sartor.federation.node import Node
 from sartor.federation.wire import Parts, decode, encode, read_header
 from sartor.runner import tensors_of
 from test_engines import COHORTS, as_allowed, network, plain, vectors

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +331,13 @@ def test_an_address_has_a_host_and_a_port(address: str) -> None:
     with pytest.raises(SettingError, match="expected an address"):
         split_address(address)
     assert split_address("[::1]:80") == ("::1", 80)
+
+
+@pytest.mark.parametrize("missing", ["flwr.app", "flwr.supernode.fleet_http_client"])
+def test_a_flower_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Where it is not installed, and where a version has not what is used of it."""
+    for module in ("sartor.federation.flwr_adapter", "sartor.federation.stock"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SartorError, match=r"need Flower, flwr>=.*; install it with `pip install 'sartor"):
+        importlib.import_module("sartor.federation.flwr_adapter")
