@@ -420,7 +420,7 @@ def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path) 
         where = f'data="{folder}/node{node}" state="{place}/state{node}"'
         link = ("--superlink", f"127.0.0.1:{port}", "--node-config", where)
         commands.append(("flower-supernode", *here, free_port(), *link))
-    commands.append(("flwr", "run", place / "app", "here", "-c", f'out="{place}/run"'))
+    commands.append(("flwr", "run", place / "app", "here", "--stream", "-c", f'out="{place}/run"'))
     started = []
     try:
         for number, (command, *words) in enumerate(commands):
@@ -435,10 +435,8 @@ def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path) 
                     )
                 )
             time.sleep(4)  # one after the other, as a person would
-        end = time.monotonic() + 200
-        while not (place / "run" / "summary.json").exists():
-            assert time.monotonic() < end, [log.read_text()[-2000:] for log in place.glob("*.log")]
-            time.sleep(0.2)
+        ended = started[-1].wait(200)
+        assert ended == 0, [log.read_text()[-2000:] for log in place.glob("*.log")]
     finally:
         for process in started:
             process.terminate()

@@ -110,6 +110,9 @@ class _Awaited:
     """A reply that is on its way: announced, once its pieces are known."""
 
     due: float
+    node: int
+    since: str
+    """When the node had joined: one that has joined again since does not know of the request."""
     reply: str = ""
     pieces: tuple[str, ...] = ()
 
@@ -182,6 +185,7 @@ class SuperLink:
 
     def send(self, node: int, parts: Parts, lifetime: float) -> str:
         """Put a message where the node fetches it."""
+        since = self._joined(node)
         metadata = Metadata(
             run_id=self._run,
             message_id="",
@@ -206,13 +210,14 @@ class SuperLink:
             for name in missing:
                 self._state.store_object(self._run, session, name, pieces[name].deflate())
         identity = str(message.metadata.message_id)
-        self._awaited[identity] = _Awaited(time.monotonic() + lifetime)
+        self._awaited[identity] = _Awaited(time.monotonic() + lifetime, node, since)
         return identity
 
     def poll(self, message: str, most: int) -> Parts | None:
         """A node's reply, once all of it has arrived."""
         awaited = self._awaited[message]
         if not awaited.reply and not self._announced(message, awaited, most):
+            self._patience(awaited)
             return None
         contents: dict[str, bytes] = {}
         size = 0
@@ -221,6 +226,7 @@ class SuperLink:
             if content is None or (content == b"" and time.monotonic() > awaited.due):
                 raise Failed("unfinished", "its reply was announced and never uploaded")
             if content == b"":
+                self._patience(awaited)
                 return None
             size += len(content)
             if size > most + LARGEST_HEADER + SPARE:
@@ -252,6 +258,15 @@ class SuperLink:
             if len(awaited.pieces) > MOST_OBJECTS + most // 1000:
                 raise Failed("oversized", f"a reply of {len(awaited.pieces)} pieces")
         return bool(awaited.reply)
+
+    def _patience(self, awaited: _Awaited) -> None:
+        """Wait on, unless the node was started anew and so has forgotten what it was asked or uploading."""
+        if self._joined(awaited.node) != awaited.since:
+            raise Failed("gone", "the node was started anew meanwhile")
+
+    def _joined(self, node: int) -> str:
+        found = self._state.get_node_info(node_ids=[node])
+        return str(found[0].last_activated_at) if found else ""
 
     def forget(self, message: str) -> None:
         """Remove a message and its reply."""
@@ -370,7 +385,7 @@ class FleetLink:
         response = self._call(self._client.ActivateNode, activate, REFUSED)
         if response is None and self.known:
             # The server believes that this node, which was started anew, is still at work: it is told that
-            # it is not, and has to notice, as what it was asked last is lost.
+            # it is not, and notices by this that what it asked last is lost.
             self._call(
                 self._client.DeactivateNode,
                 DeactivateNodeRequest(node_id=self.known),
