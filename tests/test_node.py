@@ -216,9 +216,9 @@ def test_a_node_answers_with_what_its_clients_send() -> None:
     [
         ({"version": "0.0.1"}, "the server has sartor 0.0.1, this node .*; install the same version"),
         ({"function": "os:system"}, "no such client function"),
-        ({"function": "sartor.runner:execute"}, "no client function"),
-        ({"function": "sartor.federation.ledger:write"}, "no client function"),
-        ({"function": "sartor.federation.node:Node"}, "no client function"),
+        ({"function": "sartor.runner:execute"}, "no such client function"),
+        ({"function": "sartor.federation.ledger:write"}, "no such client function"),
+        ({"function": "sartor.federation.node:Node"}, "no such client function"),
         ({"function": "sartor.algorithms.fedavg:local_training.__globals__"}, "no such client function"),
         ({"function": "evaluation_of/sartor.evaluation:shared_model"}, "no such client function"),
         ({"algorithm": "nothing"}, "'nothing': not installed at this node"),

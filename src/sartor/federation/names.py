@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from sartor.errors import SartorError
 
+FIRST = ("client", "hyper")
+"""The first two arguments of a client function."""
 SEPARATOR = "/"
 """Stands between what a function is made by and the function it is made of."""
 
@@ -33,7 +36,8 @@ def qualified_name(function: Callable[..., Any]) -> str:
 def find_function(name: str) -> Callable[..., Any]:
     """The client function of that name in a module of a registered algorithm or of the package.
 
-    Nothing is imported: a module that is not loaded is not known.
+    Nothing is imported: a module that is not loaded is not known. Nothing but a client function is found, so
+    whoever sends a name can have nothing else called.
     """
     from sartor.algorithms.base import registry
     from sartor.evaluation import evaluation_of, model_of
@@ -43,7 +47,7 @@ def find_function(name: str) -> Callable[..., Any]:
     modules = {algorithm.__module__ for algorithm in registry().values()}
     known = module in modules or module.startswith("sartor.")
     function = getattr(sys.modules.get(module), attribute, None) if known else None
-    if not callable(function):
+    if not inspect.isfunction(function) or tuple(inspect.signature(function).parameters)[:2] != FIRST:
         raise SartorError(f"{name}: no such client function here; is another version installed?")
     found: Callable[..., Any] = function
     if made_by[:1] == ["evaluation_of"] and len(made_by) == 2:

@@ -12,13 +12,11 @@ A client's number is the same as in a simulation of the whole federation, so its
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -188,7 +186,7 @@ class Node:
             raise BadMessage("malformed", "there are no such clients")
         if not self._hosted[numbers].all():
             raise BadMessage("malformed", "it asks clients that are not at this node")
-        function = _client_function(str(header["function"]))
+        function = find_function(str(header["function"]))
         hyper = self._hyper(header["algorithm"], header["hyper"])
         federation.round = self.round = int(header["round"])
         rounds = np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy()
@@ -296,15 +294,6 @@ def hyper_values(hyper: Any) -> dict[str, Any]:
     """Hyper-parameters for the wire."""
     values = {field.name: getattr(hyper, field.name) for field in dataclasses.fields(hyper)}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _client_function(name: str) -> Callable[..., Any]:
-    """The client function of that name; another function of the package is none."""
-    function = find_function(name)
-    inner = inspect.unwrap(function)
-    if not isinstance(inner, FunctionType) or next(iter(inspect.signature(inner).parameters), "") != "client":
-        raise BadMessage("malformed", f"{name}: no client function")
-    return function
 
 
 def _widened(data: ClientData, numbers: np.ndarray, clients: int, classes: int | None) -> ClientData:
