@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -78,6 +78,7 @@ def test_the_approximation_continues_the_exact_values() -> None:
 
 
 @given(DIFFERENCES)
+@example([0.0, 0.0, 0.1, -0.1])
 @settings(max_examples=60, deadline=None)
 def test_swapping_two_methods_turns_the_signs_and_nothing_else(differences: list[float]) -> None:
     test, turned = signed_ranks(differences), signed_ranks([-value for value in differences])

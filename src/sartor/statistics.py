@@ -129,6 +129,9 @@ def bootstrap_interval(
         means.append(sample[places].reshape(count, -1).mean(dim=1))
     tail = (1 - level) / 2
     low, high = np.quantile(torch.cat(means).numpy(), [tail, 1 - tail]).tolist()
+    if not len(unlike):  # the values are their own mirror image, and so is the interval
+        half = (high - low) / 2
+        return -half, half
     return (-high, -low) if turned else (low, high)
 
 
