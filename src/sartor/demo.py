@@ -17,7 +17,10 @@ from sartor.experiment import load
 from sartor.report import report
 from sartor.runner import execute
 
-METHODS = ("fedavg", "fedprox", "scaffold", "fednova", "fedyogi", "prox-yogi", "fedupdate", "separate")
+METHODS = (
+    *("fedavg", "fedprox", "scaffold", "fedyogi", "prox-yogi", "ma-fsvrg"),
+    *("fedupdate", "per-fedavg", "ditto", "fedrep", "spfl", "plga", "diversifed", "separate"),
+)
 SETTINGS = (
     "data.name=digits",
     "data.clients=20",
