@@ -272,7 +272,8 @@ def test_nodes_with_a_key_join_a_server_with_a_certificate(nursery: Nursery, fol
     assert made.wait(20) == 0, made.output
     other = nursery.start("keys", folder / "others", "--host", "127.0.0.1", "--nodes", "1")
     assert other.wait(20) == 0, other.output
-    tls = ("--certificate", keys / "server.crt", "--key", keys / "server.key", "--nodes", keys / "nodes.pub")
+    files = (keys / "server.crt", keys / "server.key", keys / "ca.crt")
+    tls = ("--tls", *files, "--nodes", keys / "nodes.pub")
     federation = Federation(nursery, "fedavg", "rounds=2", nodes=0, options=tls)
     federation.server.wait_for("waiting for 6 clients")
     key, ca = ("--key", keys / "north.key"), ("--ca", keys / "ca.crt")

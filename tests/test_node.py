@@ -341,3 +341,17 @@ def test_a_flower_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, mi
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SartorError, match=r"need Flower, flwr>=.*; install it with `pip install 'sartor"):
         importlib.import_module("sartor.federation.flwr_adapter")
+
+
+def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
+    from sartor.deploy import check_issued, make_keys
+
+    for name in ("ours", "theirs"):
+        make_keys(tmp_path / name, ["localhost"], ["one"])
+    check_issued(tmp_path / "ours" / "server.crt", tmp_path / "ours" / "ca.crt")
+    with pytest.raises(SettingError, match=r"was not issued by .*nodes would refuse the server"):
+        check_issued(tmp_path / "ours" / "server.crt", tmp_path / "theirs" / "ca.crt")
+    with pytest.raises(SettingError, match=r"server\.key: no certificate in PEM form"):
+        check_issued(tmp_path / "ours" / "server.key", tmp_path / "ours" / "ca.crt")
+    with pytest.raises(SettingError, match="cannot be read"):
+        check_issued(tmp_path / "none.crt", tmp_path / "ours" / "ca.crt")

@@ -71,11 +71,13 @@ class Service:
     def __post_init__(self) -> None:
         """Refuse to serve in the open what should not be."""
         if (self.certificate is None) != (self.key is None):
-            raise SettingError("--certificate and --key belong together; `sartor keys` makes both")
+            raise SettingError(
+                "--tls: a certificate and its key belong together; `sartor keys` makes both"
+            )
         if self.insecure or is_loopback(self.host):
             return
         for given, option, why in (
-            (self.certificate, "--certificate and --key", "models and results would travel readable"),
+            (self.certificate, "--tls CERT KEY CA", "models and results would travel readable"),
             (self.nodes, "--nodes", "anybody who reaches the port could join"),
         ):
             if given is None:
@@ -298,6 +300,27 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 # Keys and certificates -------------------------------------------------------------------------------------
+
+
+def check_issued(certificate: Path, authority: Path) -> None:
+    """Refuse a server's certificate that nodes with this authority's would not accept."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    found = []
+    for path in (certificate, authority):
+        try:
+            found.append(x509.load_pem_x509_certificate(path.read_bytes()))
+        except OSError as error:
+            raise SettingError(f"--tls: {path}: cannot be read: {error.strerror or error}") from None
+        except ValueError:
+            raise SettingError(f"--tls: {path}: no certificate in PEM form") from None
+    try:
+        found[0].verify_directly_issued_by(found[1])
+    except (ValueError, TypeError, InvalidSignature):
+        raise SettingError(
+            f"--tls: {certificate} was not issued by {authority}; nodes would refuse the server"
+        ) from None
 
 
 def make_keys(folder: Path, hosts: list[str], nodes: list[str], days: int = 825) -> list[Path]:

@@ -26,10 +26,14 @@ def serve(
         ),
     ] = None,
     listen: Annotated[str, typer.Option(help="Address for the nodes, HOST:PORT.")] = "127.0.0.1:8000",
-    certificate: Annotated[
-        Path | None, typer.Option(help="The server's certificate.", show_default=False)
+    tls: Annotated[
+        tuple[Path, Path, Path] | None,
+        typer.Option(
+            metavar="CERT KEY CA",
+            help="The server's certificate, its key, and the certificate that nodes know it by.",
+            show_default=False,
+        ),
     ] = None,
-    key: Annotated[Path | None, typer.Option(help="The certificate's key.", show_default=False)] = None,
     nodes: Annotated[
         Path | None, typer.Option(help="Public keys of the nodes that may join.", show_default=False)
     ] = None,
@@ -58,12 +62,11 @@ def serve(
 ) -> None:
     """Run an experiment with clients on other machines, which `sartor join`.
 
-    sartor serve experiment.toml --listen 0.0.0.0:8000 --certificate server.crt --key server.key
-    --nodes nodes.pub
+    sartor serve experiment.toml --listen 0.0.0.0:8000 --tls server.crt server.key ca.crt --nodes nodes.pub
 
     sartor serve --resume runs/fedavg-own-s0-12345678
     """
-    from sartor.deploy import Service, split_address
+    from sartor.deploy import Service, check_issued, split_address
     from sartor.deploy import serve as serve_nodes
     from sartor.experiment import load
     from sartor.record import to_json
@@ -75,6 +78,10 @@ def serve(
     if resume is not None and (words or overrides):
         raise SettingError("--resume continues a run as it was begun; give nothing else")
     host, port = split_address(listen)
+    certificate, key = None, None
+    if tls is not None:
+        certificate, key, authority = tls
+        check_issued(certificate, authority)
     service = Service(host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit)
     experiment = None if resume is not None else load(words[0] if words else None, overrides)
     result = serve_nodes(experiment, service, out=out, resume=resume, progress=sys.stderr.isatty())
