@@ -71,9 +71,7 @@ class Service:
     def __post_init__(self) -> None:
         """Refuse to serve in the open what should not be."""
         if (self.certificate is None) != (self.key is None):
-            raise SettingError(
-                "--tls: a certificate and its key belong together; `sartor keys` makes both"
-            )
+            raise SettingError("--tls: a certificate and its key belong together; `sartor keys` makes both")
         if self.insecure or is_loopback(self.host):
             return
         for given, option, why in (
