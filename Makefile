@@ -33,6 +33,7 @@ docs: install
 bench: install
 	$(BIN)/python bench/engines.py
 	$(BIN)/python bench/central.py --large
+	$(BIN)/python bench/seeds.py
 	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/flower.py
 

@@ -61,18 +61,19 @@ def processes(commands: list[list[str]], folder: Path, environment: dict[str, st
 
 def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
     """Median seconds of our exchange, and bytes on the wire over those that are counted."""
-    from sartor.deploy import Service, _await
+    from sartor.deploy import Service, _await, listen
     from sartor.evaluation import shared_model
     from sartor.experiment import from_mapping
-    from sartor.federation.flower import FlowerFederation, Post, Reception, assemble
-    from sartor.federation.flwr_adapter import SuperLink
+    from sartor.federation.flower import FlowerFederation
+    from sartor.federation.post import Post
+    from sartor.federation.reception import Reception, assemble
     from sartor.models import make_task
 
     generator = np.random.default_rng(0)
-    database = folder / "messages.db" if durable else None
-    service = Service(min_nodes=NODES, deadline=120)
+    store = folder / "messages.db" if durable else None
+    service = Service(port=0, min_nodes=NODES, deadline=120, store=store)
     experiment = from_mapping({"data": {"normalise": False}})
-    with SuperLink("127.0.0.1", 0, database=database) as link:
+    with listen(service) as link:
         commands = []
         for place in range(NODES):
             file = folder / f"client{place}.npz"
@@ -197,7 +198,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = {}
     with tempfile.TemporaryDirectory() as name:
-        for label, durable in (("sartor, messages in memory", False), ("sartor, messages in a file", True)):
+        for label, durable in (("sartor, messages in memory", False), ("sartor serve --store", True)):
             folder = Path(name) / str(durable)
             folder.mkdir()
             rows[label] = ours(folder, options.repetitions, durable)

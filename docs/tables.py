@@ -1,22 +1,28 @@
-"""The parts of the pages that follow from the program: tables of methods and of measured numbers.
+"""The parts of the pages that follow from the program: tables of methods, measured numbers and curves.
 
     python docs/tables.py            # writes them anew
     python docs/tables.py --check    # says which pages are not as they should be, and ends with 1
 
 A part stands between ``<!-- begin: NAME -->`` and ``<!-- end -->``, and NAME says what is put there:
 ``methods FAMILY...`` the methods of these pages' files, ``papers`` all tables and figures, ``bands`` the
-measured numbers.
+measured numbers. On a method's own page ``method NAME`` says what it is and keeps, ``settings NAME`` what it
+can be told, ``curve NAME`` shows what was measured; ``measured`` is the table of all of these measurements.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import curves
+
 from sartor.algorithms import algorithms
+from sartor.algorithms.comfed import MECHANISMS
+from sartor.experiment import describe_class
 from sartor.reproduction import Entry, entries
 
 DOCS = Path(__file__).parent
@@ -25,7 +31,7 @@ PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODULES = {
     "references": ("fedavg", "separate"),
     "comfed": ("comfed",),
-    "variance": ("fedadc", "feddc", "fsvrg", "losac", "mime", "moon", "qffl", "vrl_sgd"),
+    "variance_reduction": ("fedadc", "feddc", "fsvrg", "losac", "mime", "moon", "qffl", "vrl_sgd"),
     "tailored": ("a_fsvrg", "ma_fsvrg"),
     "mixing": (
         "apple",
@@ -39,17 +45,32 @@ MODULES = {
         "per_fedavg",
         "pfedme",
     ),
-    "split": ("fedbn", "fedcac", "feddbe", "fedpac", "fedper", "fedproto", "fedrep", "fedrod"),
+    "split_models": ("fedbn", "fedcac", "feddbe", "fedpac", "fedper", "fedproto", "fedrep", "fedrod"),
     "spfl": ("plga", "spfl"),
     "asynchronous": ("asynchronous", "diversifed_async", "twafl"),
 }
-"""The files of methods by family; a method's file is where its class is, or its part of the method's name."""
+"""The files of methods by family, which is also the name of its page and of the folder of its methods'."""
+
+BUFFERS = {
+    "average": "averaged with the models",
+    "local": "stay with the client",
+    "freeze": "stay as they were at the start",
+}
+"""What happens to float buffers, in words."""
 
 
 def family_of(name: str) -> str | None:
     """The family whose page a method is on; None where no page has it."""
     module = algorithms()[name].__module__.rpartition(".")[2]
     return next((family for family, modules in MODULES.items() if module in modules), None)
+
+
+def page_of(name: str) -> str:
+    """A method's page, from the folder of the families' pages; a pair has a section of its mechanism's."""
+    mechanism, dash, _ = name.partition("-")
+    if family_of(name) == "comfed" and dash and mechanism in MECHANISMS:
+        return f"comfed/{mechanism}.md#{name}"
+    return f"{family_of(name)}/{name}.md"
 
 
 def row(cells: Iterable[str]) -> str:
@@ -72,7 +93,47 @@ def methods(*families: str) -> str:
             summary = (inspect.getdoc(algorithm) or "").partition("\n")[0]
             own = ", ".join(f"`{field}`" for field in algorithm.Hyper.__dataclass_fields__)
             keeps = (algorithm.server_keeps, algorithm.client_keeps, algorithm.traffic)
-            lines.append(row((f"`{name}`", summary, algorithm.paper, *keeps, own)))
+            link = f"[`{name}`]({page_of(name)})"
+            lines.append(row((link, summary, algorithm.paper, *keeps, own)))
+    return "\n".join(lines)
+
+
+def method(name: str) -> str:
+    """What a method is, as its file describes it, and what it keeps and sends."""
+    algorithm = algorithms()[name]
+    module = algorithm.__module__.rpartition(".")[2]
+    lines = [
+        *prose(inspect.getdoc(algorithm) or ""),
+        *head("paper", algorithm.paper),
+        row(("the server keeps", algorithm.server_keeps)),
+        row(("a client keeps", algorithm.client_keeps)),
+        row(("traffic of a round, down / up", f"{algorithm.traffic} (per participating client, in models)")),
+        row(("BatchNorm statistics", BUFFERS[algorithm.buffers])),
+        row(("file", f"`src/sartor/algorithms/{module}.py`")),
+    ]
+    return "\n".join(lines)
+
+
+def prose(docstring: str) -> list[str]:
+    """A docstring's paragraphs as lines of Markdown, each with an empty one behind it."""
+    paragraphs = re.split(r"\n\s*\n", docstring.strip())
+    lines = []
+    for paragraph in paragraphs:
+        words = " ".join(paragraph.split()).replace("``", "`")
+        # Underscores and stars of formulas are not emphasis; in code they stay as they are.
+        pieces = words.split("`")
+        pieces[::2] = [re.sub(r"([_*])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces[::2]]
+        lines += ["`".join(pieces), ""]
+    return lines
+
+
+def settings(name: str) -> str:
+    """The hyper-parameters of a method: symbol, default, range and meaning."""
+    lines = head("setting", "symbol", "default", "range", "meaning")
+    for found in describe_class(algorithms()[name].Hyper, "hyper"):
+        default = "" if found.default is None else f"`{json.dumps(found.default, ensure_ascii=False)}`"
+        key = found.key.removeprefix("hyper.")
+        lines.append(row((f"`{key}`", found.symbol, default, found.range, found.meaning)))
     return "\n".join(lines)
 
 
@@ -121,12 +182,24 @@ def _band(entry: Entry, scale: str) -> str:
     return "\n".join(lines)
 
 
+PARTS: dict[str, Callable[..., str]] = {
+    "methods": methods,
+    "method": method,
+    "settings": settings,
+    "curve": curves.curve,
+    "measured": lambda: curves.measured(page_of),
+    "papers": papers,
+    "bands": bands,
+}
+"""What makes each kind of part."""
+
+
 def filled(text: str) -> str:
     """A page with its parts made anew."""
 
     def made(match: re.Match[str]) -> str:
         kind, *words = match[2].split()
-        part = {"methods": methods, "papers": papers, "bands": bands}[kind](*words)
+        part = PARTS[kind](*words)
         return f"{match[1]}{part}\n{match[3]}"
 
     return PART.sub(made, text)

@@ -177,6 +177,9 @@ def table_1(results: Results, arguments: argparse.Namespace) -> list[str]:
     for run in wanted(TABLE_1, arguments):
         cells = []
         for iid in (True, False):
+            if arguments.split not in ("both", "iid" if iid else "non-iid"):
+                cells += ["", "", ""]
+                continue
             runs = results.get(run, "spfl/table1", arguments, partition={"iid": iid})
             paper = PAPER_1.get((arguments.dataset, "IID" if iid else "non-IID"))
             printed = f"{paper[TABLE_1.index(run)]:.2f}" if paper else ""
@@ -229,6 +232,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--stragglers", type=int, default=5, help="of table 2")
     parser.add_argument("--methods", nargs="*", help="labels or names; left out: all of the table")
+    parser.add_argument("--split", choices=("both", "iid", "non-iid"), default="both", help="of table 1")
     parser.add_argument("--json", type=Path, help="file with the results, continued if it is there")
     parser.add_argument("--progress", action="store_true")
     arguments = parser.parse_args()

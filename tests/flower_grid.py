@@ -10,8 +10,10 @@ import numpy as np
 
 from sartor.data.clients import ClientData, Split
 from sartor.experiment import from_mapping
-from sartor.federation.flower import Failed, FlowerFederation, Post, Reception, assemble
+from sartor.federation.flower import FlowerFederation
 from sartor.federation.node import Node
+from sartor.federation.post import Failed, Post
+from sartor.federation.reception import Reception, assemble
 from sartor.federation.wire import Parts, read_header
 from sartor.task import Task
 
@@ -24,6 +26,8 @@ class HereGrid:
     Work is answered in the order in which it was sent.
     """
 
+    lasting = False
+
     def __init__(self, nodes: dict[int, Node], change: Change | None = None) -> None:
         self.at, self.gone = nodes, set[int]()
         self.change = change or (lambda node, parts: parts)
@@ -35,7 +39,7 @@ class HereGrid:
     def nodes(self) -> set[int]:
         return set(self.at) - self.gone
 
-    def send(self, node: int, parts: Parts, lifetime: float) -> str:
+    def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
         self.number += 1
         message = str(self.number)
         self.requests[message] = (node, carried(parts))
@@ -59,6 +63,15 @@ class HereGrid:
     def forget(self, message: str) -> None:
         self.requests.pop(message, None)
         self.replies.pop(message, None)
+
+    def caught(self) -> list[tuple[int, Failed]]:
+        return []
+
+    def left(self) -> dict[str, tuple[int, str, bool]]:
+        return {}
+
+    def take_up(self, message: str, node: int, lifetime: float) -> None:
+        raise AssertionError("there is nothing to take up")
 
 
 def work(parts: Parts) -> bool:

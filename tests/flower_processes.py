@@ -7,6 +7,7 @@ it: a process of its own all the same. Run as a script this is that process; it 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -113,15 +114,13 @@ def free_port() -> int:
 
 def _run(words: Sequence[str]) -> int:
     """What a forked process does."""
-    if words[0] != "sartor":
-        import importlib
-
-        importlib.import_module(words[0]).main(words[1:])
-        return 0
-    from sartor.commands.base import app
-
     try:
-        app(list(words[1:]), prog_name="sartor", standalone_mode=True)
+        if words[0] == "sartor":
+            from sartor.commands.base import app
+
+            app(list(words[1:]), prog_name="sartor", standalone_mode=True)
+        else:
+            importlib.import_module(words[0]).main(words[1:])
     except SystemExit as end:
         return int(end.code or 0)
     return 0

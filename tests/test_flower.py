@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,77 @@ def test_an_asynchronous_method_takes_what_arrives(nursery: Nursery, folder: Pat
     assert rounds[-1]["evaluation"]["shared_pooled"]["accuracy"] > 0.5  # ten classes
 
 
+class Recorded:
+    """Durations by which the jobs of a simulation arrive as those of a real run did: in the same order, and
+    in the same rounds where these end by the clock.
+    """
+
+    def __init__(self, rounds: list[dict[str, Any]], deadline: float | None) -> None:
+        self.deadline, self.federation = deadline, None
+        self.ends: dict[tuple[int, int], list[float]] = {}
+        """When the jobs of a client of a round arrive, one after the other: by place, or by round."""
+        place = 0
+        for row in rounds:
+            arrivals = row.get("arrivals", [])
+            for rank, (client, _, _, version, age) in enumerate(arrivals, 1):
+                place += 1
+                end = place if deadline is None else deadline * (age + rank / (len(arrivals) + 1))
+                assert row["round"] - version == age
+                self.ends.setdefault((client, version), []).append(end)
+
+    def durations(self, world: Any, round: int, numbers: np.ndarray) -> np.ndarray:
+        assert self.federation is not None
+        now = self.federation.now if self.deadline is None else 0.0
+        never = 1e9  # still at work when the run ended
+        left = [self.ends.get((number, round), []) for number in numbers.tolist()]
+        return np.array([ends.pop(0) - now if ends else never for ends in left])
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "deadline"),
+    [
+        ("fedbuff", ("hyper.buffer=4", "rounds=8"), None),
+        ("fedbuff", ("hyper.buffer=9", "hyper.concurrency=4", "rounds=4"), None),
+        ("plga", ("rounds=25",), 1.0),
+        ("plga", ("rounds=25", "hyper.estimate=on-arrival"), 1.0),
+    ],
+)
+def test_an_asynchronous_run_is_what_its_record_says(
+    nursery: Nursery, folder: Path, name: str, more: tuple[str, ...], deadline: float | None
+) -> None:
+    """A simulation in which everybody arrives when the record of the real run says gives the same model.
+
+    So every answer was used once, with the weight of its age, against the model that it had started from.
+    """
+    settings = (*more, "evaluate.every=0", "hyper.lr=0.1", "local.epochs=6")
+    federation = Federation(nursery, name, *settings, options=("--unit", 0.12))
+    found = federation.done()
+    rounds = federation.rounds()
+    arrived = [entry for row in rounds for entry in row.get("arrivals", [])]
+    assert (
+        len(arrived) == max(row.get("updates", 0) for row in rounds) == sum(row["answered"] for row in rounds)
+    )
+    assert [entry[2] for entry in arrived] == sorted(entry[2] for entry in arrived)  # as time goes by
+    assert max(age for *_, age in arrived) > 0  # nobody waited for the slowest
+    assert len({client for client, *_ in arrived}) >= 3
+
+    recorded = Recorded(rounds, deadline)
+
+    def replayed(experiment: Experiment, task: Task, data: ClientData) -> Any:
+        engine = recorded.federation = open_federation(experiment, task, data)
+        engine.conditions = replace(engine.conditions, delay=recorded)
+        return engine
+
+    given = [*SETTINGS, *settings, f"data.path={folder / 'all'}"]
+    out = federation.place / "replayed"
+    execute(load(None, given, algorithm=name), out=out, opened=replayed)
+    assert not any(recorded.ends.values())  # every arrival took place
+    expected = load_file(out / "models.safetensors")
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.allclose(found[key].double(), value.double(), rtol=0, atol=1e-6), key
+
+
 # Kills -----------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +270,47 @@ def test_a_killed_server_goes_on_where_it_was(nursery: Nursery, undisturbed: dic
     federation.server.kill()
     federation.server = federation.serve("--resume", federation.run)
     assert_equal(federation.done(), undisturbed)  # with the same three processes
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedbuff"])
+def test_what_is_under_way_outlives_a_server_with_a_store(nursery: Nursery, folder: Path, name: str) -> None:
+    """Twice the server is killed while nodes are at work, and comes back when they are done: they wait with
+    their answers, which the next process uses as the last one would have.
+    """
+    settings = ["rounds=5", "evaluate.every=0", "checkpoint.every=1", "local.epochs=30"]
+    if name == "fedbuff":  # everybody's answer in every step: the result does not depend on who is faster
+        settings.append("hyper.buffer=6")
+    store = nursery.folder / f"store-{name}.db"
+    federation = Federation(nursery, name, *settings, options=("--store", store))
+    for round in (2, 4):
+        federation.nodes[1].wait_for(f"round {round}")
+        federation.server.kill()
+        time.sleep(2)
+        federation.server = federation.serve("--resume", federation.run)
+        federation.server.wait_for("begins")
+    numbers = [node.output.split("as node ")[1].split()[0] for node in federation.nodes]
+    assert_equal(federation.done(), simulated(folder, name, *settings)[0])
+    assert [row["answered"] for row in federation.rounds()] == [6] * 5
+    assert sum(row.get("taken_up", 0) for row in federation.rounds()) >= 1
+    for node, number in zip(federation.nodes, numbers, strict=True):  # who they were all the time
+        assert set(re.findall(r"as node (\d+)", node.output)) == {number}
+
+
+def test_a_store_serves_one_server_at_a_time(nursery: Nursery, folder: Path) -> None:
+    store = folder / "busy.db"
+    federation = Federation(nursery, "fedavg", nodes=0, options=("--store", store))
+    federation.server.wait_for("waiting for")
+    other = nursery.start("serve", "--listen", f"127.0.0.1:{free_port()}", "--store", store)
+    assert other.wait(30) == 2
+    assert other.output.strip() == f"sartor: --store {store}: another server is using it"
+    (folder / "text.db").write_text("no database at all, whatever its name says\n" * 100)
+    for path, reason in ((folder / "text.db", "not a database"), (folder / "no" / "x.db", "No such file")):
+        wrong = nursery.start("serve", "--listen", f"127.0.0.1:{free_port()}", "--store", path)
+        assert wrong.wait(30) == 2
+        assert f"--store {path}: cannot be used: " in wrong.output
+        assert reason in wrong.output
+        assert len(wrong.output.splitlines()) == 1
+    federation.server.kill()
 
 
 def test_after_everything_was_killed_the_run_goes_on(
@@ -262,6 +376,96 @@ def test_a_hostile_node_harms_itself_alone(nursery: Nursery, folder: Path) -> No
     assert {name for name, loss in measured.items() if loss is None} == {f"c{client}" for client in gone}
 
 
+def test_a_forger_harms_nobody(nursery: Nursery, folder: Path) -> None:
+    """It knows the identifiers of all of another's messages, as soon as that one has them."""
+    settings = ("rounds=3", "evaluate.every=0")
+    federation = Federation(nursery, "scaffold", *settings, nodes=1)
+    roles = {
+        role: nursery.start(
+            role,
+            f"127.0.0.1:{federation.port}",
+            folder / f"node{node}",
+            federation.place / role,
+            federation.place / "leak",
+            script="flower_forger",
+        )
+        for node, role in enumerate(("victim", "forger"), 1)
+    }
+    assert_equal(federation.done(), simulated(folder, "scaffold", *settings)[0])
+    for child in roles.values():
+        assert child.wait(20) == 0, child.output
+    rounds = federation.rounds()
+    assert [row["answered"] for row in rounds] == [6] * 3
+    found: dict[tuple[str, str], list[str]] = {}
+    for line in roles["forger"].output.splitlines()[1:]:
+        moment, attack, status = line.split("|")
+        found.setdefault((moment, attack), []).append(status)
+    for moment in ("fetched", "answered"):
+        assert set(found[moment, "a reply in its name"]) == {"403"}
+        assert set(found[moment, "a reply in my name"]) == {"200 0"}  # nothing of it is taken
+        assert set(found[moment, "a reply as if I were it"]) == {"401"}
+        assert set(found[moment, "an order in the server's name"]) == {"403"}
+        assert set(found[moment, "an order in my name"]) == {"200 0"}
+        assert set(found[moment, "read it"]) == {"404"}
+        assert set(found[moment, "fetch it"]) == {"401"}
+    assert set(found["fetched", "confirm it"]) == {"403"}
+    assert set(found["answered", "confirm it"]) <= {"403", "404"}  # the server may have done with it
+    assert min(map(len, found.values())) >= 5  # a greeting, where the run stands, three rounds
+    forger, victim = (roles[role].output.split("as node ")[1].split()[0] for role in ("forger", "victim"))
+    told = f"node {forger} (c2, c5): forged: a reply in the name of node {victim}"
+    assert told in federation.server.output
+    assert f"node {victim} (" not in federation.server.output  # nothing is said against that one
+    assert min(row["forged"] for row in rounds) >= 1
+
+
+# Refused nodes ---------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path) -> None:
+    """Before the run and while it is under way; those who can take part notice nothing."""
+    settings = ("rounds=4", "evaluate.every=0", "local.epochs=30")
+    federation = Federation(nursery, "fedavg", *settings, nodes=2)
+    federation.server.wait_for("with c1, c4")
+    place = federation.place
+    (place / "one").mkdir()
+    shutil.copy(folder / "node0" / "c0.npz", place / "one")
+    np.savez(place / "flat.npz", x=np.zeros((9, 64)), y=np.arange(9) % 3)
+    np.savez(place / "broken.npz", x=np.zeros((9, 64)))
+    np.savez(place / "late.npz", x=np.zeros((9, 1, 8, 8)), y=np.arange(9) % 3)
+
+    def join(data: Path, name: str, script: str = "sartor", *before: Any) -> Child:
+        address = f"127.0.0.1:{federation.port}"
+        words = ("join", address, "--data", data, "--state", place / "states" / name)
+        return nursery.start(*before, *words, script=script)
+
+    old = ("0.0.1", place / "old")
+    refused = {
+        r"the server has sartor \S+, this node 0.0.1; install the same": join(
+            folder / "node2", "old", "flower_version", *old
+        ),
+        "client 'c0' is at another node already; give each client a name": join(place / "one", "twice"),
+        r"its samples are float32 \[64\] in test, train, those of the others float32 \[1, 8, 8\]": join(
+            place / "flat.npz", "flat"
+        ),
+        r"broken\.npz: .*\by\b": join(place / "broken.npz", "broken"),
+    }
+
+    def told(node: Child, reason: str) -> None:
+        assert node.wait(30) == 2, node.output
+        said = [line for line in node.output.splitlines() if "joined" not in line]
+        assert len(said) == 1, node.output  # one message, and no traceback
+        assert re.search(f"cannot take part: .*{reason}", said[0]), node.output
+
+    for reason, node in refused.items():
+        told(node, reason)
+    assert "begins" not in federation.server.output
+    federation.nodes.append(federation.join(2))
+    federation.nodes[2].wait_for("round 1")
+    told(join(place / "late.npz", "late"), "client 'late' is not in this run, which has begun without it")
+    told(join(place / "one", "again"), "client 'c0' is at another node already")
+    assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
+
+
 # Certificates and keys -------------------------------------------------------------------------------------
 
 
@@ -278,7 +482,7 @@ def test_nodes_with_a_key_join_a_server_with_a_certificate(nursery: Nursery, fol
     federation.server.wait_for("waiting for 6 clients")
     key, ca = ("--key", keys / "north.key"), ("--ca", keys / "ca.crt")
     strangers = {
-        "whom the server does not know": federation.join(0, *ca, "--patience", 1),
+        "with a key that it made itself": federation.join(0, *ca, "--patience", 1),
         "with a key of others": federation.join(
             0, "--key", folder / "others" / "node-1.key", *ca, "--patience", 1
         ),
@@ -287,9 +491,11 @@ def test_nodes_with_a_key_join_a_server_with_a_certificate(nursery: Nursery, fol
         ),
         "who speaks in the open": federation.join(0, *key, "--patience", 1),
     }
+    unknown = "the server does not know this node's key, which must be among its --nodes"
     for who, stranger in strangers.items():
         assert stranger.wait(30) == 2, who
-        assert "no server for 1 s" in stranger.output, who
+        assert (unknown if "key" in who else "no server for 1 s") in stranger.output, who
+        assert len(stranger.output.splitlines()) == 1, stranger.output
         assert "joined" not in stranger.output, who
     assert "has joined" not in federation.server.output
     federation.nodes = [
@@ -348,6 +554,37 @@ def test_the_port_offers_what_nodes_need_and_nothing_else(link: Any) -> None:
     assert httpx.post(pull, content=unbounded()).status_code == 413
 
 
+def test_a_store_remembers_nodes_but_lets_in_those_with_a_key(tmp_path: Path) -> None:
+    """The keys are those that this server was given, whoever has joined an earlier one."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    from sartor.deploy import _public
+    from sartor.federation.flwr_adapter import FleetLink, Refused, SuperLink
+
+    keys = [ec.generate_private_key(ec.SECP384R1()) for _ in range(3)]
+    public = [_public(key) for key in keys]
+    numbers: list[dict[int, int]] = []
+    for allowed in ([0, 1], [1, 2]):
+        settings: dict[str, Any] = {
+            "keys": [public[place] for place in allowed],
+            "database": tmp_path / "s.db",
+        }
+        with SuperLink("127.0.0.1", 0, **settings) as link:
+            numbers.append({})
+            for place in range(3):
+                node = FleetLink(f"127.0.0.1:{link.port}", keys[place], insecure=True)
+                if place not in allowed:
+                    with pytest.raises(Refused, match="does not know this node's key"):
+                        node.connect()
+                    continue
+                node.connect()
+                numbers[-1][place] = node.known
+                node.close()
+    assert [set(found) for found in numbers] == [{0, 1}, {1, 2}]
+    assert numbers[0][1] == numbers[1][1]
+    assert (tmp_path / "s.db").stat().st_mode & 0o077 == 0
+
+
 def test_a_message_travels_and_comes_back(link: Any) -> None:
     from sartor.federation.wire import decode, encode
 
@@ -368,25 +605,33 @@ def test_a_message_travels_and_comes_back(link: Any) -> None:
     assert link.nodes() == set()
 
 
-def test_a_node_cannot_answer_for_another(link: Any) -> None:
-    """Even if it knows the number of the message: it does not know the secret in it."""
-    from dataclasses import replace
-
-    from sartor.federation.flower import Failed, Post
+@pytest.mark.parametrize("late", [False, True])
+def test_a_node_cannot_answer_for_another(link: Any, late: bool) -> None:
+    """Even if it knows the number of the message, and the secret in it; before it has answered, or after."""
+    from sartor.federation.post import Post
     from sartor.federation.wire import encode
 
     honest, liar = joined(link), joined(link)
     post = Post(link, 10)
     letter = post.send(honest.known, {"kind": "hello"})
-    liar_letter = post.send(liar.known, {"kind": "hello"})
-    own = liar.receive()
+    post.send(liar.known, {"kind": "hello"})
+    request, own = honest.receive(), liar.receive()
+    nonce = letter.header["nonce"]
+    if late:
+        honest.reply(request, encode({"nonce": nonce, "names": ["mine"]}))
     stolen = own.message
     stolen.metadata.__dict__["_message_id"] = letter.message
     stolen.metadata.__dict__["_dst_node_id"] = honest.known
-    liar.reply(replace(own, message=stolen), encode({"nonce": liar_letter.nonce, "names": ["x"]}))
-    with pytest.raises(Failed, match="secret") as refused:
-        post.wait(letter)
-    assert refused.value.kind == "forged"
+    liar.reply(replace(own, message=stolen), encode({"nonce": nonce, "names": ["forged"]}))
+    if not late:
+        assert post.look(letter) is None
+        honest.reply(request, encode({"nonce": nonce, "names": ["mine"]}))
+    header, _ = post.wait(letter)
+    assert header["names"] == ["mine"]
+    [(who, error)] = post.caught()
+    assert who == liar.known
+    assert (error.kind, str(honest.known) in str(error)) == ("forged", True)
+    assert post.caught() == []
     for node in (honest, liar):
         node.close()
 

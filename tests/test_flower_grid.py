@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from sartor.federation import Federation
 from sartor.federation.flower import FlowerFederation
 from sartor.federation.names import find_function, qualified_name
 from sartor.federation.node import Node
+from sartor.federation.post import MOST_FORGED, Post
+from sartor.federation.reception import Reception, misfit
 from sartor.federation.wire import Parts, decode, encode, read_header
 from sartor.runner import tensors_of
 from test_engines import COHORTS, as_allowed, network, plain, vectors
@@ -148,9 +151,37 @@ def test_a_node_whose_reply_cannot_be_used_has_not_moved(
     federation.farewell()
     assert torch.equal(server.w, expected.w)
     assert torch.equal(kept(grid, "c_i"), gone.states["c_i"])
-    assert noted == [0, 2 if kind == "bad" else 1, 0]  # bad replies are counted by clients
-    assert caplog.text.count("round 2") == 1
+    # Bad replies are counted by clients; one without the secret may be another's, so the node is asked again.
+    assert noted == [0, {"bad": 2, "forged": 1 + MOST_FORGED}.get(kind, 1), 0]
+    assert caplog.text.count("round 2") == (2 if kind == "forged" else 1)
     assert ("not finite" if kind == "bad" else f"{kind}: ") in caplog.text
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_a_reply_that_another_has_forged_costs_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """On a grid that cannot tell who answers: every first answer of a node is another's, also to a greeting.
+
+    The node has done its work and staged its states by then, and is asked the same once more.
+    """
+    expected = rounds_on(undisturbed := simulation(), name)
+    asked: set[str] = set()
+
+    def changed(node: int, parts: Parts) -> Parts:
+        nonce = read_header(parts)["nonce"]
+        if node != 2 or nonce in asked:
+            return parts
+        asked.add(nonce)
+        return forge(parts)
+
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS), changed)
+    federation = deployed(name, grid, plain(), quorum=3)
+    server = rounds_on(federation, name)
+    federation.farewell()
+    assert torch.equal(server.w, expected.w)
+    if name == "scaffold":
+        assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
+    assert len(asked) > 4
+    assert "node 2 (client 1, client 4): forged: " in caplog.text
 
 
 def test_a_quorum_that_cannot_be_reached_ends_the_run() -> None:
@@ -234,6 +265,49 @@ def test_a_server_that_continues_takes_the_nodes_back(tmp_path: Path, name: str,
     found = rounds_on(second, name, COHORTS[1:], server)
     for (key, value), (_, wanted) in zip(tensors_of(found), tensors_of(expected), strict=True):
         assert torch.equal(value, wanted), key
+
+
+def test_a_node_goes_back_however_often_the_server_did_before_it_was_asked_again(tmp_path: Path) -> None:
+    """Of the second server, which goes back, the third node hears nothing; the third server takes it back."""
+    name, algorithm = "scaffold", make(algorithms()["scaffold"], lr=0.05)
+    everybody, some = [0, 1, 2, 3, 4, 5], [0, 1, 3, 4]
+    expected = rounds_on(undisturbed := simulation(), name, [everybody, some, some, some, everybody])
+    nodes = nodes_of(vectors(), plain(), BLOCKS, tmp_path)
+    grid = HereGrid(nodes)
+    federation = deployed(name, grid, plain())
+    server = rounds_on(federation, name, [everybody])
+    for cohorts, lost in (([some] * 3, [everybody] * 2), ([everybody], [some])):
+        done = federation.round
+        saved = pack({"server": dict(tensors_of(server)), "federation": federation.snapshot()}, "saved")
+        rounds_on(federation, name, lost, server)  # forgotten, though nodes have used it
+        grid = HereGrid(nodes)
+        federation = deployed(name, grid, plain())
+        algorithm.start(federation)
+        federation.restore(unpack(*saved, {}, torch.device("cpu"))["federation"])
+        federation.round = done
+        server = rounds_on(federation, name, cohorts, server)
+    federation.farewell()
+    assert torch.equal(server.w, expected.w)
+    assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
+
+
+def test_a_refused_node_knows_why() -> None:
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS))
+    reception = Reception(Post(grid, 5.0), experiment_of("fedavg"))
+    while len(met := reception.met(grid.nodes())) < 3:
+        pass
+    assert misfit(met[1], [met[2], met[3]]) is None
+    double = replace(met[1], names=met[2].names)
+    told = "client 'client 1' is at another node already; give each client a name of its own"
+    assert misfit(double, [met[3], met[2]]) == told
+    other = replace(met[1], shape=(7,))
+    assert "float64 [7] in test, train, validation" in str(misfit(other, [met[2]]))
+    reception.refuse(1, "go\x1b[2J home")
+    assert reception.met({1}) == {}  # it is not greeted again, and has been told
+    assert [node.refusal for node in grid.at.values()] == ["go[2J home", "", ""]  # nothing for a terminal
+    assert not grid.requests
+    reception.met(set())
+    assert reception.met({1}).keys() == {1}  # it has been away
 
 
 # What is said of a run -------------------------------------------------------------------------------------

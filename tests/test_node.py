@@ -171,7 +171,15 @@ def opened(folder: Path | None = None) -> Node:
     told = asked(node, "hello", experiment=to_mapping(experiment_of("fedavg")))
     assert told["names"] == ["client 1", "client 4"]
     assert told["counts"]["train"] == [17, 7]
-    settings = {"clients": 6, "numbers": [1, 4], "classes": 4, "buffers": "average", "at": 0, "without": []}
+    settings = {
+        "clients": 6,
+        "numbers": [1, 4],
+        "classes": 4,
+        "buffers": "average",
+        "at": 0,
+        "without": [],
+        "keep": [],
+    }
     assert "error" not in asked(node, "open", **settings)
     return node
 

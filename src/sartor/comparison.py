@@ -60,6 +60,8 @@ FORMAT = 1
 REFERENCES = ("separate", "fedupdate")
 """What stands beside every comparison: training alone, and FedAvg with fine-tuning."""
 
+TOGETHER = ("auto", "yes", "no")
+
 OwnTables = Mapping[str, Mapping[str, Any]]
 
 
@@ -74,6 +76,9 @@ class CompareSettings:
     target: float | None = setting(None, "score to reach, for rounds and bytes to it", low=0)
     against: str | None = setting(None, "test the other methods against this one; left out: all pairs")
     references: bool = setting(True, "whether separate and fedupdate are compared too")
+    together: str = setting(
+        "auto", "whether the seeds of a method are trained in one batch; auto: where faster", choices=TOGETHER
+    )
 
 
 @dataclass(frozen=True)
@@ -214,6 +219,7 @@ def compare(
     target: float | None = None,
     against: str | None = None,
     references: bool | None = None,
+    together: str | None = None,
     data: str | Mapping[str, Any] | ClientData | None = None,
     model: str | nn.Module | Task | None = None,
     head: str | None = None,
@@ -233,7 +239,9 @@ def compare(
     ``fedupdate`` are always compared too, unless ``references`` is false. ``seeds`` is a number of seeds
     counted from ``seed``, or a list. The rest is as for :func:`sartor.run`; hyper-parameters in ``hyper``
     are for every method that is compared. What ``[compare]`` of the experiment says stands where nothing is
-    given here. Everything is stored in the folder ``out``, where finished runs are found again.
+    given here. ``together`` says whether the seeds of a method are trained in one batch (``yes``, ``no``, or
+    ``auto``: where that is faster). Everything is stored in the folder ``out``, where finished runs are
+    found again.
 
     >>> chosen = {"fedavg": {}, "fast": {"algorithm": "fedavg", "lr": 0.5}}
     >>> local = {"batch": 16}
@@ -245,7 +253,13 @@ def compare(
     """
     given = merge_settings(experiment, sections, rounds=rounds, seed=seed, engine=engine, device=device)
     plan = Plan(given, data=data, model=model, head=head, clients=clients)
-    asked = {"seeds": seeds, "target": target, "against": against, "references": references}
+    asked = {
+        "seeds": seeds,
+        "target": target,
+        "against": against,
+        "references": references,
+        "together": together,
+    }
     options, tables = split_table(plan.compare, CompareSettings, "compare", asked, algorithms)
     methods = plan.methods(options.algorithms, tables, "compare")
     if options.references:
@@ -260,7 +274,8 @@ def compare(
         raise unknown("compare.against", options.against, labels, what="name")
     base = plan.check(methods)
     chosen_seeds = plan.seeds(options.seeds, "compare")
-    runs = Runs(plan.folder("comparisons", base) if out is None else Path(out), progress)
+    folder = plan.folder("comparisons", base) if out is None else Path(out)
+    runs = Runs(folder, progress, options.together)
     made, failed = _run_all(plan, methods, chosen_seeds, runs)
     finished = [method for method in methods if len(made[method.label]) == len(chosen_seeds)]
     if not finished:
@@ -457,14 +472,15 @@ def shared_settings(experiment: Experiment) -> dict[str, Any]:
 def _run_all(
     plan: Plan, methods: Sequence[Method], seeds: Sequence[int], runs: Runs
 ) -> tuple[dict[str, list[KeptRun]], list[Failure]]:
-    """Every method's runs, a seed for all of them before the next."""
+    """Every method's runs, a seed for all of them before the next where seeds are not run together."""
     made: dict[str, list[KeptRun]] = {method.label: [] for method in methods}
     failed: list[Failure] = []
     number = 0
-    for seed in seeds:
+    for place, seed in enumerate(seeds):
         for method in methods:
             number += 1
-            run = runs.attempt(plan.inputs(method, seed), method.label)
+            later = (plan.inputs(method, other) for other in seeds[place + 1 :])
+            run = runs.attempt(plan.inputs(method, seed), method.label, later)
             if isinstance(run, Failure):
                 failed.append(run)
             else:

@@ -24,23 +24,19 @@ from sartor.data.own import from_folder, from_table, read_client
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.experiment import OWN_DATA, Experiment, to_toml
 from sartor.federation.clock import Conditions
-from sartor.federation.flower import (
-    Failed,
-    FlowerFederation,
-    Grid,
-    Introduction,
-    Post,
-    Reception,
-    assemble,
-)
+from sartor.federation.flower import FlowerFederation
 from sartor.federation.ledger import write
 from sartor.federation.node import Load, Node
+from sartor.federation.post import Failed, Grid, Post
+from sartor.federation.reception import Introduction, Reception, assemble, misfit
 from sartor.record import RunFolder
 from sartor.runner import Result
 from sartor.task import Task
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+    from sartor.federation.flwr_adapter import SuperLink
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +63,7 @@ class Service:
     deadline: float = 600.0
     quorum: int = 1
     unit: float = 1.0
+    store: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuse to serve in the open what should not be."""
@@ -104,8 +101,6 @@ def serve(
     progress: bool = False,
 ) -> Result:
     """Run an experiment with the clients of nodes that join, or continue a run that was interrupted."""
-    from sartor.federation.flwr_adapter import SuperLink
-
     if (experiment is None) == (resume is None):
         raise SettingError("give an experiment, or --resume RUN to continue a run")
     if resume is not None:
@@ -116,12 +111,19 @@ def serve(
     assert experiment is not None
     if experiment.data.path is not None:
         raise SettingError("data.path: in a federation data lie at the nodes; leave it out")
-    tls = None if service.certificate is None or service.key is None else (service.certificate, service.key)
-    keys = None if service.nodes is None else read_public_keys(service.nodes)
-    with SuperLink(service.host, service.port, tls=tls, keys=keys) as grid:
+    with listen(service, anew=resume is None) as grid:
         where = f"[{service.host}]" if ":" in service.host else service.host
         _say(f"listening on {where}:{grid.port}")
         return serve_on(grid, experiment, service, out=out, resume=resume, progress=progress)
+
+
+def listen(service: Service, *, anew: bool = True) -> SuperLink:
+    """The port that nodes join, as a context; ``anew`` forgets messages that an earlier server has left."""
+    from sartor.federation.flwr_adapter import SuperLink
+
+    tls = None if service.certificate is None or service.key is None else (service.certificate, service.key)
+    keys = None if service.nodes is None else read_public_keys(service.nodes)
+    return SuperLink(service.host, service.port, tls=tls, keys=keys, database=service.store, anew=anew)
 
 
 def serve_on(
@@ -168,10 +170,10 @@ def _await(
             if isinstance(answer, Failed):
                 log.warning("node %d: %s: %s", node, answer.kind, answer)
                 continue
-            taken = {name for other in met.values() for name in other.names} & set(answer.names)
-            if taken:
-                log.warning("node %d: client %r is at another node already; refused", node, min(taken))
-                reception.refuse(node)
+            reason = misfit(answer, met.values())
+            if reason is not None:
+                log.warning("node %d: refused: %s", node, reason)
+                reception.refuse(node, reason)
                 continue
             met[node] = answer
             _say(f"node {node} has joined with {', '.join(answer.names[:5])}")
@@ -264,13 +266,17 @@ def join(
         while not node.done:
             try:
                 if not connected:
-                    numbers[address] = link.connect()
+                    if link.connect():
+                        node.renew()
+                    numbers[address] = link.known
                     write(known, json.dumps(numbers).encode())
                     show(f"joined {address} as node {link.known}")
                     connected = True
                 request = link.receive()
                 if request is not None:
                     link.reply(request, node.handle(request.parts))
+                if node.refusal:
+                    raise SartorError(f"{address}: this node cannot take part: {node.refusal}")
                 since = time.monotonic()
             except Lost as error:
                 connected = False

@@ -62,12 +62,12 @@ def _purpose(name: str) -> int:
     return _signed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
-def stream(seed: int, purpose: str, *values: int | Tensor) -> int | Tensor:
+def stream(seed: int | Tensor, purpose: str, *values: int | Tensor) -> int | Tensor:
     """The key of the stream (seed, purpose, values...).
 
-    Tensor values give a tensor of keys, one per entry.
+    Tensors of seeds or values give a tensor of keys, one per entry.
     """
-    key: int | Tensor = fold(fold(0, _signed(seed)), _purpose(purpose))
+    key: int | Tensor = fold(fold(0, _wrap(seed)), _purpose(purpose))
     for value in values:
         key = fold(key, value)
     return key

@@ -9,8 +9,9 @@ nothing tells whether its code is the same.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,18 @@ from sartor.api import Inputs
 from sartor.checkpoint import latest
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.experiment import Experiment, fingerprint
+from sartor.federation.seeds import fit_together
 from sartor.record import CONFIG, RunFolder, environment
-from sartor.runner import execute, load_data, resume
+from sartor.runner import (
+    execute,
+    execute_setup,
+    execute_together,
+    load_data,
+    may_share,
+    resume,
+    seeds_at_once,
+    set_up,
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class Failure:
 class Runs:
     """The runs under one folder. All experiments asked for differ in seed, algorithm and hyper-parameters."""
 
-    def __init__(self, out: Path, progress: bool = False) -> None:
+    def __init__(self, out: Path, progress: bool = False, together: str = "auto") -> None:
         if "MASTER_ADDR" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
             raise SartorError("many runs are made by one process; start them without torchrun")
         if out.exists() and not out.is_dir():
@@ -75,31 +86,67 @@ class Runs:
             raise SartorError(f"{out}: holds a run ({CONFIG}); give another folder to hold many runs")
         self.out = out
         self.progress = progress
+        self.together = together
         self._hashes: dict[int, str] = {}
+        self._made: dict[str, tuple[Path, SartorError | None]] = {}
+        """What was made together with an earlier run and not yet asked for, by fingerprint."""
 
-    def get(self, inputs: Inputs) -> KeptRun:
-        """The run of an experiment: an earlier one, or made now."""
+    def get(self, inputs: Inputs, later: Iterable[Inputs] = ()) -> KeptRun:
+        """The run of an experiment: an earlier one, or made now.
+
+        ``later`` are the same experiment's other seeds that will be asked for next: those that are missing
+        may be made together with this one.
+        """
         experiment = inputs.experiment
-        for folder in self._candidates(experiment):
-            if not folder.exists():
-                execute(experiment, data=inputs.data, task=inputs.task, out=folder, progress=self.progress)
-                return _read(RunFolder.open(folder), experiment, reused=False)
-            if inputs.task is None and self._is_same(folder, inputs):
+        made = self._made.pop(fingerprint(experiment), None)
+        if made is None:
+            folder = self._folder(inputs)
+            if folder.exists():
                 run = RunFolder.open(folder)
                 reused = run.finished
                 if not reused:
                     resume(folder, data=inputs.data, progress=self.progress)
                 return _read(run, experiment, reused)
-        raise AssertionError("folder names do not end")
+            made = self._make(inputs, folder, later)
+        folder, error = made
+        if error is not None:
+            raise error
+        return _read(RunFolder.open(folder), experiment, reused=False)
 
-    def attempt(self, inputs: Inputs, label: str) -> KeptRun | Failure:
+    def attempt(self, inputs: Inputs, label: str, later: Iterable[Inputs] = ()) -> KeptRun | Failure:
         """:meth:`get`, or how the run failed; what the settings or the data are at fault for is raised."""
         try:
-            return self.get(inputs)
+            return self.get(inputs, later)
         except (SettingError, DataError):
             raise
         except SartorError as error:
             return Failure(label, inputs.experiment.algorithm, inputs.experiment.seed, str(error))
+
+    def _make(self, inputs: Inputs, folder: Path, later: Iterable[Inputs]) -> tuple[Path, SartorError | None]:
+        """Make a run, and other seeds with it where that is faster."""
+        if self.together == "no" or not may_share(inputs.experiment):
+            data, task = inputs.data, inputs.task
+            execute(inputs.experiment, data=data, task=task, out=folder, progress=self.progress)
+            return folder, None
+        setups = [set_up(inputs.experiment, data=inputs.data, task=inputs.task)]
+        missing = ((other, place) for other in later if not (place := self._folder(other)).exists())
+        wanted = [(inputs, folder), *islice(missing, seeds_at_once(setups[0], self.together) - 1)]
+        setups += [set_up(each.experiment, data=each.data, task=each.task) for each, _ in wanted[1:]]
+        if len(setups) == 1 or not fit_together([(setup.task, setup.data) for setup in setups]):
+            execute_setup(setups[0], out=folder, progress=self.progress)
+            return folder, None
+        outcomes = execute_together(setups, [place for _, place in wanted], progress=self.progress)
+        for (each, place), outcome in zip(wanted, outcomes, strict=True):
+            error = outcome if isinstance(outcome, SartorError) else None
+            self._made[fingerprint(each.experiment)] = (place, error)
+        return self._made.pop(fingerprint(inputs.experiment))
+
+    def _folder(self, inputs: Inputs) -> Path:
+        """The folder that holds the run of an experiment, finished or not, or the one to make it in."""
+        for folder in self._candidates(inputs.experiment):
+            if not folder.exists() or (inputs.task is None and self._is_same(folder, inputs)):
+                return folder
+        raise AssertionError("folder names do not end")
 
     def _candidates(self, experiment: Experiment) -> Iterator[Path]:
         """The folders a run of the experiment may lie in, in the order they are taken."""

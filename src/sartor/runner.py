@@ -8,9 +8,10 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from sartor import checkpoint, random
 from sartor.algorithms import algorithms
 from sartor.algorithms.base import Algorithm
 from sartor.checkpoint import Checkpoint
-from sartor.data.clients import ClientData, prepare
+from sartor.data.clients import ClientData, LazySplit, prepare
 from sartor.data.own import from_folder, from_table
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.sources import load_source
@@ -34,6 +35,8 @@ from sartor.experiment import OWN_DATA, Cohort, Experiment, fingerprint
 from sartor.federation import Federation, choose_engine, distributed, make_federation
 from sartor.federation.base import NobodyAnswered
 from sartor.federation.clock import Conditions
+from sartor.federation.memory import free_bytes
+from sartor.federation.seeds import Maker, in_lockstep
 from sartor.local import Batches
 from sartor.models import make_task
 from sartor.record import NotWritten, RunFolder, environment, hash_of
@@ -58,6 +61,16 @@ COMPILE_STEPS = 100_000
 Measured on an H200 for four models: compiling takes 10 to 20 seconds and then saves 0.06 to 0.4 ms a step.
 """
 
+
+TOGETHER_NUMBERS = 4_000_000
+"""Seeds run together on a CPU while the models and batches of all their clients have so many numbers at most.
+
+Measured for FedAvg and Ditto (``bench/seeds.py``): 1.3 to 3 times faster up to 2.7 million, between 1.3 and
+0.9 at 13 million, slower beyond.
+"""
+
+TOGETHER_MEMORY = 0.25
+"""Seeds are run together where all their samples take at most this share of the free memory."""
 
 SHARE_FOR_SAVING = 0.05
 """``checkpoint.every = 0`` saves as often as takes at most this share of the time."""
@@ -126,13 +139,92 @@ def execute(
     """
     check_trackers(experiment.tracking.loggers)
     setup = _set_up_everywhere(experiment, data, task)
+    return execute_setup(setup, out=out, store=store, progress=progress, opened=opened)
+
+
+def execute_setup(
+    setup: Setup,
+    *,
+    out: Path | str | None = None,
+    store: bool = True,
+    progress: bool = False,
+    opened: Opened | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Result:
+    """:func:`execute` of what is set up already; ``stop`` says whether to stop after the round."""
     folder = RunFolder.create(out, setup.experiment) if store and distributed.rank() == 0 else None
     if folder is None:
-        return _carry_out(setup, folder, progress, opened=opened)
+        return _carry_out(setup, folder, progress, opened=opened, stop=stop)
     with folder.alone():
         if setup.partition is not None:
             folder.write_partition(setup.partition)
-        return _carry_out(setup, folder, progress, opened=opened)
+        return _carry_out(setup, folder, progress, opened=opened, stop=stop)
+
+
+def may_share(experiment: Experiment) -> bool:
+    """Whether seeds of an experiment can be run in one batch at all, as far as is known before its data.
+
+    Runs of the loop engine take nothing from each other, asynchronous methods are at another event in every
+    seed, and trackers show one run at a time.
+    """
+    asynchronous = algorithms()[experiment.algorithm].family == "asynchronous"
+    return experiment.engine.name != "loop" and not asynchronous and not experiment.tracking.loggers
+
+
+def seeds_at_once(setup: Setup, wanted: str) -> int:
+    """How many seeds of an experiment to run in one batch at most, as the first of them has it.
+
+    ``wanted`` is ``no``, ``yes`` (as many as can share an engine) or ``auto``, which runs as many as were
+    measured to be faster together: on a CPU up to ``TOGETHER_NUMBERS`` numbers.
+    """
+    experiment, data = setup.experiment, setup.data
+    engine = experiment.engine
+    if wanted == "no" or engine.name != "stacked" or not may_share(experiment):
+        return 1
+    if isinstance(data.train, LazySplit):  # there may be more than anyone can hold
+        return 1
+    splits = [split for split in (data.train, data.test, data.validation) if split is not None]
+    held = sum(split.x.nbytes + split.y.nbytes for split in splits)
+    room = int(TOGETHER_MEMORY * free_bytes(torch.device(engine.device))) // max(1, held)
+    if wanted == "auto" and engine.device != "cpu":
+        return 1
+    if wanted == "auto":
+        clients = cohort_size(data.clients, experiment.cohort)
+        if experiment.evaluate.every:
+            clients = max(clients, experiment.evaluate.clients or data.clients)
+        width = Batches("train", experiment.local.batch).width(int(data.train.count.max()))
+        client = setup.task.size + width * data.train.x[0].numel()
+        room = min(room, TOGETHER_NUMBERS // (clients * client))
+    return max(1, room)
+
+
+def execute_together(
+    setups: Sequence[Setup], outs: Sequence[Path], *, progress: bool = False
+) -> list[Result | SartorError]:
+    """Run several seeds of one experiment in one batch: what each gives, or how it failed.
+
+    Each has its own run folder; its seconds are an even share of the time that all of them took.
+    """
+
+    def one(setup: Setup, out: Path, stop: Callable[[], bool], maker: Maker) -> Result:
+        def opened(experiment: Experiment, task: Task, data: ClientData) -> Federation:
+            return maker(task, data, **_federation_settings(experiment))
+
+        shown = progress and setup is setups[0]  # one bar for all: they are in the same round
+        return execute_setup(setup, out=out, progress=shown, opened=opened, stop=stop)
+
+    outcomes: list[Result | SartorError] = []
+    try:
+        with _interruptions(True) as stop:
+            runs = [partial(one, setup, out, stop) for setup, out in zip(setups, outs, strict=True)]
+            for outcome in in_lockstep(runs):
+                if isinstance(outcome, BaseException) and not isinstance(outcome, SartorError):
+                    raise outcome
+                outcomes.append(outcome)
+    except KeyboardInterrupt:
+        again = f"the same command goes on with the {len(setups)} runs under way"
+        raise KeyboardInterrupt(f"stopped; {again}") from None
+    return outcomes
 
 
 def resume(
@@ -309,6 +401,7 @@ def _carry_out(
     progress: bool,
     saved: Checkpoint | None = None,
     opened: Opened | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Result:
     """The rounds that are left, with whatever happens on the way."""
     federation = (opened or open_federation)(setup.experiment, setup.task, setup.data)
@@ -332,7 +425,8 @@ def _carry_out(
                 trackers.round(row)
 
         # Several processes do not see a Ctrl-C in the same round, so there they stop at once.
-        stop = stack.enter_context(_interruptions(folder is not None and distributed.world() == 1))
+        if stop is None:
+            stop = stack.enter_context(_interruptions(folder is not None and distributed.world() == 1))
         begun = None
         if saved is not None and folder is not None:
             begun = run.restore(saved, folder), saved.seconds
@@ -455,25 +549,26 @@ def resolve(experiment: Experiment, algorithm: Algorithm, task: Task, data: Clie
 
 def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Federation:
     """The federation of a resolved experiment."""
+    return make_federation(experiment.engine.name, task, data, **_federation_settings(experiment))
+
+
+def _federation_settings(experiment: Experiment) -> dict[str, Any]:
     engine = experiment.engine
     own: dict[str, dict[str, Any]] = {
         "loop": {"workers": engine.workers},
         "stacked": {"chunk": engine.chunk, "lanes": engine.lanes, "compile": engine.compile == "yes"},
     }
-    return make_federation(
-        engine.name,
-        task,
-        data,
-        local=experiment.local,
-        hyper=experiment.hyper,
-        seed=experiment.seed,
-        device=engine.device,
-        buffers=experiment.model.buffers,
-        evaluation_batch=experiment.evaluate.batch,
-        states=engine.states,
-        precision=engine.precision,
-        method=experiment.algorithm,
-        conditions=Conditions(
+    return {
+        "local": experiment.local,
+        "hyper": experiment.hyper,
+        "seed": experiment.seed,
+        "device": engine.device,
+        "buffers": experiment.model.buffers,
+        "evaluation_batch": experiment.evaluate.batch,
+        "states": engine.states,
+        "precision": engine.precision,
+        "method": experiment.algorithm,
+        "conditions": Conditions(
             availability=experiment.availability.settings,
             delay=experiment.delay.settings,
             dropout=experiment.replies.dropout,
@@ -482,13 +577,18 @@ def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Fed
             largest_norm=experiment.replies.largest_norm,
         ),
         **own[engine.name],
-    )
+    }
 
 
 def draw_cohort(seed: int, round: int, clients: int, settings: Cohort) -> np.ndarray:
     """The clients of a round, sorted: a function of seed and round alone, so every method sees the same."""
-    count = settings.count or max(1, int(settings.fraction * clients + 0.5))
+    count = cohort_size(clients, settings)
     return np.asarray(random.choose(random.stream(seed, "cohort", round), clients, count), dtype=np.int64)
+
+
+def cohort_size(clients: int, settings: Cohort) -> int:
+    """How many of the clients are drawn in a round."""
+    return settings.count or max(1, int(settings.fraction * clients + 0.5))
 
 
 class _Run:
@@ -513,9 +613,9 @@ class _Run:
         """All rounds that are left, one after the other; ``begun`` has the server and the seconds so far."""
         experiment, algorithm, federation = self.experiment, self.algorithm, self.federation
         server, seconds = begun or (algorithm.start(federation), 0.0)
-        begin = time.perf_counter() - seconds
+        begin = federation.seconds() - seconds
         for round in range(federation.round + 1, experiment.rounds + 1):
-            started, before = time.perf_counter(), replace(federation.traffic)
+            started, before = federation.seconds(), replace(federation.traffic)
             federation.round, federation.answered = round, 0
             cohort = draw_cohort(experiment.seed, round, federation.clients, experiment.cohort)
             try:
@@ -527,7 +627,7 @@ class _Run:
                 "round": round,
                 "cohort": len(cohort),
                 "answered": federation.answered,
-                "seconds": time.perf_counter() - started,
+                "seconds": federation.seconds() - started,
                 "bytes_down": federation.traffic.down - before.down,
                 "bytes_up": federation.traffic.up - before.up,
                 **federation.notes,
@@ -549,7 +649,7 @@ class _Run:
             self._save(server, 0, begin)
         self._wait()
         tensors = self.models(server)
-        summary = self._summary(tensors, time.perf_counter() - begin)
+        summary = self._summary(tensors, federation.seconds() - begin)
         if self.folder is not None:
             self.folder.write_models(tensors)
             self.folder.close()
@@ -576,7 +676,7 @@ class _Run:
             return True
         if every:
             return round % every == 0
-        return time.perf_counter() - self._saved_at >= self._saving / SHARE_FOR_SAVING
+        return self.federation.seconds() - self._saved_at >= self._saving / SHARE_FOR_SAVING
 
     def _save(self, server: Any, round: int, begin: float) -> None:
         """Store everything a continuation needs."""
@@ -586,14 +686,14 @@ class _Run:
         checkpoint.save(
             self.folder,
             round=round,
-            seconds=started - begin,
+            seconds=self.federation.seconds() - begin,
             data=self.data.hash,
             server=server,
             federation=self.federation.snapshot(),
         )
         self.saved = round
-        self._saved_at = time.perf_counter()
-        self._saving = self._saved_at - started
+        self._saved_at = self.federation.seconds()
+        self._saving = time.perf_counter() - started
 
     def _wait(self) -> None:
         if self.federation.device.type == "cuda":

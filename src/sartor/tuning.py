@@ -45,6 +45,7 @@ from sartor.algorithms import algorithms as registered
 from sartor.api import merge_settings
 from sartor.comparison import (
     REFERENCES,
+    TOGETHER,
     CompareSettings,
     Estimate,
     Method,
@@ -87,6 +88,9 @@ class SearchSettings:
     budget: int = setting(8, "trials of every method", low=1)
     method: str = setting("random", "how points are chosen", choices=("random", "grid"))
     seeds: int | tuple[int, ...] = setting(1, "seeds of a trial, from `seed` on, or a list", low=0)
+    together: str = setting(
+        "auto", "whether the seeds of a trial are trained in one batch; auto: where faster", choices=TOGETHER
+    )
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,7 @@ def search(
     budget: int | None = None,
     method: str | None = None,
     seeds: int | Sequence[int] | None = None,
+    together: str | None = None,
     data: str | Mapping[str, Any] | ClientData | None = None,
     model: str | nn.Module | Task | None = None,
     head: str | None = None,
@@ -187,7 +192,7 @@ def search(
     """
     given = merge_settings(experiment, sections, rounds=rounds, seed=seed, engine=engine, device=device)
     plan = Plan(given, data=data, model=model, head=head, clients=clients)
-    asked = {"budget": budget, "method": method, "seeds": seeds}
+    asked = {"budget": budget, "method": method, "seeds": seeds, "together": together}
     options, tables = split_table(plan.search, SearchSettings, "search", asked, algorithms)
     named = tuple(name for name in options.algorithms if name != EVERY)
     options = dataclasses.replace(options, algorithms=named)
@@ -205,7 +210,8 @@ def search(
     base = plan.check(trials)
     chosen_seeds = plan.seeds(options.seeds, "search")
     _require_validation(plan, trials[0], chosen_seeds[0])
-    runs = Runs(plan.folder("searches", base) if out is None else Path(out), progress)
+    folder = plan.folder("searches", base) if out is None else Path(out)
+    runs = Runs(folder, progress, options.together)
     tuned = []
     score = "accuracy"
     for each in methods:
@@ -393,9 +399,10 @@ def _try(
 ) -> tuple[Trial, str]:
     """A trial on all seeds, and the name of the score it was judged by."""
     made: list[KeptRun] = []
-    for seed in seeds:
-        inputs = plan.inputs(dataclasses.replace(method, hyper=point), seed)
-        run = runs.attempt(inputs, method.label)
+    tried = dataclasses.replace(method, hyper=point)
+    for place, seed in enumerate(seeds):
+        later = (plan.inputs(tried, other) for other in seeds[place + 1 :])
+        run = runs.attempt(plan.inputs(tried, seed), method.label, later)
         tell(runs, f"{method.label}, trial {number + 1}, seed {seed}", run)
         if isinstance(run, Failure):
             return Trial(number, point, None, None, run.message, _runs_of(made)), score

@@ -30,6 +30,13 @@ Algorithms = Annotated[
 Seeds = Annotated[
     str | None, typer.Option(help="A number of seeds, or a list such as 0,1,5.", show_default=False)
 ]
+Together = Annotated[
+    str | None,
+    typer.Option(
+        help="Train the seeds in one batch: yes, no or auto (where faster).  [default: auto]",
+        show_default=False,
+    ),
+]
 DataName = Annotated[str | None, typer.Option(help="Data set (data.name).", show_default=False)]
 Rounds = Annotated[int | None, typer.Option(help="Number of rounds (rounds).", show_default=False)]
 EngineName = Annotated[
@@ -59,6 +66,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    together: Together = None,
     data: DataName = None,
     clients: Clients = None,
     rounds: Rounds = None,
@@ -99,6 +107,7 @@ def compare(
         target=target,
         against=against,
         references=references,
+        together=together,
         out=out,
         progress=sys.stderr.isatty(),
     )

@@ -52,6 +52,15 @@ def serve(
     unit: Annotated[
         float, typer.Option(min=1e-6, help="Seconds of a unit of virtual time, for asynchronous methods.")
     ] = 1.0,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep nodes and messages under way in this file, so that they outlive the server's process; "
+            "left out: in memory.",
+            show_default=False,
+        ),
+    ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Continue the run of this folder.", show_default=False)
     ] = None,
@@ -82,7 +91,7 @@ def serve(
     if tls is not None:
         certificate, key, authority = tls
         check_issued(certificate, authority)
-    service = Service(host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit)
+    service = Service(host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit, store)
     experiment = None if resume is not None else load(words[0] if words else None, overrides)
     result = serve_nodes(experiment, service, out=out, resume=resume, progress=sys.stderr.isatty())
     if as_json:

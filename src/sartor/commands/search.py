@@ -17,6 +17,7 @@ from sartor.commands.compare import (
     EngineName,
     Rounds,
     Seeds,
+    Together,
     parse_seeds,
     read_experiment,
     show,
@@ -39,6 +40,7 @@ def search(
         str | None, typer.Option(help="random or grid.  [default: random]", show_default=False)
     ] = None,
     seeds: Seeds = None,
+    together: Together = None,
     data: DataName = None,
     clients: Clients = None,
     rounds: Rounds = None,
@@ -78,6 +80,7 @@ def search(
         budget=budget,
         method=method,
         seeds=parse_seeds(seeds),
+        together=together,
         out=out,
         progress=sys.stderr.isatty(),
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -175,25 +176,32 @@ class Outcome:
 
 
 class _Check:
-    """Whether replies are fit to be used: found out on the device, looked at when the host asks."""
+    """Whether replies are fit to be used: norms are found on the device, and looked at when the host asks."""
 
     def __init__(
         self, who: str, numbers: np.ndarray, names: tuple[str, ...], norms: list[Tensor], largest: float
     ) -> None:
         self.who, self.numbers, self.names, self.norms, self.largest = who, numbers, names, norms, largest
-        bound = largest or torch.finfo(norms[0].dtype).max
-        fine = [norm <= bound for norm in norms]
-        self.fine = fine[0][None] if len(fine) == 1 else torch.stack(fine)
 
-    def good(self) -> np.ndarray:
-        """A truth value for each client."""
-        return np.asarray(self.fine.all(dim=0).cpu())
+    @staticmethod
+    def bad(checks: Sequence[_Check]) -> list[np.ndarray]:
+        """For each check, which norms are not finite or too large: one row per quantity, a column per client.
 
-    def told(self, names: Sequence[str]) -> str:
+        The norms of all of them are fetched from the device at once.
+        """
+        found = torch.cat([norm for check in checks for norm in check.norms]).cpu().numpy()
+        shapes = [(len(check.norms), len(check.numbers)) for check in checks]
+        ends = np.cumsum([rows * columns for rows, columns in shapes])
+        parts = [part.reshape(shape) for part, shape in zip(np.split(found, ends[:-1]), shapes, strict=True)]
+        return [
+            ~(part <= (check.largest or np.finfo(part.dtype).max))
+            for check, part in zip(checks, parts, strict=True)
+        ]
+
+    def told(self, bad: np.ndarray, names: Sequence[str]) -> str:
         """The first bad reply in words."""
-        fine = self.fine.cpu().numpy()
-        place = int(np.flatnonzero(~fine.all(axis=0))[0])
-        quantity = int(np.flatnonzero(~fine[:, place])[0])
+        place = int(np.flatnonzero(bad.any(axis=0))[0])
+        quantity = int(np.flatnonzero(bad[:, place])[0])
         norm = float(self.norms[quantity][place])
         reason = f"has norm {norm:.3g}, above replies.largest_norm = {self.largest:g}"
         if not np.isfinite(norm):
@@ -259,6 +267,8 @@ class Federation(ABC):
         self.updates = 0
         """Replies that the server has used so far."""
         self._checks: list[_Check] = []
+        self._checked = b""
+        """The last cohort that was found to be one."""
         self.round = 0
         self.states = StateStore(data.clients, self.device, states)
         self.buffers = task.initial_buffers(self.device) if task.buffer_size else None
@@ -298,6 +308,10 @@ class Federation(ABC):
     def sizes(self) -> Tensor:
         """n_i of every client."""
         return self.samples["train"].count
+
+    def seconds(self) -> float:
+        """A clock for what this run takes."""
+        return time.perf_counter()
 
     def stream(self, name: str) -> int:
         """The key of this run's stream with that name; rounds, clients and indices are folded into it."""
@@ -651,10 +665,12 @@ class Federation(ABC):
             if self.device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
                 self._verify()
             return everyone
-        good = check.good()
+        (bad,) = _Check.bad([check])
+        good = np.asarray(~bad.any(axis=0))
         if not good.all():
             self._count("bad", int((~good).sum()))
-            log.warning("%s: %d of %d replies left out", check.told(self.names), (~good).sum(), len(good))
+            told = check.told(bad, self.names)
+            log.warning("%s: %d of %d replies left out", told, (~good).sum(), len(good))
         return good
 
     def _verify(self) -> None:
@@ -664,9 +680,9 @@ class Federation(ABC):
         before anything is evaluated or stored.
         """
         checks, self._checks = self._checks, []
-        for check in checks:
-            if not check.good().all():
-                told = check.told(self.names)
+        for check, bad in zip(checks, _Check.bad(checks) if checks else [], strict=True):
+            if bad.any():
+                told = check.told(bad, self.names)
                 raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
 
     def _nobody(self) -> NoReturn:
@@ -768,6 +784,8 @@ class Federation(ABC):
 
     def _numbers(self, cohort: Sequence[int] | np.ndarray) -> np.ndarray:
         numbers = np.asarray(cohort, dtype=np.int64)
+        if numbers.tobytes() == self._checked:  # everyone, every round, as a rule
+            return numbers
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.clients):
             wrong = numbers[(numbers < 0) | (numbers >= self.clients)][0]
             raise SartorError(
@@ -775,6 +793,7 @@ class Federation(ABC):
             )
         if not (numbers[1:] > numbers[:-1]).all() and len(np.unique(numbers)) < len(numbers):
             raise SartorError("map: a client stands twice in the cohort")
+        self._checked = numbers.tobytes()
         return numbers
 
     def _tensor(self, value: Any) -> Tensor:

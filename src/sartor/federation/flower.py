@@ -8,19 +8,20 @@ and the round goes on with those who answered, as long as they are a quorum. Bel
 nodes to come back and asks them again; as randomness is keyed by round and client, they answer what they
 would have answered before.
 
-How messages travel is the business of a :class:`Grid`; :mod:`sartor.federation.flwr_adapter` has Flower's.
+:mod:`sartor.federation.post` has the messages, :mod:`sartor.federation.reception` who takes part.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,252 +29,33 @@ from torch import Tensor
 
 from sartor.data.clients import ClientData, Moments, Split
 from sartor.errors import SartorError
-from sartor.experiment import Experiment, to_mapping
+from sartor.experiment import Experiment
 from sartor.federation.base import Arguments, ClientFunction, Federation, Outcome, Replies, Reply, Work
 from sartor.federation.clock import Conditions, Job
 from sartor.federation.loop import LoopFederation
 from sartor.federation.memory import to_device
 from sartor.federation.names import name_of, qualified_name
 from sartor.federation.node import hyper_values
-from sartor.federation.wire import DTYPES, BadMessage, Parts, Spec, decode, encode, size_of, spec_of, version
+from sartor.federation.post import PAUSE, Expected, Failed, Grid, Groups, Left, Letter, Post
+from sartor.federation.reception import Introduction, Reception
+from sartor.federation.wire import Spec, encode, spec_of
 from sartor.local import Client
 from sartor.task import Task
 
 log = logging.getLogger(__name__)
 
-PAUSE = 0.005
-"""Seconds between two looks for replies."""
-MOST_UNKNOWN = 16 << 20
-"""Bytes of a reply whose tensors the server does not know beforehand: an introduction."""
 REMIND = 30.0
 """Seconds between two reminders that the server waits for nodes."""
 RETURNING = ("gone", "closed")
 """Faults of nodes that were started anew, or may be: they are asked again when they are back."""
 
 
-class Failed(Exception):
-    """A node gave no reply that can be used; ``kind`` names the fault for counters."""
+class Back(NamedTuple):
+    """Where a client's states must go back to: an exchange, less these before it, and these after it."""
 
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
-
-
-class Grid(Protocol):
-    """Carries messages to nodes and their replies back."""
-
-    def nodes(self) -> set[int]:
-        """The nodes that are there."""
-
-    def send(self, node: int, parts: Parts, lifetime: float) -> str:
-        """Put a message on its way; what the reply can be asked for by."""
-
-    def poll(self, message: str, most: int) -> Parts | None:
-        """The reply, None where it is not there yet; :class:`Failed` where there will be none.
-
-        A reply of more than ``most`` bytes is refused unseen.
-        """
-
-    def forget(self, message: str) -> None:
-        """The reply is not wanted any more."""
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """What a node says of itself: its clients, how many samples they have, and how these lie."""
-
-    names: tuple[str, ...]
-    counts: dict[str, list[int]]
-    shape: tuple[int, ...]
-    dtype: str
-    classes: int | None
-    hash: str
-    moments: Moments | None
-
-
-@dataclass
-class _Letter:
-    """A request under way."""
-
-    node: int
-    message: str
-    nonce: str
-    due: float
-    expected: Mapping[str, Mapping[str, Spec]] | None
-    """The tensors of the reply; None where they are not known beforehand."""
-    exchange: int = 0
-    places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    settled: tuple[int, ...] = ()
-    declared: tuple[str, ...] = ()
-
-
-class Post:
-    """Requests to nodes and their replies; each request has a secret that its reply must bring back."""
-
-    def __init__(self, grid: Grid, deadline: float) -> None:
-        self.grid, self.deadline = grid, deadline
-
-    def send(
-        self,
-        node: int,
-        header: Mapping[str, Any],
-        groups: Mapping[str, Mapping[str, Tensor]] | None = None,
-        expected: Mapping[str, Mapping[str, Spec]] | None = None,
-    ) -> _Letter:
-        """Send a request to a node."""
-        nonce = secrets.token_hex(16)
-        parts = encode({**header, "nonce": nonce, "version": version()}, groups)
-        message = self.grid.send(node, parts, self.deadline)
-        return _Letter(node, message, nonce, time.monotonic() + self.deadline, expected)
-
-    def look(self, letter: _Letter) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]] | None:
-        """The reply, None where it is not there yet; :class:`Failed` where none can be used."""
-        try:
-            parts = self.grid.poll(letter.message, _bytes_of(letter.expected))
-            if parts is None:
-                if time.monotonic() > letter.due:
-                    raise Failed("late", f"no reply within {self.deadline:g} s")
-                return None
-            header, groups = decode(parts, letter.expected)
-        except BadMessage as error:
-            self.grid.forget(letter.message)
-            raise Failed(error.kind, str(error)) from None
-        except Failed:
-            self.grid.forget(letter.message)
-            raise
-        self.grid.forget(letter.message)
-        if header.get("nonce") != letter.nonce:
-            raise Failed("forged", "it does not bring back the secret of the request it answers")
-        if "error" in header:
-            raise Failed("closed" if header.get("closed") else "failed", str(header["error"])[:500])
-        return header, groups
-
-    def wait(self, letter: _Letter) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Wait for the reply."""
-        while (answer := self.look(letter)) is None:
-            time.sleep(PAUSE)
-        return answer
-
-
-def _bytes_of(expected: Mapping[str, Mapping[str, Spec]] | None) -> int:
-    """The size of a reply's tensors; of one whose tensors are not known, the most that is taken."""
-    if expected is None:
-        return MOST_UNKNOWN
-    return sum(size_of(spec) for held in expected.values() for spec in held.values())
-
-
-class Reception:
-    """Greets nodes: tells them what the experiment is, and checks what they say of themselves."""
-
-    def __init__(self, post: Post, experiment: Experiment) -> None:
-        self._post, self._experiment = post, experiment
-        self._letters: dict[int, _Letter] = {}
-        self._refused: set[int] = set()
-
-    def met(self, new: set[int]) -> dict[int, Introduction | Failed]:
-        """Greet these nodes, which are there, without waiting: what those say who have answered by now.
-
-        A node that has failed is not greeted again before it has been away.
-        """
-        self._refused &= new
-        for node in new - self._refused - set(self._letters):
-            try:
-                self._letters[node] = self._hello(node)
-            except Failed:
-                continue  # it has just left
-        answers: dict[int, Introduction | Failed] = {}
-        for node, letter in list(self._letters.items()):
-            try:
-                answer = self._post.look(letter)
-                if answer is None:
-                    continue
-                answers[node] = self._introduction(*answer)
-            except Failed as error:
-                answers[node] = error
-                self._refused.add(node)
-            del self._letters[node]
-        return answers
-
-    def greet(self, node: int) -> Introduction:
-        """Greet a node and wait for its answer."""
-        return self._introduction(*self._post.wait(self._hello(node)))
-
-    def refuse(self, node: int) -> None:
-        """Do not greet this node again."""
-        self._refused.add(node)
-
-    def _hello(self, node: int) -> _Letter:
-        return self._post.send(node, {"kind": "hello", "experiment": to_mapping(self._experiment)})
-
-    def _introduction(self, header: Mapping[str, Any], groups: Any) -> Introduction:
-        try:
-            return _introduction(header, groups, self._experiment.data.normalise)
-        except (KeyError, TypeError, ValueError) as error:
-            raise Failed("malformed", f"its introduction has a wrong or no entry ({error})") from None
-
-
-def _introduction(header: Mapping[str, Any], groups: Any, normalised: bool) -> Introduction:
-    names = tuple(header["names"])
-    if not names or len(set(names)) < len(names) or not all(type(name) is str and name for name in names):
-        raise ValueError("names")
-    counts = {split: list(values) for split, values in header["counts"].items()}
-    whole = all(type(count) is int and 0 <= count < 2**40 for held in counts.values() for count in held)
-    if not {"train", "test"} <= set(counts) <= {"train", "test", "validation"} or not whole:
-        raise ValueError("counts")
-    if any(len(held) != len(names) for held in counts.values()):
-        raise ValueError("counts")
-    shape, classes, dtype = tuple(header["shape"]), header["classes"], header["dtype"]
-    if not all(type(size) is int and 0 < size < 2**24 for size in shape) or dtype not in DTYPES:
-        raise ValueError("shape")
-    if classes is not None and not (type(classes) is int and 0 < classes < 2**24):
-        raise ValueError("classes")
-    moments = None
-    if normalised:
-        number, mean, squares = header["number"], groups["moments"]["mean"], groups["moments"]["squares"]
-        fits = mean.shape == squares.shape == shape[:1] and mean.dtype == squares.dtype == torch.float64
-        finite = fits and bool(torch.isfinite(mean).all() and torch.isfinite(squares).all())
-        if not (type(number) is int and 0 <= number < 2**60 and finite and bool((squares >= 0).all())):
-            raise ValueError("moments")
-        moments = Moments(number, mean, squares)
-    return Introduction(names, counts, shape, dtype, classes, str(header["hash"])[:128], moments)
-
-
-def assemble(introductions: Mapping[int, Introduction]) -> ClientData:
-    """The clients of all nodes in the order of their names, as the server sees them: without samples."""
-    first = next(iter(introductions.values()))
-    rows: dict[str, tuple[Introduction, int]] = {}
-    for met in introductions.values():
-        if (met.shape, met.dtype, set(met.counts)) != (first.shape, first.dtype, set(first.counts)):
-            raise SartorError(
-                f"nodes have different data: samples {first.dtype} {list(first.shape)} in "
-                f"{', '.join(first.counts)}, and {met.dtype} {list(met.shape)} in {', '.join(met.counts)}"
-            )
-        for place, name in enumerate(met.names):
-            if name in rows:
-                raise SartorError(f"client {name!r} is at two nodes; give each client another name")
-            rows[name] = (met, place)
-    names = tuple(sorted(rows))
-    classes = None if first.classes is None else max(met.classes or 0 for met in introductions.values())
-    # One sample of zeros stands for all, so that a model can be tried on it.
-    x = torch.zeros((1, *first.shape), dtype=DTYPES[first.dtype])
-    y = torch.zeros(1, dtype=x.dtype if classes is None else torch.int64)
-
-    def split(part: str) -> Split:
-        counts = np.array([rows[name][0].counts[part][rows[name][1]] for name in names], dtype=np.int64)
-        return Split(x, y, np.zeros(len(names), dtype=np.int64), counts)
-
-    hashes = sorted((met.names, met.hash) for met in introductions.values())
-    return ClientData(
-        names=names,
-        train=split("train"),
-        test=split("test"),
-        validation=split("validation") if "validation" in first.counts else None,
-        pooled_x=x,
-        pooled_y=y,
-        classes=classes,
-        hash=hashlib.sha256(repr(hashes).encode()).hexdigest(),
-        name="own",
-    )
+    at: int
+    without: tuple[int, ...] = ()
+    keep: tuple[int, ...] = ()
 
 
 def own_buffers(client: Client, hyper: Any) -> Reply:
@@ -318,14 +100,17 @@ class FlowerFederation(Federation):
         for part in sorted((part for part in moments if part is not None), key=lambda part: part.number):
             self._moments = part if self._moments is None else self._moments + part
         self._reception = Reception(self.post, experiment)
+        self._warned: set[tuple[int, int]] = set()
+        """Rounds and nodes whose forgeries the log has told of."""
         self._opened: set[int] = set()
         self._declared: dict[str, Tensor] = {}
         self._delivered: dict[int, set[str]] = {}
         self._run_id = secrets.token_hex(8)
         self._exchange = 0
-        self._at, self._without = 0, list[int]()
-        self._current: set[int] = set()
-        """Clients whose node has been told, since the server began, where the run stands."""
+        self._back = {number: Back(0) for number in range(data.clients)}
+        """Clients whose node has not been told, since the server began, where the run stands."""
+        self._left: dict[tuple[int, str], Left] = {}
+        """Requests of an earlier process of this server, by node and what they ask."""
         self._floors = (0, 0)
         self._undecided: dict[int, tuple[int, list[int]]] = {}
         """Exchanges of which clients keep something: node and clients, until it is known what was used."""
@@ -333,7 +118,7 @@ class FlowerFederation(Federation):
         self._settled: dict[int, tuple[int, list[int]]] = {}
         """Exchanges that are decided: a client of the node, and who was used; until the node knows."""
         self._keeping = True
-        self._letters: dict[int, _Letter] = {}
+        self._letters: dict[int, Letter] = {}
         self._specs: dict[Any, tuple[dict[str, Spec], bool]] = {}
         self._model = _one_client(task, data, self)
         self._begun = time.monotonic()
@@ -426,14 +211,21 @@ class FlowerFederation(Federation):
     def _present(self) -> set[int]:
         """The nodes that are there and host clients of this run; newcomers are greeted."""
         there = self.post.grid.nodes()
+        for node, error in self.post.caught():
+            if (self.round, node) in self._warned:  # a node may try it as often as it likes
+                self._count(error.kind, 1)
+            else:
+                self._note(node, error)
+                self._warned = {(self.round, node), *(seen for seen in self._warned if seen[0] == self.round)}
         for node, met in self._reception.met(there - set(self._known)).items():
+            if isinstance(met, Failed):
+                self._note(node, met)
+                continue
             try:
-                if isinstance(met, Failed):
-                    raise met
                 self._admit(node, met, there)
             except Failed as error:
                 self._note(node, error)
-                self._reception.refuse(node)
+                self._reception.refuse(node, str(error))
         return there & set(self._known)
 
     def _admit(self, node: int, met: Introduction, there: set[int]) -> None:
@@ -447,6 +239,9 @@ class FlowerFederation(Federation):
         taken = [number for number in mine if self._hosts.get(number) in there]
         if taken:
             raise Failed("stranger", f"client {self.names[taken[0]]!r} is at another node already")
+        like = next(iter(self._known.values()))
+        if met.samples != like.samples:
+            raise Failed("stranger", f"its samples are {met.samples}, those of the others {like.samples}")
         for part, samples in self.samples.items():
             if part in met.counts:
                 wrong = [
@@ -470,17 +265,21 @@ class FlowerFederation(Federation):
         met = self._known[node]
         again = self._reception.greet(node)
         if (again.names, again.hash) != (met.names, met.hash):
-            raise Failed("stranger", "it has other clients or data than at the start")
+            error = Failed("stranger", "it has other clients or data than at the start")
+            self._reception.refuse(node, str(error))
+            raise error
+        self._known[node] = again
         numbers = [self._number[name] for name in met.names]
-        current = self._current.issuperset(numbers)
+        back = [self._back[number] for number in numbers if number in self._back]
         header = {
             "kind": "open",
             "clients": self.clients,
             "numbers": numbers,
             "classes": self._data.classes,
             "buffers": self.policy,
-            "at": self._exchange if current else self._at,
-            "without": [] if current else self._without,
+            "at": min((one.at for one in back), default=self._exchange),
+            "without": sorted({exchange for one in back for exchange in one.without}),
+            "keep": sorted({exchange for one in back for exchange in one.keep}),
         }
         groups: dict[str, dict[str, Tensor]] = {}
         if self._moments is not None:
@@ -491,17 +290,19 @@ class FlowerFederation(Federation):
         self._received(letter)
         self._opened.add(node)
         self._delivered[node] = set()
-        self._current.update(numbers)
+        for number in numbers:
+            self._back.pop(number, None)
 
     def _letter(
         self,
         node: int,
         header: dict[str, Any],
-        groups: dict[str, dict[str, Tensor]] | None = None,
+        groups: Groups | None = None,
         *,
-        expected: Mapping[str, Mapping[str, Spec]],
+        expected: Expected,
+        note: Mapping[str, Any] | None = None,
         **more: Any,
-    ) -> _Letter:
+    ) -> Letter:
         """A request that says, besides, what was decided of earlier exchanges with this node."""
         settled = {
             exchange: used
@@ -509,13 +310,13 @@ class FlowerFederation(Federation):
             if self._hosts[client] == node
         }
         header |= {"run": self._run_id, "settled": list(settled.items()), "floor": self._floors[0]}
-        letter = self.post.send(node, header, groups, expected)
+        letter = self.post.send(node, header, groups, expected, note)
         letter.settled = tuple(settled)
         for name, value in more.items():
             setattr(letter, name, value)
         return letter
 
-    def _received(self, letter: _Letter) -> None:
+    def _received(self, letter: Letter) -> None:
         """A node has answered, so it has read what it was told."""
         for exchange in letter.settled:
             self._settled.pop(exchange, None)
@@ -546,7 +347,7 @@ class FlowerFederation(Federation):
         if not len(numbers):
             return numbers, Outcome({}, {}, None)
 
-        def request(node: int, places: np.ndarray) -> _Letter:
+        def request(node: int, places: np.ndarray) -> Letter:
             rows = to_device(places, self.device)
             own = {name: value[rows] for name, value in each.items()}
             given = buffers if buffers is None or buffers.dim() == 1 else buffers[rows]
@@ -566,16 +367,16 @@ class FlowerFederation(Federation):
             outcome = replace(outcome, buffers=joined("buffers", "buffers"))
         return numbers[np.sort(places)], outcome
 
-    def _gather(self, numbers: np.ndarray, request: Callable[[int, np.ndarray], _Letter]) -> list[Any]:
+    def _gather(self, numbers: np.ndarray, request: Callable[[int, np.ndarray], Letter]) -> list[Any]:
         """The answers of the nodes of these clients: of all that answer in time, and of a quorum at least."""
         clients: dict[int, list[int]] = {}
         for place, number in enumerate(numbers.tolist()):
             clients.setdefault(self._hosts[number], []).append(place)
         asked = {node: np.array(places) for node, places in clients.items()}
         enough = min(self.quorum, len(asked))
-        absent, closed, waiting = set(asked), set[int](), dict[int, _Letter]()
+        absent, closed, waiting = set(asked), set[int](), dict[int, Letter]()
         told_again: set[int] = set()
-        answers: list[tuple[_Letter, dict[str, dict[str, Tensor]]]] = []
+        answers: list[tuple[Letter, dict[str, dict[str, Tensor]]]] = []
         failed: Failed | None = None
         first, reminded = True, time.monotonic()
         while first or waiting or closed or len(answers) < enough:
@@ -637,16 +438,21 @@ class FlowerFederation(Federation):
         each: dict[str, Tensor],
         buffers: Tensor | None,
         places: np.ndarray,
-    ) -> _Letter:
+    ) -> Letter:
         """Ask some clients of one node to run a client function."""
-        if node not in self._opened:
+        digest = ""
+        if self.post.grid.lasting and self._keeping:
+            asked = [qualified_name(function), hyper_values(hyper), numbers.tolist(), rounds.tolist()]
+            given = {} if buffers is None else {"buffers": buffers}
+            digest = _digest([self._run_id, *asked], shared, each, given)
+        left = self._left.pop((node, digest), None)
+        if node not in self._opened and left is None:
             self._open(node)
         sent, trains = self._expected(function, hyper, shared, each, buffers)
         self._exchange += 1
-        exchange = self._exchange
-        declared = {
-            name: value for name, value in self._declared.items() if name not in self._delivered[node]
-        }
+        exchange = self._exchange if left is None else left.exchange
+        delivered = self._delivered.get(node, set())
+        declared = {name: value for name, value in self._declared.items() if name not in delivered}
         groups: dict[str, dict[str, Tensor]] = {"shared": shared, "each": each, "declared": declared}
         if buffers is not None and self.policy == "average":
             groups["buffers"] = {"buffers": buffers}
@@ -666,21 +472,30 @@ class FlowerFederation(Federation):
             "rounds": rounds.tolist(),
             "keeps": self._keeping,
         }
-        letter = self._letter(
-            node,
-            header,
-            groups,
-            expected=expected,
-            exchange=exchange,
-            places=places,
-            declared=tuple(declared),
-        )
+        if left is None:
+            process, client = self._known[node].process, int(numbers[0])
+            note = {"process": process, "digest": digest, "exchange": exchange, "client": client}
+            letter = self._letter(
+                node,
+                header,
+                groups,
+                expected=expected,
+                note=note if digest else None,
+                exchange=exchange,
+                places=places,
+                declared=tuple(declared),
+            )
+        else:
+            header |= {"run": self._run_id, "settled": [], "floor": self._floors[0]}
+            letter = self.post.take_up(left, header, groups, expected)
+            letter.exchange, letter.places = exchange, places
+            self._count("taken_up", 1)
         if self._keeping:
             self._undecided[exchange] = (node, numbers.tolist())
             self._latest |= dict.fromkeys(numbers.tolist(), exchange)
         return letter
 
-    def _drop(self, letter: _Letter) -> None:
+    def _drop(self, letter: Letter) -> None:
         """Nothing of an exchange counts: its node will be told to forget what was staged."""
         self.post.grid.forget(letter.message)
         self._decide(letter.exchange, [])
@@ -800,12 +615,17 @@ class FlowerFederation(Federation):
     def snapshot(self) -> dict[str, Any]:
         """Everything that changes during a run, and how far the nodes' states have come."""
         saved = super().snapshot()
+        self._leave()
         flying = sorted(letter.exchange for letter in self._letters.values())
         saved["plain"]["flower"] = {
             "run": self._run_id,
             "exchange": self._exchange,
             "without": flying,
             "settled": [[exchange, client, used] for exchange, (client, used) in self._settled.items()],
+            "back": [
+                [list(back), [client for client, own in self._back.items() if own == back]]
+                for back in dict.fromkeys(self._back.values())
+            ],
         }
         # Nodes may go back to this checkpoint or the one before.
         self._floors = (self._floors[1], min([self._exchange, *(exchange - 1 for exchange in flying)]))
@@ -816,16 +636,43 @@ class FlowerFederation(Federation):
         super().restore(saved)
         plain = saved["plain"]["flower"]
         self._run_id, self._exchange = plain["run"], plain["exchange"]
-        self._at, self._without = plain["exchange"], plain["without"]
+        self._back = dict.fromkeys(range(self.clients), Back(self._exchange, tuple(plain["without"])))
+        for (at, without, keep), clients in plain["back"]:  # of whom the last process had not told either
+            self._back |= dict.fromkeys(clients, Back(at, tuple(without), tuple(keep)))
         self._settled = {exchange: (client, used) for exchange, client, used in plain["settled"]}
-        floor = min([self._exchange, *(exchange - 1 for exchange in self._without)])
+        floor = min([self._exchange, *(exchange - 1 for exchange in plain["without"])])
         self._floors = (0, floor)
-        self._opened, self._delivered, self._current = set(), {}, set()
+        self._opened, self._delivered = set(), {}
         self._undecided, self._latest, self._letters = {}, {}, {}
         self._begun = time.monotonic() - self.now * self.unit
+        for left in self.post.left():
+            met = self._known.get(left.node)
+            if met is not None and (left.answered or left.process == met.process):
+                self._left[left.node, left.digest] = left
+                for number in (self._number[name] for name in met.names):
+                    back = self._back[number]
+                    self._back[number] = back._replace(keep=(*back.keep, left.exchange))
+                self._exchange = max(self._exchange, left.exchange)  # numbers are not given twice
+            else:
+                self.post.grid.forget(left.message)
+
+    def _leave(self) -> None:
+        """Forget the requests of before that nobody has asked for again."""
+        for left in self._left.values():
+            self.post.grid.forget(left.message)
+            self._settled[left.exchange] = (left.client, [])
+        self._left = {}
 
     def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         raise SartorError(f"{name_of(work.function)}: clients are at nodes; the server runs none of them")
+
+
+def _digest(asked: list[Any], *tensors: Mapping[str, Tensor]) -> str:
+    """Of everything that a request asks."""
+    found = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
+    for part in encode({}, {str(place): held for place, held in enumerate(tensors)}).values():
+        found.update(hashlib.sha256(part).digest())
+    return found.hexdigest()
 
 
 @contextmanager

@@ -11,30 +11,41 @@ of an application. Nothing is sent to anybody else: telemetry and the search for
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import logging
 import os
 import socket
 import ssl
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from base64 import b64decode
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sartor.errors import SartorError
-from sartor.federation.flower import Failed
+from sartor.errors import SartorError, SettingError
+from sartor.federation.post import Failed
 from sartor.federation.stock import TYPE, VERSIONS, from_content, to_content  # turns telemetry off first
 from sartor.federation.wire import HEADER, LARGEST_HEADER, Parts
+
+try:
+    import fcntl
+except ImportError:  # no Unix
+    fcntl = None  # type: ignore[assignment]
 
 os.environ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
 
 try:
     import httpx
     import uvicorn
+    from fastapi import HTTPException
     from flwr.app import Message, Metadata
     from flwr.app.message import make_message, remove_content_from_message
-    from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID, ErrorCode
+    from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID, ErrorCode, Status
     from flwr.common.serde import message_from_proto, message_to_proto
     from flwr.proto.fleet_pb2 import (
         ActivateNodeRequest,
@@ -44,9 +55,9 @@ try:
         RegisterNodeFleetRequest,
     )
     from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PullObjectResponse
     from flwr.proto.node_pb2 import Node as FleetNode
-    from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, NOOP_FEDERATION_ID, TaskType
     from flwr.supercore.inflatable.inflatable_object import (
         get_all_nested_objects,
         get_object_tree,
@@ -63,9 +74,12 @@ try:
         push_objects,
     )
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+    from flwr.supercore.object_store import NoObjectInStoreError
     from flwr.supercore.primitives.asymmetric import public_key_to_bytes
     from flwr.supernode.fleet_http_client import FleetHttpClient
     from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+    from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
 except ImportError as error:
     raise SartorError(
         f"real federations need Flower, {VERSIONS}: {error}; install it with `pip install 'sartor[flower]'`"
@@ -100,6 +114,10 @@ NODE_PATHS = frozenset(
 )
 REFUSED = (401, 403, 404, 412)
 """Answers of a server that knows what is asked of it and does not do it."""
+REASON = "sartor-refused"
+"""The header of an answer that will be the same however often it is asked for."""
+MOST_CAUGHT = 100
+"""So many refusals are remembered until somebody asks for them."""
 
 
 # The server's side -----------------------------------------------------------------------------------------
@@ -113,6 +131,8 @@ class _Awaited:
     node: int
     since: str
     """When the node had joined: one that has joined again since does not know of the request."""
+    asked: frozenset[str]
+    """The pieces of the request."""
     reply: str = ""
     pieces: tuple[str, ...] = ()
 
@@ -121,7 +141,8 @@ class SuperLink:
     """Flower's SuperLink in this process: a grid for the server, and an address for nodes.
 
     ``tls`` are the files of a certificate and its key. ``keys`` are the public keys (PEM) of the nodes that
-    may join; None lets anybody in. ``database`` keeps messages in a file instead of memory.
+    may join; None lets anybody in. ``database`` keeps nodes and messages in a file instead of memory, where a
+    later process finds them: one that has begun something else (``anew``) forgets the messages.
     """
 
     def __init__(
@@ -132,19 +153,26 @@ class SuperLink:
         tls: tuple[Path, Path] | None = None,
         keys: Sequence[bytes] | None = None,
         database: Path | None = None,
+        anew: bool = True,
     ) -> None:
         _quiet()
-        if database is not None:
-            os.environ["FLWR_DATABASE"] = str(database)
-        from flwr.superlink.main import create_app
-
-        app = create_app()
+        self.lasting = database is not None
+        self._lock = None if database is None else _locked(database)
+        app = _application(database)
+        # The innermost: what it sees is authenticated.
+        app.user_middleware.append(Middleware(BaseHTTPMiddleware, dispatch=self._door))
         app.state.enable_supernode_auth = keys is not None
+        self._keys = None if keys is None else frozenset(keys)
         self._state = app.state.linkstate_factory.state()
         for key in keys or ():
-            self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
-        self._run = self._start_run()
+            with contextlib.suppress(ValueError):  # it is known from an earlier process
+                self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
         self._awaited: dict[str, _Awaited] = {}
+        self._left: dict[str, str] = {}
+        """The notes of messages that an earlier process has sent."""
+        self._task = 0
+        self._run = (self._last_run(anew) if self.lasting else 0) or self._start_run()
+        self._caught: deque[tuple[int, Failed]] = deque(maxlen=MOST_CAUGHT)
         self._socket = _bound(host, port)
         self.port = int(self._socket.getsockname()[1])
         self._server = uvicorn.Server(
@@ -178,13 +206,15 @@ class SuperLink:
         self._server.should_exit = True
         self._thread.join(timeout=10)
         self._socket.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def nodes(self) -> set[int]:
         """The nodes from which something was heard of late."""
         return set(self._state.get_nodes(self._run))
 
-    def send(self, node: int, parts: Parts, lifetime: float) -> str:
-        """Put a message where the node fetches it."""
+    def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+        """Put a message where the node fetches it; its group is nothing to Flower, and holds the note."""
         since = self._joined(node)
         metadata = Metadata(
             run_id=self._run,
@@ -192,7 +222,7 @@ class SuperLink:
             src_node_id=SUPERLINK_NODE_ID,
             dst_node_id=node,
             reply_to_message_id="",
-            group_id="",
+            group_id=json.dumps([node, note]) if note else "",
             created_at=time.time(),
             ttl=lifetime + 60,
             message_type=TYPE,
@@ -201,16 +231,17 @@ class SuperLink:
         with no_object_id_recompute():
             message.metadata.__dict__["_message_id"] = message.object_id
             tree, pieces = get_object_tree(message), get_all_nested_objects(message)
+            identity = str(message.metadata.message_id)
+            self._awaited[identity] = _Awaited(time.monotonic() + lifetime, node, since, frozenset(pieces))
             session = self._state.start_session(self._run)
             stored, missing = self._state.store_message_and_object_tree(
                 remove_content_from_message(message), tree, session
             )
             if not stored:
+                del self._awaited[identity]
                 raise Failed("gone", "the node is not registered any more")
             for name in missing:
                 self._state.store_object(self._run, session, name, pieces[name].deflate())
-        identity = str(message.metadata.message_id)
-        self._awaited[identity] = _Awaited(time.monotonic() + lifetime, node, since)
         return identity
 
     def poll(self, message: str, most: int) -> Parts | None:
@@ -277,6 +308,92 @@ class SuperLink:
                 if name:
                     self._state.object_store.delete(name)
 
+    def left(self) -> dict[str, tuple[int, str, bool]]:
+        """Messages with a note that an earlier process has sent, to nodes that are there."""
+        there, found = self.nodes(), {}
+        for message, note in self._left.items():
+            awaited = self._awaited[message]
+            try:
+                if awaited.node not in there:
+                    raise Failed("gone", "the node is not back")
+                answered = self._announced(message, awaited, sys.maxsize) and all(
+                    self._state.get_object(self._run, piece) for piece in awaited.pieces
+                )
+                found[message] = (awaited.node, note, answered)
+            except Failed:
+                self.forget(message)
+        self._left = {}
+        return found
+
+    def take_up(self, message: str, node: int, lifetime: float) -> None:
+        """Wait for the reply to one of them."""
+        awaited = self._awaited[message]
+        awaited.due, awaited.since = time.monotonic() + lifetime, self._joined(node)
+
+    def caught(self) -> list[tuple[int, Failed]]:
+        """Nodes that tried to answer or to confirm for another since the last call."""
+        return [self._caught.popleft() for _ in range(len(self._caught))]
+
+    async def _door(self, request: Any, proceed: Any) -> Any:
+        """Let a node do what is its own to do.
+
+        Flower has checked that the node is who it says, but not that what it does is its own: a reply says
+        itself whose it is, and whoever knows the identifier of a message could confirm or read it.
+        """
+        asked = getattr(request.state, "protobuf_request", None)
+        if asked is None:
+            return await proceed(request)
+        if self._keys is not None:
+            key = b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER])
+            if key not in self._keys:
+                raise HTTPException(403, "its key is not among those of the server", {REASON: "key"})
+        if isinstance(asked, PushMessagesRequest):
+            for message in asked.messages_list:
+                if message.metadata.src_node_id != asked.node.node_id:
+                    self._catch(asked.node.node_id, "a reply", message.metadata.src_node_id)
+        elif isinstance(asked, ConfirmMessageReceivedRequest):
+            awaited = self._awaited.get(asked.message_object_id)
+            if awaited is None:
+                raise HTTPException(404, "no such request")
+            if awaited.node != asked.node.node_id:
+                self._catch(asked.node.node_id, "a confirmation", awaited.node)
+        elif isinstance(asked, PullObjectRequest):
+            mine = [held for held in tuple(self._awaited.values()) if held.node == asked.node.node_id]
+            if not any(asked.object_id in held.asked for held in mine):
+                raise HTTPException(404, "no such piece of a request to this node")
+        return await proceed(request)
+
+    def _catch(self, node: int, what: str, victim: int) -> None:
+        self._caught.append((node, Failed("forged", f"{what} in the name of node {victim}; refused")))
+        raise HTTPException(403, f"{what} in the name of another node")
+
+    def _last_run(self, anew: bool) -> int:
+        """The run of an earlier process, with the messages that have a note; 0 where there is none."""
+        _revive(self._state)
+        found = 0
+        for run in self._state.get_run_info(statuses=[Status.RUNNING]):
+            if anew or found:
+                self._state.stop_run(run.run_id)
+                continue
+            found, self._task = int(run.run_id), int(run.primary_task_id)
+            for message in self._state.get_message_ids_from_run_id(found):
+                row = self._state.get_valid_message_ins(message)
+                node, note = json.loads((row and row["group_id"]) or '[0, ""]')
+                self._awaited[message] = _Awaited(0.0, int(node), "", self._pieces(message))
+                if note:
+                    self._left[message] = str(note)
+                else:
+                    self.forget(message)
+        return found
+
+    def _pieces(self, message: str) -> frozenset[str]:
+        """The pieces of a request; none, where the node has fetched it already."""
+        try:
+            tree = self._state.object_store.get_object_tree(message)
+        except NoObjectInStoreError:
+            return frozenset()
+        return frozenset(part.object_id for part in iterate_object_tree(tree))
+
     def _start_run(self) -> int:
         """A run of Flower that is under way, without an application: messages belong to one."""
         run = self._state.create_run(
@@ -293,6 +410,68 @@ class SuperLink:
     def _keep_alive(self) -> None:
         while not self._closing.wait(10):
             self._state.acknowledge_task_heartbeat(self._task)
+
+
+def _application(database: Path | None) -> Any:
+    """Flower's application, with its state in a file or in memory."""
+    from flwr.superlink.main import create_app
+
+    with _environment("FLWR_DATABASE", None if database is None else str(database)):
+        try:
+            return create_app()
+        except Exception as error:  # whatever is in the file
+            if database is None:
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise SettingError(f"--store {database}: cannot be used: {reason}") from None
+
+
+def _locked(database: Path) -> Any:
+    """A lock on a file, which no two servers may share, and which nobody else may read."""
+    try:
+        lock = database.with_name(database.name + ".lock").open("w")
+        os.close(os.open(database, os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError as error:
+        raise SettingError(f"--store {database}: cannot be used: {error.strerror or error}") from None
+    if fcntl is not None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise SettingError(f"--store {database}: another server is using it") from None
+    return lock
+
+
+def _revive(state: Any) -> None:
+    """Let runs go on whose process has ended, with all replies that it had not done with.
+
+    Flower takes a run that is silent for a minute for failed, and hands out a reply once.
+    """
+    try:
+        from flwr.supercore.date import now
+        from flwr.supercore.state.schema.corestate_models import Task
+        from flwr.supercore.state.schema.linkstate_models import MessageRes
+        from sqlalchemy import update
+    except ImportError as error:
+        raise SartorError(f"--store needs Flower, {VERSIONS}: {error}") from error
+    with state.session() as session:
+        going = update(Task).where(Task.running_at.is_not(None), Task.finished_at.is_(None))
+        session.execute(going.values(active_until=now() + datetime.timedelta(minutes=1)))
+        session.execute(update(MessageRes).values(delivered_at=""))
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """A variable of the environment, for a while."""
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 class _FleetOnly:
@@ -339,6 +518,10 @@ class Lost(Exception):
     """The server cannot be reached, or does not know this node any more."""
 
 
+class Refused(SartorError):
+    """The server does not let this node in, and will not."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What a node has fetched."""
@@ -360,7 +543,7 @@ class FleetLink:
         known: int = 0,
     ) -> None:
         _quiet()
-        self._key, self.known = public_key_to_bytes(key.public_key()), known
+        self._address, self._key, self.known = address, public_key_to_bytes(key.public_key()), known
         try:
             self._client = FleetHttpClient.from_server_address(
                 address,
@@ -374,12 +557,22 @@ class FleetLink:
         except (OSError, ssl.SSLError) as error:
             raise SartorError(f"{certificates}: no certificate to check the server by: {error}") from None
         self._node: Any = None
+        self._outgoing: Any = None
+        """A reply that has not reached the server yet."""
+        self._fetching = False
+        """Whether the server may have handed out a request that has not arrived here."""
         self._closing = threading.Event()
         self._lost = threading.Event()
         self._pulse: threading.Thread | None = None
 
-    def connect(self) -> int:
-        """Join, or join again; the number that the server knows this node by."""
+    def connect(self) -> bool:
+        """Join, or join again; whether the server may believe that this node has been away.
+
+        It is to believe that where something that it sent is lost, as it sends it again then.
+        """
+        if self._node is not None and not self._fetching and self._heard():
+            self._lost.clear()
+            return False
         self._call(self._client.RegisterNode, RegisterNodeFleetRequest(public_key=self._key), REFUSED)
         activate = ActivateNodeRequest(public_key=self._key, heartbeat_interval=HEARTBEAT)
         response = self._call(self._client.ActivateNode, activate, REFUSED)
@@ -394,25 +587,32 @@ class FleetLink:
             time.sleep(0.5)
             response = self._call(self._client.ActivateNode, activate, REFUSED)
         if response is None:
-            raise Lost("the server does not let this node in (yet): is its key among the server's?")
+            raise Lost("the server does not let this node in yet; it believes it to be at work elsewhere")
         self._node, self.known = FleetNode(node_id=response.node_id), int(response.node_id)
+        self._outgoing, self._fetching = None, False
         self._lost.clear()
         if self._pulse is None:
             self._pulse = threading.Thread(target=self._beat, daemon=True)
             self._pulse.start()
-        return self.known
+        return True
 
     def receive(self) -> Request | None:
         """The next request, None where there is none."""
         if self._lost.is_set():
             raise Lost("the server does not know this node any more")
+        if self._outgoing is not None:
+            self._push()
+        self._fetching = True
         response = self._call(self._client.PullMessages, PullMessagesRequest(node=self._node))
         if not response.messages_list:
+            self._fetching = False
             return None
         message = message_from_proto(response.messages_list[0])
         tree, run = response.message_object_trees[0], message.metadata.run_id
         fetch = make_pull_object_fn_protobuf(
-            lambda request: self._call(self._client.PullObject, request), self._node, run
+            lambda request: self._call(self._client.PullObject, request, REFUSED) or PullObjectResponse(),
+            self._node,
+            run,
         )
         try:
             contents = pull_objects(
@@ -424,20 +624,25 @@ class FleetLink:
             raise
         except Exception as error:
             log.warning("a request could not be read: %s", error)
+            self._fetching = False
             return None
-        self._call(
-            self._client.ConfirmMessageReceived,
-            ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=tree.object_id),
-            REFUSED,
-        )
+        self._fetching = False
+        confirm = ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=tree.object_id)
+        with contextlib.suppress(Lost):  # the reply will notice
+            self._call(self._client.ConfirmMessageReceived, confirm, REFUSED)
         inflated.metadata.__dict__["_message_id"] = message.metadata.message_id
         return Request(inflated, parts)
 
     def reply(self, request: Request, parts: Parts) -> None:
-        """Return the reply to a request."""
-        reply = Message(to_content(parts), reply_to=request.message)
+        """Return the reply to a request; where the server cannot be reached, once it can be again."""
+        self._outgoing = Message(to_content(parts), reply_to=request.message)
         with no_object_id_recompute():
-            reply.metadata.__dict__["_message_id"] = reply.object_id
+            self._outgoing.metadata.__dict__["_message_id"] = self._outgoing.object_id
+        self._push()
+
+    def _push(self) -> None:
+        reply = self._outgoing
+        with no_object_id_recompute():
             tree, pieces = get_object_tree(reply), get_all_nested_objects(reply)
             response = self._call(
                 self._client.PushMessages,
@@ -449,6 +654,7 @@ class FleetLink:
                 REFUSED,
             )
             if response is None:
+                self._outgoing = None
                 return  # the server does not wait for it any more
             put = make_push_object_fn_protobuf(
                 lambda request: self._call(self._client.PushObject, request),
@@ -462,29 +668,38 @@ class FleetLink:
                 raise
             except Exception as error:
                 log.warning("a reply could not be returned: %s", error)
+        self._outgoing = None
 
     def close(self) -> None:
         """Leave."""
         self._closing.set()
         if self._node is not None:
-            with contextlib.suppress(Lost):
+            with contextlib.suppress(Lost, Refused):
                 self._call(self._client.DeactivateNode, DeactivateNodeRequest(node_id=self.known), REFUSED)
         self._client.close()
 
     def _beat(self) -> None:
         while not self._closing.wait(HEARTBEAT / 3):
             try:
-                request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=HEARTBEAT)
-                if not self._call(self._client.SendNodeHeartbeat, request).success:
+                if not self._heard():
                     self._lost.set()
-            except Lost:
+            except (Lost, Refused):
                 pass  # it is tried again, and requests notice too
+
+    def _heard(self) -> bool:
+        """Whether the server knows that this node is there."""
+        request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=HEARTBEAT)
+        response = self._call(self._client.SendNodeHeartbeat, request, REFUSED)
+        return response is not None and bool(response.success)
 
     def _call(self, function: Callable[[Any], Any], request: Any, tolerated: Sequence[int] = ()) -> Any:
         """A call of the server; None for an answer of these kinds."""
         try:
             return function(request)
         except httpx.HTTPStatusError as error:
+            if REASON in error.response.headers:
+                told = "the server does not know this node's key, which must be among its --nodes"
+                raise Refused(f"{self._address}: {told}") from None
             if error.response.status_code in tolerated:
                 return None
             raise Lost(

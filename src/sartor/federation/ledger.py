@@ -113,10 +113,12 @@ class Ledger:
                 entry.path.unlink(missing_ok=True)
         return kept
 
-    def go_back(self, exchange: int, without: Iterable[int] = ()) -> None:
-        """Forget everything after an exchange, and these before it."""
-        gone = set(without)
+    def go_back(self, exchange: int, without: Iterable[int] = (), keep: Iterable[int] = ()) -> None:
+        """Forget everything after an exchange, and these before it; these stay if they are staged."""
+        gone, staying = set(without), set(keep)
         for number, entry in list(self._entries.items()):
+            if number in staying and entry.kind == "staged":
+                continue
             if number > exchange or (number in gone and entry.kind != "base"):
                 if entry.kind == "base":
                     raise SartorError(

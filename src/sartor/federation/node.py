@@ -1,10 +1,11 @@
 """What a node does: it holds the data and the states of its clients and answers requests, one at a time.
 
 A node knows nothing of how requests reach it; :mod:`sartor.federation.wire` has their form. Of a request's
-``kind`` there are four. ``hello`` says which experiment this is: the node answers which clients it hosts and
+``kind`` there are five. ``hello`` says which experiment this is: the node answers which clients it hosts and
 how many samples each has, never the samples. ``open`` says which numbers they have in the run and where it
 stands. ``call`` names a client function of the installed package, which some of the clients run; ``end`` is
-the end of the run. Nothing from the wire is executed or imported.
+the end of the run; ``refuse`` says why this node cannot take part. Nothing from the wire is executed or
+imported.
 
 A client's number is the same as in a simulation of the whole federation, so its batches are too.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -67,36 +69,52 @@ class Node:
         self._ledger = Ledger(None)
         self._hosted = np.zeros(0, dtype=bool)
         self._hypers: dict[str, Any] = {}
+        self._process = secrets.token_hex(8)
         self.done = False
         """Whether the run has come to its end."""
+        self.refusal = ""
+        """Why this node cannot take part."""
         self.round = 0
         """The round of the last call."""
 
     def handle(self, parts: Mapping[str, bytes]) -> Parts:
         """The reply to a request; what goes wrong is told in it and never raised."""
-        nonce: Any = None
+        nonce, kind = None, ""
         try:
             header, groups = decode(parts)
-            nonce = header.get("nonce")
+            nonce, kind = header.get("nonce"), str(header.get("kind"))
             told = header.get("version")
             if told != version():
                 raise SartorError(
                     f"the server has sartor {told}, this node {version()}; install the same version"
                 )
-            answers = {"hello": self._hello, "open": self._open, "call": self._call, "end": self._end}
-            answer = answers.get(str(header.get("kind")))
+            answers = {
+                "hello": self._hello,
+                "open": self._open,
+                "call": self._call,
+                "end": self._end,
+                "refuse": self._refuse,
+            }
+            answer = answers.get(kind)
             if answer is None:
-                raise BadMessage("malformed", f"no such request: {header.get('kind')!r}")
+                raise BadMessage("malformed", f"no such request: {kind!r}")
             reply, sent = answer(header, groups)
             return encode({**reply, "nonce": nonce}, sent)
         except Closed as error:
             return encode({"nonce": nonce, "error": str(error), "closed": True})
         except SartorError as error:
-            log.warning("request refused: %s", error)
+            if kind == "hello":  # it will not go better the next time
+                self.refusal = str(error)
+            else:
+                log.warning("request refused: %s", error)
             return encode({"nonce": nonce, "error": str(error)})
         except Exception as error:  # a request may hold anything; the node is there for the next one
             log.exception("request failed")
             return encode({"nonce": nonce, "error": f"{type(error).__name__}: {error}"})
+
+    def renew(self) -> None:
+        """From now on this is another process to the server: one that knows nothing of earlier requests."""
+        self._process = secrets.token_hex(8)
 
     # Requests -------------------------------------------------------------------------------------
 
@@ -119,6 +137,7 @@ class Node:
             "dtype": str(data.train.x.dtype).removeprefix("torch."),
             "classes": data.classes,
             "hash": data.hash,
+            "process": self._process,
         }
         if self._moments is None:
             return reply, {}
@@ -164,7 +183,7 @@ class Node:
         if run != self._run or self._folder is not None:
             self._ledger = Ledger(None if self._folder is None else self._folder / run)
         self._run = run
-        self._ledger.go_back(int(header["at"]), header["without"])
+        self._ledger.go_back(int(header["at"]), header["without"], header["keep"])
         self._settle(header)
         self._fill(self._federation.states)
         self._remember(header, groups)
@@ -215,6 +234,11 @@ class Node:
         self.done = True
         return {}, {}
 
+    def _refuse(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
+        """The server does without this node."""
+        self.refusal = "".join(filter(str.isprintable, str(header["reason"])[:500]))
+        return {}, {}
+
     # What outlives the process --------------------------------------------------------------------
 
     def recall(self) -> None:
@@ -225,7 +249,7 @@ class Node:
         self._hello({"experiment": stored["experiment"]}, {})
         if not stored["open"]:
             return
-        header = {**stored["open"], "at": sys.maxsize, "without": [], "settled": [], "floor": 0}
+        header = {**stored["open"], "at": sys.maxsize, "without": [], "keep": [], "settled": [], "floor": 0}
         groups = {}
         if stored["moments"]:
             values = {

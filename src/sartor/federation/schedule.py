@@ -109,7 +109,7 @@ def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample_order(
-    batches: Batches, key: int, round: Tensor, numbers: Tensor, sizes: Tensor, places: Tensor
+    batches: Batches, key: int | Tensor, round: Tensor, numbers: Tensor, sizes: Tensor, places: Tensor
 ) -> Tensor:
     """Every client's samples in the order a scan visits them, [clients, places].
 
@@ -146,7 +146,7 @@ def sample_table(
 
 def scan_table(
     batches: Batches,
-    key: int,
+    key: int | Tensor,
     width: int,
     places: Tensor,
     round: Tensor,
@@ -155,10 +155,12 @@ def scan_table(
     sizes: Tensor,
     rows: Tensor,
     turns: Tensor,
+    own: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The samples of every turn of a scan and how many are real.
 
-    ``start`` holds all clients, ``sizes`` these ones.
+    ``start`` holds all clients, ``sizes`` these ones. Where runs share the samples' tables, a client's
+    randomness is keyed by its ``own`` number in its run.
     """
-    order = sample_order(batches, key, round, numbers, sizes, places)
+    order = sample_order(batches, key, round, numbers if own is None else own, sizes, places)
     return sample_table(batches, order, start[numbers], sizes, rows, turns, width)

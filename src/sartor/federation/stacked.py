@@ -50,6 +50,9 @@ MOST_GRAPHS = 64
 MOST_PLANS = 1024
 """Plans remembered per federation: with equal clients every round has the same."""
 
+MOST_COHORTS = 64
+"""Cohorts whose client numbers stay on the device."""
+
 
 class _Suspended(Exception):
     """A client function reached a scan whose result is not known yet."""
@@ -68,6 +71,8 @@ class _Rows(NamedTuple):
     counts: dict[str, Tensor]
     arguments: dict[str, Tensor]
     buffers: tuple[Tensor, ...]
+    origins: tuple[Tensor, ...] = ()
+    """Where several runs share the engine: a client's number in its own run, and that run's seed."""
 
 
 class _Fixed(NamedTuple):
@@ -96,6 +101,15 @@ class _Graph:
     inputs: list[Tensor]
     outputs: _Result
     keep: Any
+    numbers: Tensor | None = None
+    """The client numbers it holds: such a tensor never changes, and is not copied twice."""
+
+    def load(self, inputs: list[Tensor]) -> None:
+        """Put these where the graph reads them; the first are the client numbers."""
+        for static, value in zip(self.inputs, inputs, strict=True):
+            if value is not self.numbers:
+                static.copy_(value, non_blocking=True)
+        self.numbers = inputs[0]
 
 
 class StackedFederation(Federation):
@@ -122,7 +136,10 @@ class StackedFederation(Federation):
         self._programs: dict[Hashable, _Program] = {}
         self._captured: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self._pool: Any = None
+        self._origins: Tensor | None = None
+        """For an engine that several runs share: each client's number in its run, and that run's seed."""
         self._plans: dict[Hashable, Plan] = {}
+        self._cohorts: dict[bytes, Tensor] = {}
         self._samples = torch.compile(scan_table, dynamic=False) if compile else scan_table
         if compile:  # PyTorch's default precision is meant; its hint that there is a coarser one is no news
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
@@ -130,6 +147,10 @@ class StackedFederation(Federation):
         few = min(2, len(train.y))
         self.task.require_stackable(train.x[:few], train.y[:few])
         self._activations = self.task.activations(train.x)
+
+    def share(self, numbers: np.ndarray, seeds: np.ndarray) -> None:
+        """Let the clients belong to several runs: their numbers there, and the seeds of those runs."""
+        self._origins = to_device(np.stack([numbers, seeds]), self.device)
 
     # A call, chunk by chunk -----------------------------------------------------------------------
 
@@ -201,13 +222,12 @@ class StackedFederation(Federation):
                 self._bring(split, work.numbers)
             plans = [self._plan(batches, work.numbers) for batches in program.scans]
         tables = [table for plan in plans or () if (table := plan.table) is not None]
-        # Client numbers and rounds travel together: one copy less to wait for.
-        header = to_device(np.stack([work.numbers, work.rounds]), self.device)
-        inputs = [header, *arguments, *(to_device(table, self.device) for table in tables)]
+        header = (self._numbers_there(work.numbers), self._rounds_there(work.rounds))
+        inputs = [*header, *arguments, *(to_device(table, self.device) for table in tables)]
 
         def call(inputs: list[Tensor]) -> _Result:
             given = iter(inputs)
-            header = next(given)
+            header = (next(given), next(given))
             shared, own = (dict(zip(group, given, strict=False)) for group in names)
             buffers = () if work.buffers is None else (next(given),)
             return self._execute(program, work.numbers, plans, header, shared, own, buffers, list(given))
@@ -221,11 +241,25 @@ class StackedFederation(Federation):
             return call(inputs)
         captured = self._captured[shape] or self._capture(shape, call, inputs)
         self._captured.move_to_end(shape)
-        for static, value in zip(captured.inputs, inputs, strict=True):
-            static.copy_(value, non_blocking=True)
+        captured.load(inputs)
         captured.graph.replay()
         sent, kept, after = captured.outputs
         return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after)
+
+    def _numbers_there(self, numbers: np.ndarray) -> Tensor:
+        """Client numbers on the device; the same tensor for the same cohort."""
+        key = numbers.tobytes()
+        if key not in self._cohorts:
+            if len(self._cohorts) >= MOST_COHORTS:
+                self._cohorts.clear()
+            self._cohorts[key] = to_device(numbers.copy(), self.device)
+        return self._cohorts[key]
+
+    def _rounds_there(self, rounds: np.ndarray) -> Tensor:
+        """Rounds on the device: one number, as a rule, which travels faster than an array."""
+        if self.device.type == "cuda" and (rounds == rounds[0]).all():
+            return torch.full((len(rounds),), int(rounds[0]), device=self.device)
+        return to_device(rounds, self.device)
 
     def _capture(
         self, shape: Hashable, call: Callable[[list[Tensor]], _Result], inputs: list[Tensor]
@@ -262,7 +296,7 @@ class StackedFederation(Federation):
         program: _Program,
         numbers: np.ndarray,
         plans: list[Plan] | None,
-        header: Tensor,
+        header: tuple[Tensor, Tensor],
         shared: dict[str, Tensor],
         own: dict[str, Tensor],
         buffers: tuple[Tensor, ...],
@@ -272,7 +306,8 @@ class StackedFederation(Federation):
         index, rounds = header
         counts = {split: samples.count[index] for split, samples in self.samples.items()}
         own_buffers = any(value.dim() == 2 for value in buffers)
-        rows = _Rows(index, rounds, counts, own, buffers if own_buffers else ())
+        origins = () if self._origins is None else self._origins[:, index].unbind()
+        rows = _Rows(index, rounds, counts, own, buffers if own_buffers else (), origins)
         fixed = _Fixed(shared, () if own_buffers else buffers, self._data())
         memo: list[Any] = []
         scans: list[Batches] = []
@@ -331,7 +366,7 @@ class StackedFederation(Federation):
             task=self.task,
             local=self.local,
             scan=scan,
-            number=rows.number,
+            number=rows.origins[0] if rows.origins else rows.number,
             round=rows.round,
             counts=rows.counts,
             buffers=buffers,
@@ -371,9 +406,10 @@ class StackedFederation(Federation):
             carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
         places = torch.arange(shape.places, device=self.device)
         size = rows.counts[batches.split]
+        number, seed = rows.origins or (None, self.seed)
         index, real = self._samples(
             batches,
-            self.stream(batches.stream),
+            random.stream(seed, batches.stream),
             shape.width,
             places,
             rows.round,
@@ -382,6 +418,7 @@ class StackedFederation(Federation):
             size,
             lanes,
             turns,
+            number,
         )
         for turn in range(shape.steps):
             lane = () if table is None else (lanes[turn],)
@@ -420,7 +457,8 @@ class StackedFederation(Federation):
             weight = None
             if not plan.shape.full:
                 weight = (torch.arange(plan.shape.width, device=x.device) < real).to(self.task.dtype)
-            key = random.stream(self.seed, "layers", rows.round, rows.number, turn) if self.task.draws else 0
+            number, seed = rows.origins or (rows.number, self.seed)
+            key = random.stream(seed, "layers", rows.round, number, turn) if self.task.draws else 0
             try:
                 self._replay(program, fixed, rows, memo)
             except _Suspended as reached:

@@ -8,13 +8,14 @@ faster by far.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from sartor.errors import SartorError
-from sartor.federation.flower import Failed
+from sartor.federation.post import Failed
 from sartor.federation.wire import HEADER, Parts
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
@@ -28,6 +29,8 @@ except ImportError as error:
     raise SartorError(
         f"real federations need Flower, {VERSIONS}: {error}; install it with `pip install 'sartor[flower]'`"
     ) from error
+
+log = logging.getLogger(__name__)
 
 TYPE = "query.call"
 RECORD = "sartor"
@@ -59,6 +62,8 @@ def from_content(content: RecordDict) -> Parts:
 class StockGrid:
     """A grid of ours on a grid of Flower's."""
 
+    lasting = False
+
     def __init__(self, grid: Any) -> None:
         self._grid = grid
         self._seen: set[int] = set()
@@ -71,7 +76,7 @@ class StockGrid:
             self._seen, self._looked = set(self._grid.get_node_ids()), time.monotonic()
         return set(self._seen)
 
-    def send(self, node: int, parts: Parts, lifetime: float) -> str:
+    def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
         """Put a message on its way."""
         message = Message(to_content(parts), node, TYPE, ttl=lifetime + 60)
         sent = list(self._grid.push_messages([message]))
@@ -100,6 +105,17 @@ class StockGrid:
         """Flower removes what was fetched; what was not goes when its time is over."""
         self._next.pop(message, None)
 
+    def caught(self) -> list[tuple[int, Failed]]:
+        """Nothing: who sends what is Flower's to look after."""
+        return []
+
+    def left(self) -> dict[str, tuple[int, str, bool]]:
+        """Nothing: messages end with Flower's run."""
+        return {}
+
+    def take_up(self, message: str, node: int, lifetime: float) -> None:
+        """There is nothing to take up."""
+
 
 def answer(message: Message, context: Any) -> Message:
     """A node's reply to a message; ``--node-config 'data="..." state="..."'`` says where its data lie."""
@@ -118,4 +134,7 @@ def answer(message: Message, context: Any) -> Message:
     )
     node = Node(load, Path(str(settings["state"])))
     node.recall()
-    return Message(to_content(node.handle(from_content(message.content))), reply_to=message)
+    reply = node.handle(from_content(message.content))
+    if node.refusal:
+        log.warning("this node cannot take part: %s", node.refusal)
+    return Message(to_content(reply), reply_to=message)
