@@ -165,6 +165,8 @@ class Outcome:
     sent: dict[str, Tensor]
     kept: dict[str, Tensor]
     buffers: Tensor | None
+    norms: dict[str, Tensor] | None = None
+    """What :func:`norms_of` gives for them, where an engine found it out on the way."""
 
     def rows(self, places: Any) -> Outcome:
         """Some of the rows, or one."""
@@ -173,6 +175,17 @@ class Outcome:
             {name: value[places] for name, value in self.kept.items()},
             None if self.buffers is None else self.buffers[places],
         )
+
+
+def norms_of(sent: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The norm of each reply and new state, by what an error would call it; a row each of ``[clients]``."""
+    named = {f"{name!r}": value for name, value in sent.items()}
+    named.update({f"state {name!r}": value for name, value in kept.items()})
+    return {
+        name: torch.linalg.vector_norm(value[:, None].flatten(1), dim=1)
+        for name, value in named.items()
+        if value.is_floating_point()
+    }
 
 
 class _Check:
@@ -621,14 +634,14 @@ class Federation(ABC):
         hyper = self.hyper if hyper is None else hyper
         with torch.no_grad(), digits(self.precision):
             work = Work(function, hyper, numbers, rounds, shared, {**each, **state}, buffers)
-            sent, kept, after = self._run(work)
-        for name in kept:
+            outcome = self._run(work)
+        for name in outcome.kept:
             if name not in self.states:
                 known = ", ".join(self.states) or "none"
                 raise SartorError(
                     f"{name_of(function)} keeps {name!r}, which is no declared state (declared: {known})"
                 )
-        return numbers, Outcome(sent, kept, after)
+        return numbers, outcome
 
     def _accept(
         self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome, before: Tensor | None
@@ -651,15 +664,12 @@ class Federation(ABC):
 
     def _good(self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome) -> np.ndarray:
         """Which replies are finite and small enough; the first bad one ends the run if it is to."""
-        values = {f"{name!r}": value for name, value in outcome.sent.items()}
-        values.update({f"state {name!r}": value for name, value in outcome.kept.items()})
-        values = {name: value for name, value in values.items() if value.is_floating_point()}
         everyone = np.ones(len(numbers), dtype=bool)
-        if not values:
+        norms = norms_of(outcome.sent, outcome.kept) if outcome.norms is None else outcome.norms
+        if not norms:
             return everyone
-        norms = [torch.linalg.vector_norm(value[:, None].flatten(1), dim=1) for value in values.values()]
         who = f"{self.method or name_of(function)}, round {self.round}"
-        check = _Check(who, numbers, tuple(values), norms, self.conditions.largest_norm)
+        check = _Check(who, numbers, tuple(norms), list(norms.values()), self.conditions.largest_norm)
         if self.conditions.on_bad_reply == "stop":
             self._checks.append(check)
             if self.device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
@@ -779,7 +789,7 @@ class Federation(ABC):
             self.traffic.up += buffers.nbytes
 
     @abstractmethod
-    def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    def _run(self, work: Work) -> Outcome:
         """Run the function for these clients: replies, new states and buffers (if it trained) by row."""
 
     def _numbers(self, cohort: Sequence[int] | np.ndarray) -> np.ndarray:

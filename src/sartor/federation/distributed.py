@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sartor.errors import SartorError, SettingError
-from sartor.federation.base import Federation, Work
+from sartor.federation.base import Federation, Outcome, Work
 from sartor.federation.loop import LoopFederation
 from sartor.federation.memory import to_device
 from sartor.federation.stacked import StackedFederation
@@ -104,7 +104,7 @@ def agree(what: str, value: str) -> None:
 class _Sharded(Federation):
     """An engine that trains this rank's share of the clients and receives the rest from the others."""
 
-    def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    def _run(self, work: Work) -> Outcome:
         clients, ranks = len(work.numbers), world()
         if not clients:
             return super()._run(work)  # type: ignore[safe-super]
@@ -115,20 +115,21 @@ class _Sharded(Federation):
         filled = np.concatenate([order, np.repeat(order[:1], length * ranks - clients)])
         share = self._share(work, filled[rank() :: ranks])
         try:
-            sent, kept, after = super()._run(share)  # type: ignore[safe-super]
+            own = super()._run(share)  # type: ignore[safe-super]
         except Exception as error:
             _fail(error)
+        after = own.buffers
         trained = _meet(int(after is not None))
         if after is None and any(trained) and share.buffers is not None:
             after = share.buffers.expand(length, -1)  # nobody of this share took a step
-        rows = [*sent.values(), *kept.values(), *([] if after is None else [after])]
+        rows = [*own.sent.values(), *own.kept.values(), *([] if after is None else [after])]
         place = np.empty(clients, dtype=np.int64)
         turn = np.arange(clients)
         place[order] = (turn % ranks) * length + turn // ranks
         gathered = iter(_gather(rows, to_device(place, self.device)))
-        sent = {name: next(gathered) for name in sent}
-        kept = {name: next(gathered) for name in kept}
-        return sent, kept, None if after is None else next(gathered)
+        sent = {name: next(gathered) for name in own.sent}
+        kept = {name: next(gathered) for name in own.kept}
+        return Outcome(sent, kept, None if after is None else next(gathered))
 
     def _share(self, work: Work, places: np.ndarray) -> Work:
         index = to_device(places, self.device)

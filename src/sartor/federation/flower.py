@@ -663,7 +663,7 @@ class FlowerFederation(Federation):
             self._settled[left.exchange] = (left.client, [])
         self._left = {}
 
-    def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    def _run(self, work: Work) -> Outcome:
         raise SartorError(f"{name_of(work.function)}: clients are at nodes; the server runs none of them")
 
 

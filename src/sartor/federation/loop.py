@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sartor import random
 from sartor.errors import SartorError
-from sartor.federation.base import ClientError, Federation, Work
+from sartor.federation.base import ClientError, Federation, Outcome, Work
 from sartor.federation.names import name_of
 from sartor.federation.schedule import plan, scan_table
 from sartor.local import Batches, Client
@@ -44,7 +44,7 @@ class LoopFederation(Federation):
                 if samples.x.dim() == 4:
                     samples.x = samples.x.contiguous(memory_format=torch.channels_last)
 
-    def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    def _run(self, work: Work) -> Outcome:
         clients = len(work.numbers)
         # One row of buffers each, also where all clients start from the server's.
         given = None if work.buffers is None else work.buffers.expand(clients, -1)
@@ -56,14 +56,14 @@ class LoopFederation(Federation):
 
         results = self._each(one, work.numbers)
         if not results:
-            return {}, {}, None
+            return Outcome({}, {}, None)
         sent, kept, after = zip(*results, strict=True)
         sent, kept = self._alike(work, sent), self._alike(work, kept)
         if given is None or all(row is None for row in after):
-            return _stack(sent), _stack(kept), None
+            return Outcome(_stack(sent), _stack(kept), None)
         # A client without samples took no step: its buffers are those it was given.
         trained = [before if row is None else row for row, before in zip(after, given, strict=True)]
-        return _stack(sent), _stack(kept), torch.stack(trained)
+        return Outcome(_stack(sent), _stack(kept), torch.stack(trained))
 
     def _alike(self, work: Work, rows: tuple[dict[str, Tensor], ...]) -> tuple[dict[str, Tensor], ...]:
         """The rows, where one of another shape than most have is a bad reply."""

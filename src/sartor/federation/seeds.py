@@ -30,7 +30,6 @@ from sartor.federation.samples import Samples
 from sartor.federation.stacked import StackedFederation
 from sartor.task import Task
 
-Answer = tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]
 Value = TypeVar("Value")
 
 
@@ -68,8 +67,8 @@ class SeedFederation(Federation):
         """What this run has taken: its even share of the time that several runs took together."""
         return self._seat.watch.read()
 
-    def _run(self, work: Work) -> Answer:
-        return self._seat.ask(self, work) if len(work.numbers) else ({}, {}, None)
+    def _run(self, work: Work) -> Outcome:
+        return self._seat.ask(self, work) if len(work.numbers) else Outcome({}, {}, None)
 
 
 Maker = Callable[..., SeedFederation]
@@ -132,7 +131,7 @@ class _Seat:
         self.watch = watch
         self.federation: SeedFederation | None = None
         self.asked: tuple[SeedFederation, Work] | None = None
-        self.answer: Answer | BaseException | None = None
+        self.answer: Outcome | BaseException | None = None
         self.outcome: Any = None
         self.ended = False
         self._run = run
@@ -153,7 +152,7 @@ class _Seat:
             self.go_on()
         self._thread.join()
 
-    def ask(self, federation: SeedFederation, work: Work) -> Answer:
+    def ask(self, federation: SeedFederation, work: Work) -> Outcome:
         """In the run's thread: stand still until there is an answer."""
         self.asked = federation, work
         self._stands.release()
@@ -216,7 +215,7 @@ class _Shared:
         engine.share(np.concatenate([np.arange(count) for count in counts]), np.repeat(seeds, counts))
         self._engine = engine
 
-    def answers(self, asked: Sequence[tuple[SeedFederation, Work]]) -> list[Answer]:
+    def answers(self, asked: Sequence[tuple[SeedFederation, Work]]) -> list[Outcome]:
         """Do what several runs ask for in one call."""
         engine = self._engine
         engine.round = asked[0][0].round
@@ -234,11 +233,9 @@ class _Shared:
                 buffers=None if works[0].buffers is None else torch.cat([buffers for _, buffers in rows]),
             )
         with torch.no_grad(), digits(engine.precision):
-            sent, kept, after = engine._run(joined)
+            whole = engine._run(joined)
         ends = np.cumsum(counts).tolist()
-        whole = Outcome(sent, kept, after)
-        parts = [whole.rows(slice(end - count, end)) for end, count in zip(ends, counts, strict=True)]
-        return [(part.sent, part.kept, part.buffers) for part in parts]
+        return [whole.rows(slice(end - count, end)) for end, count in zip(ends, counts, strict=True)]
 
 
 def _rows(work: Work) -> tuple[dict[str, Tensor], Tensor]:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from sartor import random
 from sartor.errors import NotStackable, SartorError
-from sartor.federation.base import ClientError, ClientFunction, Federation, Work
+from sartor.federation.base import ClientError, ClientFunction, Federation, Outcome, Work, norms_of
 from sartor.federation.memory import free_bytes, to_device
 from sartor.federation.names import name_of
 from sartor.federation.schedule import Plan, bucket, plan, scan_table
@@ -42,7 +42,10 @@ from sartor.task import Batch
 log = logging.getLogger(__name__)
 
 _Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
-"""What a chunk gives, one row per client: replies, new states and, if it trained, buffers."""
+"""What a function gives, one row per client: replies, new states and, if it trained, buffers."""
+
+_Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], dict[str, Tensor]]
+"""That of a chunk, and where a graph computes them along with it, the norms of all of it."""
 
 MOST_GRAPHS = 64
 """CUDA graphs kept per federation; the one unused for longest goes first."""
@@ -99,17 +102,26 @@ class _Graph:
 
     graph: Any
     inputs: list[Tensor]
-    outputs: _Result
+    outputs: _Checked
     keep: Any
     numbers: Tensor | None = None
     """The client numbers it holds: such a tensor never changes, and is not copied twice."""
 
-    def load(self, inputs: list[Tensor]) -> None:
-        """Put these where the graph reads them; the first are the client numbers."""
-        for static, value in zip(self.inputs, inputs, strict=True):
-            if value is not self.numbers:
-                static.copy_(value, non_blocking=True)
-        self.numbers = inputs[0]
+    def replay(self, numbers: Tensor, rounds: np.ndarray, others: list[Tensor]) -> _Checked:
+        """Put the inputs where the graph reads them, and make the call again."""
+        to_numbers, to_rounds, *rest = self.inputs
+        if numbers is not self.numbers:
+            to_numbers.copy_(numbers)
+            self.numbers = numbers
+        if (rounds == rounds[0]).all():  # one number, as a rule, which travels faster than an array
+            to_rounds.fill_(int(rounds[0]))
+        else:
+            to_rounds.copy_(to_device(rounds, to_rounds.device))
+        for static, value in zip(rest, others, strict=True):
+            static.copy_(value, non_blocking=True)
+        self.graph.replay()
+        sent, kept, after, norms = self.outputs
+        return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
 
 
 class StackedFederation(Federation):
@@ -154,16 +166,16 @@ class StackedFederation(Federation):
 
     # A call, chunk by chunk -----------------------------------------------------------------------
 
-    def _run(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    def _run(self, work: Work) -> Outcome:
         clients = len(work.numbers)
         if not clients:
-            return {}, {}, None
+            return Outcome({}, {}, None)
         if not self.chunk:
             self.chunk = self._fitting_chunk()
         while True:
             try:
-                sent, kept, after = self._chunks(work, self.chunk)
-                return sent, kept, after[0] if after else None
+                sent, kept, after, norms = self._chunks(work, self.chunk)
+                return Outcome(sent, kept, after[0] if after else None, norms or None)
             except (torch.OutOfMemoryError, MemoryError):
                 if min(self.chunk, clients) == 1:
                     raise
@@ -171,7 +183,7 @@ class StackedFederation(Federation):
                 log.warning("out of memory: training %d clients at once from now on", self.chunk)
                 self._forget_graphs()
 
-    def _chunks(self, work: Work, limit: int) -> _Result:
+    def _chunks(self, work: Work, limit: int) -> _Checked:
         clients = len(work.numbers)
         pieces = -(-clients // limit)
         size = min(bucket(-(-clients // pieces)), limit)
@@ -193,8 +205,8 @@ class StackedFederation(Federation):
             result = self._chunk(replace(work, numbers=numbers, rounds=rounds, own=own, buffers=buffers))
             results.append(tree_map(partial(_first, len(taken)), result))
         back = to_device(np.argsort(order, kind="stable"), self.device)
-        sent, kept, after = tree_map(lambda *pieces: torch.cat(pieces)[back], *results)
-        return sent, kept, after
+        joined: _Checked = tree_map(lambda *pieces: torch.cat(pieces)[back], *results)
+        return joined
 
     def _fitting_chunk(self) -> int:
         """How many clients fit: some copies of the model and a batch's activations, with room to spare."""
@@ -206,7 +218,7 @@ class StackedFederation(Federation):
 
     # A chunk: plain, or captured and replayed -----------------------------------------------------
 
-    def _chunk(self, work: Work) -> _Result:
+    def _chunk(self, work: Work) -> _Checked:
         names = (tuple(work.shared), tuple(work.own))
         arguments = [*work.shared.values(), *work.own.values()]
         if work.buffers is not None:
@@ -222,29 +234,30 @@ class StackedFederation(Federation):
                 self._bring(split, work.numbers)
             plans = [self._plan(batches, work.numbers) for batches in program.scans]
         tables = [table for plan in plans or () if (table := plan.table) is not None]
-        header = (self._numbers_there(work.numbers), self._rounds_there(work.rounds))
-        inputs = [*header, *arguments, *(to_device(table, self.device) for table in tables)]
+        numbers = self._numbers_there(work.numbers)
+        others = [*arguments, *(to_device(table, self.device) for table in tables)]
 
-        def call(inputs: list[Tensor]) -> _Result:
+        def call(inputs: list[Tensor]) -> _Checked:
             given = iter(inputs)
             header = (next(given), next(given))
             shared, own = (dict(zip(group, given, strict=False)) for group in names)
             buffers = () if work.buffers is None else (next(given),)
-            return self._execute(program, work.numbers, plans, header, shared, own, buffers, list(given))
+            result = self._execute(program, work.numbers, plans, header, shared, own, buffers, list(given))
+            return *result, norms_of(result[0], result[1]) if self.graphs else {}
+
+        def inputs() -> list[Tensor]:
+            return [numbers, to_device(work.rounds, self.device), *others]
 
         if not self.graphs or plans is None:
-            return call(inputs)
+            return call(inputs())
         shape = (key, tuple(plan.shape for plan in plans))
         if shape not in self._captured:
             # Once in the ordinary way: a shape that never comes again is not worth a capture.
             self._captured[shape] = None
-            return call(inputs)
-        captured = self._captured[shape] or self._capture(shape, call, inputs)
+            return call(inputs())
+        captured = self._captured[shape] or self._capture(shape, call, inputs())
         self._captured.move_to_end(shape)
-        captured.load(inputs)
-        captured.graph.replay()
-        sent, kept, after = captured.outputs
-        return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after)
+        return captured.replay(numbers, work.rounds, others)
 
     def _numbers_there(self, numbers: np.ndarray) -> Tensor:
         """Client numbers on the device; the same tensor for the same cohort."""
@@ -255,14 +268,8 @@ class StackedFederation(Federation):
             self._cohorts[key] = to_device(numbers.copy(), self.device)
         return self._cohorts[key]
 
-    def _rounds_there(self, rounds: np.ndarray) -> Tensor:
-        """Rounds on the device: one number, as a rule, which travels faster than an array."""
-        if self.device.type == "cuda" and (rounds == rounds[0]).all():
-            return torch.full((len(rounds),), int(rounds[0]), device=self.device)
-        return to_device(rounds, self.device)
-
     def _capture(
-        self, shape: Hashable, call: Callable[[list[Tensor]], _Result], inputs: list[Tensor]
+        self, shape: Hashable, call: Callable[[list[Tensor]], _Checked], inputs: list[Tensor]
     ) -> _Graph:
         """Capture a call. Whatever it touched is kept: a graph finds its tensors by address."""
         if self._pool is None:
