@@ -126,7 +126,7 @@ class Results:
     ) -> list[dict[str, Any]]:
         """The results of all seeds, run where they are not there yet."""
         found = []
-        for seed in range(arguments.seeds):
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
             described = [run.label, preset, arguments.dataset, arguments.rounds, seed, settings]
             key = json.dumps(described, sort_keys=True)
             if key not in self.runs:
@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=0, help="0: 100 for table 1, else 800")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--stragglers", type=int, default=5, help="of table 2")
     parser.add_argument("--methods", nargs="*", help="labels or names; left out: all of the table")
     parser.add_argument("--split", choices=("both", "iid", "non-iid"), default="both", help="of table 1")
