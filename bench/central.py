@@ -29,7 +29,7 @@ from sartor.algorithms.base import Algorithm, make
 from sartor.data.clients import ClientData, Split
 from sartor.experiment import Local
 from sartor.federation import Federation, make_federation
-from sartor.federation.base import Replies
+from sartor.federation.exchange import Replies
 from sartor.task import Task
 
 CLIENTS = 400

@@ -163,6 +163,7 @@ def bands() -> str:
 def _band(entry: Entry, scale: str) -> str:
     at, measured = entry.scales[scale], entry.measured[scale]
     columns = [column.label for column in at.columns]
+    digits = 1 if entry.percent else 4
     lines = [
         f"### `{entry.name}`, {scale} setting",
         "",
@@ -176,8 +177,8 @@ def _band(entry: Entry, scale: str) -> str:
             cells = []
             for place in range(len(columns)):
                 mean, deviation = measured.band.at(label, place)
-                shown = "–" if mean is None else f"{mean:.1f}" if entry.percent else f"{mean:.4f}"
-                cells.append(shown if deviation is None else f"{shown} ± {deviation:.1f}")
+                shown = "–" if mean is None else f"{mean:.{digits}f}"
+                cells.append(shown if deviation is None else f"{shown} ± {deviation:.{digits}f}")
             lines.append(row((f"`{label}`", *cells)))
     return "\n".join(lines)
 

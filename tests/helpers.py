@@ -15,7 +15,7 @@ from sartor.algorithms.base import Algorithm, Hyper
 from sartor.data.clients import ClientData, Split
 from sartor.experiment import Local
 from sartor.federation import Federation, Reply, make_federation
-from sartor.federation.base import NobodyAnswered
+from sartor.federation.exchange import NobodyAnswered
 from sartor.local import Client
 from sartor.models import MODELS, make_task, seeded
 from sartor.task import Batch, Task

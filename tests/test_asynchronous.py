@@ -22,8 +22,8 @@ from sartor.algorithms.twafl import time_weights
 from sartor.checkpoint import known_classes, pack, unpack
 from sartor.errors import SettingError
 from sartor.federation import Federation
-from sartor.federation.base import NobodyAnswered
 from sartor.federation.clock import Conditions, LogNormal, Modelled, Sometimes, Stragglers, World
+from sartor.federation.exchange import NobodyAnswered
 from sartor.runner import tensors_of
 from sartor.server.staleness import adaptive_factors, compensate, decay, pseudo_gradient
 

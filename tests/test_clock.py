@@ -21,7 +21,6 @@ from sartor.algorithms.separate import local_training as train_own
 from sartor.errors import DataError, SartorError
 from sartor.experiment import load
 from sartor.federation import Federation, Reply
-from sartor.federation.base import NobodyAnswered
 from sartor.federation.clock import (
     Always,
     Conditions,
@@ -37,6 +36,7 @@ from sartor.federation.clock import (
     Stragglers,
     World,
 )
+from sartor.federation.exchange import NobodyAnswered
 from sartor.local import Client
 
 ENGINES = ["loop", "stacked"]

@@ -28,7 +28,7 @@ from sartor.data.clients import ClientData
 from sartor.errors import SartorError, SettingError
 from sartor.experiment import load
 from sartor.federation import Reply
-from sartor.federation.base import NobodyAnswered
+from sartor.federation.exchange import NobodyAnswered
 from sartor.local import Client
 from sartor.server.optimizers import OPTIMIZERS
 from sartor.task import Batch, Task

@@ -20,7 +20,7 @@ from sartor.algorithms.a_fsvrg import AFSVRGServer, trained_model
 from sartor.data.clients import ClientData, Split
 from sartor.errors import SettingError
 from sartor.federation import Reply
-from sartor.federation.base import NobodyAnswered
+from sartor.federation.exchange import NobodyAnswered
 from sartor.local import Client
 from sartor.task import Batch, Task
 

@@ -17,8 +17,8 @@ from sartor.data.clients import ClientData
 from sartor.errors import SartorError
 from sartor.evaluation import model_of
 from sartor.federation import Federation, Reply
-from sartor.federation.base import ClientError, Work
 from sartor.federation.clock import Conditions, World
+from sartor.federation.exchange import ClientError, Work
 from sartor.federation.stacked import StackedFederation
 from sartor.local import Client
 from sartor.runner import tensors_of

@@ -23,7 +23,7 @@ from sartor.algorithms.vrl_sgd import VRLSGD, VRLServer
 from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation, Reply
-from sartor.federation.base import NobodyAnswered
+from sartor.federation.exchange import NobodyAnswered
 from sartor.local import Client
 from sartor.task import Batch, Task
 

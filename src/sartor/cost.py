@@ -19,7 +19,7 @@ from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError
 from sartor.evaluation import evaluate
 from sartor.experiment import Experiment
-from sartor.federation.base import NobodyAnswered
+from sartor.federation.exchange import NobodyAnswered
 from sartor.local import Batches
 from sartor.runner import Setup, draw_cohort, open_federation, set_up, tensors_of
 from sartor.task import Task

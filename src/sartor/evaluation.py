@@ -20,7 +20,8 @@ from torch import Tensor
 from sartor import random
 from sartor.algorithms.base import Algorithm
 from sartor.experiment import Evaluate
-from sartor.federation.base import Call, ClientFunction, Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, ClientFunction, Reply
 from sartor.local import Client
 from sartor.metrics import scores, spread
 

@@ -33,8 +33,8 @@ from sartor.errors import SartorError, SettingError
 from sartor.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of
 from sartor.experiment import OWN_DATA, Cohort, Experiment, fingerprint
 from sartor.federation import Federation, choose_engine, distributed, make_federation
-from sartor.federation.base import NobodyAnswered
 from sartor.federation.clock import Conditions
+from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.memory import free_bytes
 from sartor.federation.seeds import Maker, in_lockstep
 from sartor.local import Batches

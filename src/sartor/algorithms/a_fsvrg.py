@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, register
 from sartor.algorithms.fsvrg import FSVRGHyper, aggregation_scale, anchored_descent, exchange_counts
-from sartor.federation.base import ClientFunction, Federation, Replies, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import ClientFunction, Replies, Reply
 from sartor.local import Client, require_plain_sgd
 from sartor.server.grouping import Groups, group
 from sartor.settings import setting

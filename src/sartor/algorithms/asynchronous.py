@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
-from sartor.federation.base import Federation, NobodyAnswered, Replies, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import NobodyAnswered, Replies, Reply
 from sartor.federation.memory import to_device
 from sartor.local import Client, require_plain_sgd
 from sartor.server.staleness import KINDS, adaptive_factors, compensate, decay

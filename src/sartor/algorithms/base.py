@@ -16,7 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from sartor.errors import SartorError
-from sartor.federation.base import Call, Federation
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call
 from sartor.settings import build, setting
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.fedavg import local_training
 from sartor.algorithms.ifca import nearest_model
-from sartor.federation.base import Call, Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, Reply
 from sartor.local import Client
 from sartor.server.similarity import cosines, two_groups
 from sartor.server.weights import weights_of

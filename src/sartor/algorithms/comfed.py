@@ -20,7 +20,8 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, register
 from sartor.algorithms.mechanisms import TINY, Mechanism, Nova, Prox, Scaf, nova, prox, scaf, sgd
 from sartor.errors import SettingError
-from sartor.federation.base import Federation, Replies, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Replies, Reply
 from sartor.local import require_plain_sgd
 from sartor.server.optimizers import OPTIMIZERS, State
 

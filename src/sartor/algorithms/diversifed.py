@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.separate import own_model
-from sartor.federation.base import Call, Federation, Replies, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, Replies, Reply
 from sartor.local import Client
 from sartor.server.similarity import distances, mixtures, others_of, softmax_over
 from sartor.settings import setting

@@ -12,7 +12,8 @@ from torch import Tensor
 from sartor.algorithms.asynchronous import AsyncHyper, weights_by_age
 from sartor.algorithms.base import register
 from sartor.algorithms.diversifed import DiversiFed, DiversiFedHyper, DiversiFedServer, Targets, near_target
-from sartor.federation.base import Federation, NobodyAnswered
+from sartor.federation.base import Federation
+from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.memory import to_device
 from sartor.server.similarity import mixtures
 from sartor.settings import setting

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
-from sartor.federation.base import Call, Federation, NobodyAnswered, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, NobodyAnswered, Reply
 from sartor.local import Client
 from sartor.settings import setting
 from sartor.task import Batch, Part, Pass, Task

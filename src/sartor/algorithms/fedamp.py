@@ -12,7 +12,8 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.diversifed import Models, near_target
 from sartor.algorithms.separate import own_model
-from sartor.federation.base import Call, Federation
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call
 from sartor.server.similarity import cosines, mixtures, others_of, softmax_over, squared_distances
 from sartor.settings import setting
 

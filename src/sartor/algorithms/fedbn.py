@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
-from sartor.federation.base import Call, Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, Reply
 from sartor.local import Client
 from sartor.settings import setting
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
-from sartor.federation.base import Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Reply
 from sartor.local import Client, require_plain_sgd
 from sartor.settings import setting
 from sartor.task import Batch

@@ -14,7 +14,8 @@ from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.diversifed import Models
 from sartor.algorithms.ifca import losses
 from sartor.errors import SettingError
-from sartor.federation.base import Call, Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, Reply
 from sartor.local import Client
 from sartor.settings import setting
 

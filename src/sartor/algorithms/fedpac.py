@@ -14,7 +14,8 @@ from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.fedper import train_inside
 from sartor.algorithms.fedproto import Prototypes, class_sums, distance, merged, no_prototypes, with_count
 from sartor.algorithms.fedrep import train_outside
-from sartor.federation.base import Call, Federation, NobodyAnswered, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, NobodyAnswered, Reply
 from sartor.local import Client
 from sartor.settings import setting
 from sartor.task import Batch, Penalty

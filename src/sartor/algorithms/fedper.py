@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
-from sartor.federation.base import Call, ClientFunction, Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, ClientFunction, Reply
 from sartor.local import Client
 from sartor.settings import setting
 from sartor.task import Batch

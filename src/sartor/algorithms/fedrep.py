@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import register
 from sartor.algorithms.fedper import FedPer, FedPerHyper, answer, assemble, train_inside
-from sartor.federation.base import Reply
+from sartor.federation.exchange import Reply
 from sartor.local import Client
 from sartor.settings import setting
 from sartor.task import Batch, Penalty

@@ -11,7 +11,8 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.fedproto import class_counts, feature_size
 from sartor.errors import SartorError
-from sartor.federation.base import Call, Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, Reply
 from sartor.local import Client
 from sartor.task import Batch, Pass
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sartor import random
 from sartor.algorithms.base import Algorithm, Hyper, register
-from sartor.federation.base import Call, Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, Reply
 from sartor.local import Client
 from sartor.server.weights import weights_of
 from sartor.settings import setting

@@ -24,7 +24,8 @@ from sartor.algorithms.a_fsvrg import (
     trained_model,
 )
 from sartor.algorithms.base import register
-from sartor.federation.base import Call, ClientFunction, Federation, Replies, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, ClientFunction, Replies, Reply
 from sartor.local import Client
 from sartor.server.grouping import Groups, group
 from sartor.settings import setting

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Hyper
-from sartor.federation.base import Reply
+from sartor.federation.exchange import Reply
 from sartor.local import Client, Direction
 from sartor.settings import setting
 from sartor.task import Batch

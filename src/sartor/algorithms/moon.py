@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
-from sartor.federation.base import Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Reply
 from sartor.local import Client
 from sartor.settings import setting
 from sartor.task import Batch

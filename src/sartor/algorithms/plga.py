@@ -18,7 +18,8 @@ from torch import Tensor
 from sartor.algorithms.asynchronous import local_training
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.spfl import stages_of
-from sartor.federation.base import Call, Federation, NobodyAnswered, Replies, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, NobodyAnswered, Replies, Reply
 from sartor.federation.memory import to_device
 from sartor.local import Client
 from sartor.settings import setting

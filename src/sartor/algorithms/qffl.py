@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
-from sartor.federation.base import Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Reply
 from sartor.local import Client
 from sartor.settings import setting
 

@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, register
-from sartor.federation.base import Call, Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, Reply
 from sartor.local import Client
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sartor.algorithms.asynchronous import AsyncHyper, weights_by_age
 from sartor.algorithms.base import Algorithm, Hyper, register
-from sartor.federation.base import Call, Federation, NobodyAnswered, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Call, NobodyAnswered, Reply
 from sartor.federation.memory import to_device
 from sartor.local import Client
 from sartor.server.similarity import cosines, mixtures

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.errors import SettingError
-from sartor.federation.base import Federation, Reply
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Reply
 from sartor.federation.memory import to_device
 from sartor.local import Client
 from sartor.settings import setting

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from sartor.data.clients import ClientData
-from sartor.federation.base import Call, Federation, Replies, Reply
+from sartor.federation.base import Federation
 from sartor.federation.distributed import ShardedLoop, ShardedStacked, world
+from sartor.federation.exchange import Call, Replies, Reply
 from sartor.federation.loop import LoopFederation
 from sartor.federation.stacked import StackedFederation
 from sartor.task import Task

@@ -11,13 +11,12 @@ time for those who finish next. Jobs of any age that are in flight together are 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,6 +28,20 @@ from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError
 from sartor.experiment import Local
 from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
+from sartor.federation.exchange import (
+    Arguments,
+    Check,
+    ClientFunction,
+    NobodyAnswered,
+    Order,
+    Outcome,
+    Replies,
+    Reply,
+    Work,
+    argument_names,
+    joined,
+    norms_of,
+)
 from sartor.federation.memory import digits, to_device
 from sartor.federation.names import find_function, name_of, qualified_name
 from sartor.federation.samples import samples_of
@@ -37,190 +50,12 @@ from sartor.task import Task
 
 log = logging.getLogger(__name__)
 
-Arguments = Mapping[str, Any]
-ClientFunction = Callable[..., "Reply"]
 Answers = Callable[[int, np.ndarray], np.ndarray]
 MOST_CHECKS = 64
 """Exchanges on a GPU after which the host looks whether their replies were fit to be used."""
 POLICIES = ("average", "local", "freeze")
 IDLE = 1.0
 """The virtual time that passes in an exchange for which nobody is there, so that someone can come."""
-
-
-class ClientError(SartorError):
-    """A client function failed; the message names function, round and, on the loop engine, the client."""
-
-
-class NobodyAnswered(Exception):
-    """No reply arrived in an exchange: the round ends and leaves everything as it was."""
-
-
-class Reply:
-    """What a client sends back; :meth:`keep` adds what stays with it.
-
-    >>> reply = Reply(delta=torch.ones(3)).keep(c=torch.zeros(3))
-    >>> list(reply.sent), list(reply.kept)
-    (['delta'], ['c'])
-    """
-
-    def __init__(self, **sent: Any) -> None:
-        self.sent = sent
-        self.kept: dict[str, Any] = {}
-
-    def keep(self, **kept: Any) -> Reply:
-        """The same reply, with the client's new state."""
-        self.kept = kept
-        return self
-
-
-@dataclass(frozen=True)
-class Replies:
-    """The replies of those who answered, stacked in cohort order."""
-
-    clients: np.ndarray
-    """Numbers of the clients that answered."""
-    counts: np.ndarray
-    """Their numbers of training samples."""
-    values: dict[str, Tensor]
-    device: torch.device
-    dtype: torch.dtype
-    ages: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """For collected jobs: how many rounds ago each started."""
-    given: dict[str, Tensor] = field(default_factory=dict)
-    """For collected jobs: what the server had sent to each as ``shared``, one row per client."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.values[name]
-
-    def __len__(self) -> int:
-        return len(self.clients)
-
-    @property
-    def n(self) -> Tensor:
-        """n_i of those who answered."""
-        return to_device(self.counts, self.device).to(self.dtype)
-
-    @property
-    def weights(self) -> Tensor:
-        """p'_i = n_i / Σ n_j over those who answered."""
-        return _weights(self.counts.tobytes(), self.device, self.dtype)
-
-    def sum(self, name: str, weights: Tensor | None = None) -> Tensor:
-        """Σ weight_i · value_i in the order of the clients' numbers, whatever the cohort's.
-
-        Zero if nobody answered.
-        """
-        values = self.values[name]
-        if weights is None:
-            weights = torch.ones(len(self), device=self.device, dtype=self.dtype)
-        if (self.clients[1:] < self.clients[:-1]).any():
-            order = to_device(np.argsort(self.clients, kind="stable"), self.device)
-            values, weights = values[order], weights[order]
-        return (weights.to(values.dtype) @ values[:, None].flatten(1)).view(values.shape[1:])
-
-    def mean(self, name: str, weights: Tensor | None = None) -> Tensor:
-        """The mean over those who answered, by default with the weights p'_i; zero if nobody answered."""
-        return self.sum(name, self.weights if weights is None else weights / weights.sum())
-
-
-@dataclass(frozen=True)
-class Call:
-    """A client function with what it is sent: the argument of ``map`` as a value."""
-
-    function: ClientFunction
-    shared: Arguments = field(default_factory=dict)
-    each: Arguments = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What an engine is asked to do: a client function, the clients that run it, and with what."""
-
-    function: ClientFunction
-    hyper: Any
-    numbers: np.ndarray
-    rounds: np.ndarray
-    """The round that keys each client's randomness."""
-    shared: dict[str, Tensor]
-    own: dict[str, Tensor]
-    """Arguments that differ between clients, sent or from their states, one row each."""
-    buffers: Tensor | None
-    """Float buffers: the server's, or one row per client where clients keep them."""
-
-
-@dataclass(frozen=True, eq=False)
-class Order:
-    """What clients were asked to do by one dispatch."""
-
-    function: ClientFunction
-    shared: dict[str, Tensor]
-    buffers: Tensor | None
-    """The server's float buffers at that time."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What clients did: replies, new states, and float buffers if they trained, one row each."""
-
-    sent: dict[str, Tensor]
-    kept: dict[str, Tensor]
-    buffers: Tensor | None
-    norms: dict[str, Tensor] | None = None
-    """What :func:`norms_of` gives for them, where an engine found it out on the way."""
-
-    def rows(self, places: Any) -> Outcome:
-        """Some of the rows, or one."""
-        return Outcome(
-            {name: value[places] for name, value in self.sent.items()},
-            {name: value[places] for name, value in self.kept.items()},
-            None if self.buffers is None else self.buffers[places],
-        )
-
-
-def norms_of(sent: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The norm of each reply and new state, by what an error would call it; a row each of ``[clients]``."""
-    named = {f"{name!r}": value for name, value in sent.items()}
-    named.update({f"state {name!r}": value for name, value in kept.items()})
-    return {
-        name: torch.linalg.vector_norm(value[:, None].flatten(1), dim=1)
-        for name, value in named.items()
-        if value.is_floating_point()
-    }
-
-
-class _Check:
-    """Whether replies are fit to be used: norms are found on the device, and looked at when the host asks."""
-
-    def __init__(
-        self, who: str, numbers: np.ndarray, names: tuple[str, ...], norms: list[Tensor], largest: float
-    ) -> None:
-        self.who, self.numbers, self.names, self.norms, self.largest = who, numbers, names, norms, largest
-
-    @staticmethod
-    def bad(checks: Sequence[_Check]) -> list[np.ndarray]:
-        """For each check, which norms are not finite or too large: one row per quantity, a column per client.
-
-        The norms of all of them are fetched from the device at once.
-        """
-        found = torch.cat([norm for check in checks for norm in check.norms]).cpu().numpy()
-        shapes = [(len(check.norms), len(check.numbers)) for check in checks]
-        ends = np.cumsum([rows * columns for rows, columns in shapes])
-        parts = [part.reshape(shape) for part, shape in zip(np.split(found, ends[:-1]), shapes, strict=True)]
-        return [
-            ~(part <= (check.largest or np.finfo(part.dtype).max))
-            for check, part in zip(checks, parts, strict=True)
-        ]
-
-    def told(self, bad: np.ndarray, names: Sequence[str]) -> str:
-        """The first bad reply in words."""
-        place = int(np.flatnonzero(bad.any(axis=0))[0])
-        quantity = int(np.flatnonzero(bad[:, place])[0])
-        norm = float(self.norms[quantity][place])
-        reason = f"has norm {norm:.3g}, above replies.largest_norm = {self.largest:g}"
-        if not np.isfinite(norm):
-            reason = "is not finite; a smaller learning rate (hyper.lr) is the usual cure"
-        client = names[self.numbers[place]]
-        return f"{self.who}, client {client!r}: {self.names[quantity]} of its reply {reason}"
 
 
 @dataclass
@@ -279,7 +114,7 @@ class Federation(ABC):
         self.queue = EventQueue()
         self.updates = 0
         """Replies that the server has used so far."""
-        self._checks: list[_Check] = []
+        self._checks: list[Check] = []
         self._checked = b""
         """The last cohort that was found to be one."""
         self.round = 0
@@ -426,7 +261,7 @@ class Federation(ABC):
 
         Waiting ends early when nobody is at work any more. Only now do the states of those clients move.
         """
-        return _joined(self.arrivals(count, within))
+        return joined(self.arrivals(count, within))
 
     def arrivals(self, count: int | None = None, within: float | None = None) -> list[Replies]:
         """What :meth:`collect` gives, piece by piece: the answers of a piece are of one client function."""
@@ -669,13 +504,13 @@ class Federation(ABC):
         if not norms:
             return everyone
         who = f"{self.method or name_of(function)}, round {self.round}"
-        check = _Check(who, numbers, tuple(norms), list(norms.values()), self.conditions.largest_norm)
+        check = Check(who, numbers, tuple(norms), list(norms.values()), self.conditions.largest_norm)
         if self.conditions.on_bad_reply == "stop":
             self._checks.append(check)
             if self.device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
                 self._verify()
             return everyone
-        (bad,) = _Check.bad([check])
+        (bad,) = Check.bad([check])
         good = np.asarray(~bad.any(axis=0))
         if not good.all():
             self._count("bad", int((~good).sum()))
@@ -690,7 +525,7 @@ class Federation(ABC):
         before anything is evaluated or stored.
         """
         checks, self._checks = self._checks, []
-        for check, bad in zip(checks, _Check.bad(checks) if checks else [], strict=True):
+        for check, bad in zip(checks, Check.bad(checks) if checks else [], strict=True):
             if bad.any():
                 told = check.told(bad, self.names)
                 raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
@@ -832,40 +667,3 @@ class Federation(ABC):
             for name, value in part.items():
                 part[name] = value if isinstance(value, Tensor) else self._tensor(value)
         return result
-
-
-@lru_cache(maxsize=256)
-def _weights(counts: bytes, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """n_i / Σ n_j, divided in double precision.
-
-    Equal clients have the same weights every round: they are remembered.
-    """
-    n = np.frombuffer(counts, dtype=np.int64)
-    return to_device(n / max(n.sum(), 1), device).to(dtype)
-
-
-def _joined(parts: list[Replies]) -> Replies:
-    """Replies below each other, in order."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    if any(part.values.keys() != first.values.keys() for part in parts):
-        raise SartorError("collect: answers of different client functions arrived together; take arrivals()")
-    return replace(
-        first,
-        clients=np.concatenate([part.clients for part in parts]),
-        counts=np.concatenate([part.counts for part in parts]),
-        values={name: torch.cat([part.values[name] for part in parts]) for name in first.values},
-        ages=np.concatenate([part.ages for part in parts]),
-        given={name: torch.cat([part.given[name] for part in parts]) for name in first.given},
-    )
-
-
-@lru_cache(maxsize=1024)
-def argument_names(function: ClientFunction) -> tuple[str, ...]:
-    """The arguments a client function takes after ``client`` and ``hyper``.
-
-    Those with defaults are left alone.
-    """
-    named = list(inspect.signature(function).parameters.values())[2:]
-    return tuple(entry.name for entry in named if entry.default is entry.empty)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sartor.errors import SartorError, SettingError
-from sartor.federation.base import Federation, Outcome, Work
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Outcome, Work
 from sartor.federation.loop import LoopFederation
 from sartor.federation.memory import to_device
 from sartor.federation.stacked import StackedFederation

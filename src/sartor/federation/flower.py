@@ -30,8 +30,9 @@ from torch import Tensor
 from sartor.data.clients import ClientData, Moments, Split
 from sartor.errors import SartorError
 from sartor.experiment import Experiment
-from sartor.federation.base import Arguments, ClientFunction, Federation, Outcome, Replies, Reply, Work
+from sartor.federation.base import Federation
 from sartor.federation.clock import Conditions, Job
+from sartor.federation.exchange import Arguments, ClientFunction, Outcome, Replies, Reply, Work
 from sartor.federation.loop import LoopFederation
 from sartor.federation.memory import to_device
 from sartor.federation.names import name_of, qualified_name

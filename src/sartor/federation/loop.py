@@ -19,7 +19,8 @@ from torch import Tensor
 
 from sartor import random
 from sartor.errors import SartorError
-from sartor.federation.base import ClientError, Federation, Outcome, Work
+from sartor.federation.base import Federation
+from sartor.federation.exchange import ClientError, Outcome, Work
 from sartor.federation.names import name_of
 from sartor.federation.schedule import plan, scan_table
 from sartor.local import Batches, Client

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from sartor.data.clients import ClientData, Split
-from sartor.federation.base import Federation, Outcome, Work
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Outcome, Work
 from sartor.federation.memory import digits
 from sartor.federation.samples import Samples
 from sartor.federation.stacked import StackedFederation

@@ -32,7 +32,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from sartor import random
 from sartor.errors import NotStackable, SartorError
-from sartor.federation.base import ClientError, ClientFunction, Federation, Outcome, Work, norms_of
+from sartor.federation.base import Federation
+from sartor.federation.exchange import ClientError, ClientFunction, Outcome, Work, norms_of
 from sartor.federation.memory import free_bytes, to_device
 from sartor.federation.names import name_of
 from sartor.federation.schedule import Plan, bucket, plan, scan_table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sartor.federation.base import Replies
+from sartor.federation.exchange import Replies
 
 
 def weights_of(replies: Replies, weighted: bool, members: Tensor | None = None) -> Tensor:
