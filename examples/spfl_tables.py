@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from statistics import mean, stdev
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import sartor
 from sartor.algorithms import algorithms
+from sartor.errors import SartorError
 from sartor.experiment import read_toml
 from sartor.presets import path
 
@@ -242,4 +244,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SartorError as error:
+        sys.exit(f"error: {error}")
