@@ -30,6 +30,12 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+DataName = Annotated[str | None, typer.Option(help="Data set (data.name).", show_default=False)]
+Rounds = Annotated[int | None, typer.Option(help="Number of rounds (rounds).", show_default=False)]
+EngineName = Annotated[
+    str | None, typer.Option(help="auto, loop or stacked (engine.name).", show_default=False)
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda (engine.device).", show_default=False)]
 Clients = Annotated[int | None, typer.Option(help="Number of clients (data.clients).", show_default=False)]
 Seed = Annotated[int | None, typer.Option(help="The seed (seed).", show_default=False)]
 

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sartor.commands.base import AsJson, Clients, Seed, app, print_table, reported, sort_out
+from sartor.commands.base import (
+    AsJson,
+    Clients,
+    DataName,
+    Device,
+    EngineName,
+    Rounds,
+    Seed,
+    app,
+    print_table,
+    reported,
+    sort_out,
+)
 from sartor.errors import SartorError, SettingError
 
 if TYPE_CHECKING:
@@ -37,12 +49,6 @@ Together = Annotated[
         show_default=False,
     ),
 ]
-DataName = Annotated[str | None, typer.Option(help="Data set (data.name).", show_default=False)]
-Rounds = Annotated[int | None, typer.Option(help="Number of rounds (rounds).", show_default=False)]
-EngineName = Annotated[
-    str | None, typer.Option(help="auto, loop or stacked (engine.name).", show_default=False)
-]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda (engine.device).", show_default=False)]
 
 
 @app.command()

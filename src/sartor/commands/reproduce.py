@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sartor.commands.base import AsJson, app, print_table, reported, sort_out
-from sartor.commands.compare import Device, Seeds, parse_seeds, show
+from sartor.commands.base import AsJson, Device, app, print_table, reported, sort_out
+from sartor.commands.compare import Seeds, parse_seeds, show
 from sartor.errors import SartorError, SettingError
 
 if TYPE_CHECKING:

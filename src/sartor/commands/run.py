@@ -8,7 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from sartor.commands.base import AsJson, Clients, Seed, app, print_table, reported, sort_out, text
+from sartor.commands.base import (
+    AsJson,
+    Clients,
+    DataName,
+    Device,
+    EngineName,
+    Rounds,
+    Seed,
+    app,
+    print_table,
+    reported,
+    sort_out,
+    text,
+)
 from sartor.errors import SettingError
 
 
@@ -27,16 +40,12 @@ def run(
             show_default=False,
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Data set (data.name).", show_default=False)] = None,
+    data: DataName = None,
     clients: Clients = None,
-    rounds: Annotated[int | None, typer.Option(help="Number of rounds (rounds).", show_default=False)] = None,
+    rounds: Rounds = None,
     seed: Seed = None,
-    engine: Annotated[
-        str | None, typer.Option(help="auto, loop or stacked (engine.name).", show_default=False)
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda (engine.device).", show_default=False)
-    ] = None,
+    engine: EngineName = None,
+    device: Device = None,
     out: Annotated[
         Path | None, typer.Option(help="Run folder; left out: a new one in runs/.", show_default=False)
     ] = None,

@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sartor.commands.base import AsJson, Clients, Seed, app, print_table, reported, text
-from sartor.commands.compare import (
-    Algorithms,
-    Arguments,
+from sartor.commands.base import (
+    AsJson,
+    Clients,
     DataName,
     Device,
     EngineName,
     Rounds,
+    Seed,
+    app,
+    print_table,
+    reported,
+    text,
+)
+from sartor.commands.compare import (
+    Algorithms,
+    Arguments,
     Seeds,
     Together,
     parse_seeds,
