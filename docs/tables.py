@@ -31,8 +31,18 @@ PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODULES = {
     "references": ("fedavg", "separate"),
     "comfed": ("comfed",),
-    "variance_reduction": ("fedadc", "feddc", "fsvrg", "losac", "mime", "moon", "qffl", "vrl_sgd"),
-    "tailored": ("a_fsvrg", "ma_fsvrg"),
+    "variance_reduction": (
+        "fedadc",
+        "feddc",
+        "fsvrg",
+        "losac",
+        "mime",
+        "mimelite",
+        "moon",
+        "qffl",
+        "vrl_sgd",
+    ),
+    "tailored": ("a_fsvrg", "ga_fsvrg", "ma_fsvrg"),
     "mixing": (
         "apple",
         "cfl",
@@ -46,8 +56,8 @@ MODULES = {
         "pfedme",
     ),
     "split_models": ("fedbn", "fedcac", "feddbe", "fedpac", "fedper", "fedproto", "fedrep", "fedrod"),
-    "spfl": ("plga", "spfl"),
-    "asynchronous": ("asynchronous", "diversifed_async", "twafl"),
+    "spfl": ("lga", "plga", "spfl", "spfl_async", "spfl_w"),
+    "asynchronous": ("diversifed_async", "fedasync", "fedavg_clock", "fedavg_semisync", "fedbuff", "twafl"),
 }
 """The files of methods by family, which is also the name of its page and of the folder of its methods'."""
 

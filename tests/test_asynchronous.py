@@ -16,8 +16,6 @@ import sartor
 from helpers import federation_of, method, play, quadratics, task_and_data
 from sartor.algorithms import Algorithm, algorithms, make
 from sartor.algorithms.diversifed import Targets
-from sartor.algorithms.plga import Uploads, agreement
-from sartor.algorithms.spfl import stages_of
 from sartor.algorithms.twafl import time_weights
 from sartor.checkpoint import known_classes, pack, unpack
 from sartor.errors import SettingError
@@ -25,6 +23,8 @@ from sartor.federation import Federation
 from sartor.federation.clock import Conditions, LogNormal, Modelled, Sometimes, Stragglers, World
 from sartor.federation.exchange import NobodyAnswered
 from sartor.runner import tensors_of
+from sartor.server.leaps import Uploads, agreement
+from sartor.server.stages import stages_of
 from sartor.server.staleness import adaptive_factors, compensate, decay, pseudo_gradient
 
 METHODS = [

@@ -23,7 +23,9 @@ from helpers import (
 )
 from sartor import presets
 from sartor.algorithms import Algorithm, algorithms, make
-from sartor.algorithms.comfed import MECHANISMS, NAMES, ComFedScaf, nova
+from sartor.algorithms.comfed import MECHANISMS, NAMES
+from sartor.algorithms.nova import nova
+from sartor.algorithms.scaf import ComFedScaf
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError, SettingError
 from sartor.experiment import load

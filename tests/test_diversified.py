@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import sartor
 from helpers import RAGGED, batches_of, classification, federation_of, method, play, task_and_data
-from sartor.algorithms.a_fsvrg import AFSVRGServer, trained_model
+from sartor.algorithms.a_fsvrg import AFSVRGServer
+from sartor.algorithms.tailored_exchanges import trained_model
 from sartor.data.clients import ClientData, Split
 from sartor.errors import SettingError
 from sartor.federation import Reply

@@ -26,10 +26,10 @@ from helpers import (
 )
 from sartor.algorithms import algorithms, make
 from sartor.algorithms.apple import AppleServer
-from sartor.algorithms.diversifed import Models
 from sartor.algorithms.fedamp import FedAMP, FedAMPServer, HeurFedAMP
 from sartor.algorithms.fedfomo import FedFomo, FedFomoServer, gains, towards
 from sartor.algorithms.ifca import IFCAServer
+from sartor.algorithms.known_models import Models
 from sartor.data.clients import ClientData
 from sartor.errors import SettingError
 from sartor.federation import Federation, Reply

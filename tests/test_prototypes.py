@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers import batches_of, classification, federation_of, flat, method, model_task, play
-from sartor.algorithms.fedpac import head_mix, project
 from sartor.algorithms.fedproto import nearest
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError
 from sartor.evaluation import evaluate, model_of
 from sartor.experiment import Evaluate
 from sartor.federation import Federation
+from sartor.server.simplex import head_mix, project
 from sartor.task import Task
 
 SIZES = (9, 16, 12)

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 import sartor
 from helpers import Point, classification, federation_of, method, model_task, play, quadratics, task_and_data
-from sartor.algorithms.spfl import mean_model, sngs, stages_of
+from sartor.algorithms.spfl import sngs
 from sartor.data.clients import ClientData
 from sartor.experiment import load
 from sartor.federation.clock import Conditions, World
 from sartor.presets import path
+from sartor.server.similarity import mean_model
+from sartor.server.stages import stages_of
 from sartor.task import Task
 
 EVERYONE = list(range(6))

@@ -27,7 +27,8 @@ from helpers import (
     task_and_data,
 )
 from sartor.algorithms import fedavg, fedper, fedrep
-from sartor.algorithms.fedala import FITTED, TRAINED, UNTRAINED, FedALAHyper, Mixing, top_layers
+from sartor.algorithms.ala import FedALAHyper, Mixing, top_layers
+from sartor.algorithms.fedala import FITTED, TRAINED, UNTRAINED
 from sartor.algorithms.fedcac import critical, partners
 from sartor.algorithms.fedper import FedPerHyper
 from sartor.data.clients import ClientData

@@ -1,4 +1,4 @@
-"""The methods, one file per family; importing this package registers all of them."""
+"""The methods, one file for each or for a few close ones; importing this package registers all of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """A-FSVRG (Zhao et al. 2024): FSVRG whose model the server accelerates by a third exchange.
 
-These are the rounds of MA-FSVRG and GA-FSVRG before their models part (``ma_fsvrg.py``), and what both share
-afterwards. Equation numbers are those of "Tailored Federated Learning With Adaptive Central Acceleration on
-Diversified Global Models". The server's models are the rows of a matrix, here of one row.
+These are the rounds of MA-FSVRG and GA-FSVRG before their models part (``ma_fsvrg.py``, ``ga_fsvrg.py``), and
+what both share afterwards; what clients do is in ``tailored_exchanges.py``. Equation numbers are those of
+"Tailored Federated Learning With Adaptive Central Acceleration on Diversified Global Models". The server's
+models are the rows of a matrix, here of one row.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, register
-from sartor.algorithms.fsvrg import FSVRGHyper, aggregation_scale, anchored_descent, exchange_counts
+from sartor.algorithms.fsvrg import FSVRGHyper, aggregation_scale, exchange_counts
+from sartor.algorithms.tailored_exchanges import gradients_at, scaled_model, survey, trained_model
 from sartor.federation.base import Federation
-from sartor.federation.exchange import ClientFunction, Replies, Reply
-from sartor.local import Client, require_plain_sgd
+from sartor.federation.exchange import ClientFunction, Replies
+from sartor.local import require_plain_sgd
 from sartor.server.grouping import Groups, group
 from sartor.settings import setting
-from sartor.task import Batch
 
 
 @dataclass(frozen=True)
@@ -61,48 +62,6 @@ class AFSVRGServer:
     """The model that each had chosen to train."""
     present: Tensor | None = None
     """Which client has which feature at all."""
-
-
-def gradients(client: Client, w: Tensor) -> Tensor:
-    """∇f_i of every row of w, in one pass over the samples."""
-
-    def rows(batch: Batch) -> Tensor:
-        return torch.stack([client.grad(w_c, batch, track=False) for w_c in w])
-
-    return client.mean(rows, like=w)
-
-
-def losses(client: Client, w: Tensor) -> Tensor:
-    """f_i of every row of w, in evaluation mode."""
-
-    def rows(batch: Batch) -> Tensor:
-        each = [client.task.losses(w_c, batch, client.buffers) for w_c in w]
-        return torch.stack([batch.mean(loss) for loss in each])
-
-    return client.mean(rows, like=w[:, 0])
-
-
-def survey(client: Client, hyper: AFSVRGHyper, w: Tensor) -> Reply:
-    """Exchange 1: the full gradient and the loss of every model at this client."""
-    return Reply(gradient=gradients(client, w), loss=losses(client, w))
-
-
-def trained_model(
-    client: Client, hyper: AFSVRGHyper, w: Tensor, g: Tensor, scale: Tensor | float = 1.0
-) -> Reply:
-    """Exchange 2: K steps from the chosen model, with its anchor g: w_{i,K}."""
-    rate = hyper.lr / client.n.clamp(min=1).to(w.dtype)  # α_i = α_l / n_i
-    return Reply(trained=anchored_descent(client, w, g, scale, rate))  # (20)-(24)
-
-
-def scaled_model(client: Client, hyper: AFSVRGHyper, w: Tensor, g: Tensor, s_k: Tensor) -> Reply:
-    """The same, with Λ_i."""
-    return trained_model(client, hyper, w, g, client.task.by_feature(s_k))  # (21)
-
-
-def gradients_at(client: Client, hyper: AFSVRGHyper, w: Tensor) -> Reply:
-    """Exchange 3: the full gradient of every model."""
-    return Reply(gradient=gradients(client, w))
 
 
 @register

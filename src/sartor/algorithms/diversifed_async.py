@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sartor.algorithms.asynchronous import AsyncHyper, weights_by_age
 from sartor.algorithms.base import register
-from sartor.algorithms.diversifed import DiversiFed, DiversiFedHyper, DiversiFedServer, Targets, near_target
+from sartor.algorithms.diversifed import DiversiFed, DiversiFedHyper, DiversiFedServer, Targets
+from sartor.algorithms.known_models import near_target
 from sartor.federation.base import Federation
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.memory import to_device

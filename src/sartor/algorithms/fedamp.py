@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, register
-from sartor.algorithms.diversifed import Models, near_target
+from sartor.algorithms.known_models import Models, near_target
 from sartor.algorithms.separate import own_model
 from sartor.federation.base import Federation
 from sartor.federation.exchange import Call

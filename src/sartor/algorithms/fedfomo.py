@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sartor import random
 from sartor.algorithms.base import Algorithm, Hyper, register
-from sartor.algorithms.diversifed import Models
 from sartor.algorithms.ifca import losses
+from sartor.algorithms.known_models import Models
 from sartor.errors import SettingError
 from sartor.federation.base import Federation
 from sartor.federation.exchange import Call, Reply

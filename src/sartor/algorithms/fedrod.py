@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
-from sartor.algorithms.fedproto import class_counts, feature_size
+from sartor.algorithms.prototypes import class_counts, feature_size
 from sartor.errors import SartorError
 from sartor.federation.base import Federation
 from sartor.federation.exchange import Call, Reply

@@ -1,7 +1,8 @@
-"""MA-FSVRG and GA-FSVRG (Zhao et al. 2024): C global models, and every client trains the one it prefers.
+"""MA-FSVRG (Zhao et al. 2024): C global models, and every client trains the one it prefers.
 
 After a threshold of rounds with one model (``a_fsvrg.py``) the server regroups what clients send back in
-every round, local models (MA) or their gradients (GA), and the groups' representatives move its models.
+every round, local models here, their gradients in GA-FSVRG (``ga_fsvrg.py``), and the groups' representatives
+move its models.
 Equation numbers are those of "Tailored Federated Learning With Adaptive Central Acceleration on Diversified
 Global Models"; where its print cannot be meant, ``as_printed`` gives the letter.
 """
@@ -15,18 +16,12 @@ import numpy as np
 from torch import Tensor
 
 from sartor import random
-from sartor.algorithms.a_fsvrg import (
-    AFSVRG,
-    AFSVRGHyper,
-    AFSVRGServer,
-    gradients_at,
-    losses,
-    trained_model,
-)
+from sartor.algorithms.a_fsvrg import AFSVRG, AFSVRGHyper, AFSVRGServer
 from sartor.algorithms.base import register
+from sartor.algorithms.ifca import nearest_model
+from sartor.algorithms.tailored_exchanges import gradients_at
 from sartor.federation.base import Federation
-from sartor.federation.exchange import Call, ClientFunction, Replies, Reply
-from sartor.local import Client
+from sartor.federation.exchange import Call, Replies
 from sartor.server.grouping import Groups, group
 from sartor.settings import setting
 
@@ -47,37 +42,6 @@ class MAFSVRGHyper(AFSVRGHyper):
         "factors counted twice (62) (63)",
         choices=("anchors", "starts", "stop", "scaling", "moments"),
     )
-
-
-@dataclass(frozen=True)
-class GAFSVRGHyper(MAFSVRGHyper):
-    """GA-FSVRG's hyper-parameters."""
-
-    group_lr: float = setting(1.0, "step along a group's gradient", symbol="η_d", low=0)
-    as_printed: tuple[str, ...] = setting(
-        (),
-        "as for ma-fsvrg, and models that ascend their group's gradient, scaled by A twice (57) (58)",
-        choices=("anchors", "starts", "stop", "ascent", "scaling", "moments"),
-    )
-
-
-def preferred_model(client: Client, hyper: MAFSVRGHyper, w: Tensor) -> Reply:
-    """The model with the lowest loss on the client's training data."""
-    choice = losses(client, w).argmin(dim=0)
-    return Reply(w=w.index_select(0, choice[None])[0])  # (18)
-
-
-def trained_gradient(
-    client: Client, hyper: GAFSVRGHyper, w: Tensor, g: Tensor, scale: Tensor | float = 1.0
-) -> Reply:
-    """Exchange 2 of GA-FSVRG: ∇f_i(w_{i,K}), with the L2 term."""
-    y = trained_model(client, hyper, w, g, scale).sent["trained"]
-    return Reply(trained=client.full_gradient(y) + client.local.weight_decay * y)
-
-
-def scaled_gradient(client: Client, hyper: GAFSVRGHyper, w: Tensor, g: Tensor, s_k: Tensor) -> Reply:
-    """The same, with Λ_i."""
-    return trained_gradient(client, hyper, w, g, client.task.by_feature(s_k))  # (21)
 
 
 @register
@@ -133,40 +97,8 @@ class MAFSVRG(AFSVRG):
 
     def personalize(self, server: AFSVRGServer, cohort: np.ndarray) -> Call:
         """The model that the client prefers."""
-        return Call(preferred_model, {"w": server.w})
+        return Call(nearest_model, {"models": server.w})  # (18)
 
     def observe(self, server: AFSVRGServer) -> dict[str, Any]:
         """Who took part in the round, in which group each was, and which model each had preferred."""
         return {"clients": server.clients, "groups": server.groups, "preferences": server.preferences}
-
-
-@register
-class GAFSVRG(MAFSVRG):
-    """As ``ma-fsvrg``, but clients are grouped by their gradients, and a group's gradient moves its model.
-
-    A client sends ∇f_i(w_{i,K}) instead of its trained model: ŵ*_c = ŵ_c − η_d times the group's mean,
-    projected, where groups start from the anchors (52). In the first T rounds it sends the model.
-    """
-
-    name = "ga-fsvrg"
-    Hyper = GAFSVRGHyper
-
-    def training(self, server: AFSVRGServer, federation: Federation) -> ClientFunction:
-        """What clients do in exchange 2."""
-        if not self.diversified(federation):
-            return super().training(server, federation)
-        return trained_gradient if server.present is None else scaled_gradient
-
-    def starts(self, server: AFSVRGServer, federation: Federation, g: Tensor) -> Tensor:
-        """Where the groups begin: at the mean gradients of the server's models."""
-        return g + federation.local.weight_decay * server.w  # (53)
-
-    def change(
-        self, server: AFSVRGServer, federation: Federation, found: Groups, scale: Tensor | float
-    ) -> Tensor:
-        """A step down the gradient of each group."""
-        if not self.diversified(federation):
-            return super().change(server, federation, found, scale)
-        if "ascent" in self.hyper.as_printed:
-            return scale * found.representatives  # (57), (58)
-        return -float(self.hyper.group_lr) * found.representatives

@@ -1,19 +1,27 @@
-"""ComFed's client mechanisms: what a client does against drifting away from the others.
+"""What ComFed's client mechanisms share, and the plain one, Sgd; the others extend it, each in its file.
 
-Line numbers are those of the paper's algorithm 2 (Nguyen et al. 2022); ``comfed.py`` combines a mechanism
-with a server optimizer. With ``as_printed`` the equations are those of the paper by their letter.
+A mechanism is what a client does against drifting away from the others, and how the server puts together
+what comes back. Line numbers are those of the paper's algorithm 2 (Nguyen et al. 2022); ``comfed.py``
+combines a mechanism with a server optimizer. With ``as_printed`` the equations are those of the paper by
+their letter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Hyper
-from sartor.federation.exchange import Reply
+from sartor.algorithms.base import Algorithm, Hyper
+from sartor.errors import SettingError
+from sartor.federation.base import Federation
+from sartor.federation.exchange import Replies, Reply
 from sartor.local import Client, Direction
+from sartor.server.optimizers import State
 from sartor.settings import setting
 from sartor.task import Batch
 
@@ -29,30 +37,6 @@ class Mechanism(Hyper):
         0.0, "share of the server's momentum in the local direction; 0: none", symbol="β", low=0, below=1
     )
     as_printed: bool = setting(False, "the paper's equations by their letter")
-
-
-@dataclass(frozen=True)
-class Prox(Mechanism):
-    """What Prox can be told."""
-
-    mu: float = setting(0.005, "pull towards the global model", symbol="μ", low=0)
-
-
-@dataclass(frozen=True)
-class Scaf(Mechanism):
-    """What Scaf can be told."""
-
-    option: str = setting(
-        "I", "new c_i: I, the gradient at w; II, the mean gradient of the local steps", choices=("I", "II")
-    )
-    weighted: bool = setting(False, "weigh Δ_i and c_i by the clients' samples; else all clients alike")
-
-
-@dataclass(frozen=True)
-class Nova(Mechanism):
-    """What Nova can be told."""
-
-    mu: float = setting(0.0, "pull towards the global model", symbol="μ", low=0)
 
 
 def solve(
@@ -83,40 +67,72 @@ def solve(
     return reply
 
 
-def pulled(client: Client, mu: float, w: Tensor) -> Direction:
-    """Line 10: g_i(y) + μ (y − w)."""
-    return lambda y, batch: client.grad(y, batch) + mu * (y - w)
-
-
 def sgd(client: Client, hyper: Mechanism, w: Tensor, m: Tensor | None = None) -> Reply:
     """Line 8: y ← y − η g_i(y)."""
     return Reply(**solve(client, hyper, w, client.grad, m))
 
 
-def prox(client: Client, hyper: Prox, w: Tensor, m: Tensor | None = None) -> Reply:
-    """Line 10: y ← y − η (g_i(y) + μ (y − w))."""
-    return Reply(**solve(client, hyper, w, pulled(client, hyper.mu, w), m, hyper.mu))
+@dataclass(frozen=True, kw_only=True)
+class ComFedServer(State):
+    """Model, moments, and what the mechanism needs; None where the method has no such thing."""
+
+    c: Tensor | None = None
+    """Control variate: the mean of all c_i."""
+    momentum: Tensor | None = None
+    """The server's momentum as a gradient, for the local steps."""
 
 
-def nova(client: Client, hyper: Nova, w: Tensor, m: Tensor | None = None) -> Reply:
-    """Lines 8, 11 and 14: Δ_i with η‖a_i‖₁ and η K_i."""
-    direction = pulled(client, hyper.mu, w) if hyper.mu else client.grad
-    reply = solve(client, hyper, w, direction, m, hyper.mu, measured=True)
-    return Reply(**reply, steps=client.work(hyper.lr))
+class ComFed(Algorithm):
+    """Sgd: plain local training (line 8), averaged with the weights p'_i of those who answered.
 
+    ``as_printed``: line 18 prints Σ Δ_i, without weights, which with ten clients makes steps ten times as
+    long; section III-A of the paper has the weights. With ``local_beta`` β the local direction is
+    (1 − β) g_i + β m, where m is the server's momentum as a gradient: the mean direction of the last rounds,
+    −Σ p'_i Δ_i / Σ p'_i η‖a_i‖₁, with the decay of the server optimizer. Evaluated: w.
+    """
 
-def scaf(client: Client, hyper: Scaf, w: Tensor, c: Tensor, c_i: Tensor, m: Tensor | None = None) -> Reply:
-    """Lines 9, 12 and 15: y ← y − η (g_i(y) + c − c_i), then the new c_i, which stays at the client."""
-    old = c if hyper.as_printed else c_i  # line 4 prints c_i ← c
-    at_w = client.full_gradient(w) if hyper.option == "I" else w  # before the buffers move
-    reply = solve(client, hyper, w, lambda y, batch: client.grad(y, batch) + (c - old), m)
-    distance = client.work(hyper.lr)
-    if hyper.option == "I":
-        new = at_w
-    else:
-        mean = -reply["delta"] / distance.clamp(min=TINY)
-        if m is not None:
-            mean = (mean - hyper.local_beta * m) / (1 - hyper.local_beta)
-        new = old - c + mean
-    new = torch.where(distance > 0, new, old)  # without a step there is nothing new to know
-    return Reply(**reply, control=new - old).keep(c_i=new)
+    client_function: ClassVar[Callable[..., Reply]] = staticmethod(sgd)
+    Hyper: ClassVar[type] = Mechanism
+    client_keeps = "nothing"
+    traffic = "1 / 1"
+
+    def start(self, federation: Federation) -> ComFedServer:
+        """The initial model; nothing remembered."""
+        if self.hyper.local_beta and federation.local.optimizer == "adam":
+            raise SettingError(
+                f"{self.name}: hyper.local_beta needs a local optimiser that is linear in the gradients; "
+                "set local.optimizer=sgd, or hyper.local_beta=0"
+            )
+        w = federation.task.initial(federation.device)
+        momentum = torch.zeros_like(w) if self.hyper.local_beta else None
+        server: ComFedServer = self.hyper.start(ComFedServer(w=w, momentum=momentum))
+        return server
+
+    def round(self, server: ComFedServer, federation: Federation, cohort: np.ndarray) -> ComFedServer:
+        """Local training at the cohort, aggregation (lines 18-20), server step (lines 23-26)."""
+        hyper = self.hyper
+        sent = {"w": server.w, "c": server.c, "m": server.momentum}
+        sent = {name: value for name, value in sent.items() if value is not None}
+        replies = federation.map(self.client_function, cohort, shared=sent)
+        if not replies.counts.sum():
+            return server  # nobody trained: the server's momentum does not move the model alone
+        if server.momentum is not None:
+            work = replies.mean("work", self.weights(replies)).clamp(min=TINY)
+            mean = -replies.mean("delta", self.weights(replies)) / work
+            server = replace(server, momentum=hyper.decay * server.momentum + (1 - hyper.decay) * mean)
+        delta, server = self.aggregate(server, replies, federation)
+        rate = hyper.lr * federation.local.lr_decay ** max(federation.round - 1, 0)
+        step, server = hyper.step(server, delta, rate)
+        return replace(server, w=server.w + step)
+
+    def weights(self, replies: Replies) -> Tensor | None:
+        """The weights of the clients' changes; None: p'_i."""
+        return None
+
+    def aggregate(
+        self, server: ComFedServer, replies: Replies, federation: Federation
+    ) -> tuple[Tensor, ComFedServer]:
+        """Line 18: the round's Δ, and the server with what else the replies change."""
+        if self.hyper.as_printed:
+            return replies.sum("delta"), server
+        return replies.mean("delta", self.weights(replies)), server

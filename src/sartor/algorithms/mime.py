@@ -1,4 +1,4 @@
-"""Mime, MimeLite and MimeSVRG (Karimireddy et al. 2021): clients mimic a centralised optimiser.
+"""Mime and MimeSVRG (Karimireddy et al. 2021): clients mimic a centralised optimiser.
 
 The statistics s of a base optimiser (momentum m, second moment v) belong to the server and stay frozen while
 clients take steps with them. They change once per round, by the mean gradient at w: never by the changes of
@@ -67,16 +67,8 @@ def corrected_training(
     return Reply(delta=client.descend(w, direction, lr=hyper.lr) - w)
 
 
-def lite_training(
-    client: Client, hyper: MimeHyper, w: Tensor, m: Tensor | None = None, v: Tensor | None = None
-) -> Reply:
-    """MimeLite's local steps: the plain mini-batch gradient. ∇f_i(w) is sent if there are statistics."""
-    y = client.descend(w, lambda y, batch: step(hyper, client.grad(y, batch), m, v), lr=hyper.lr)  # step 2
-    return Reply(delta=y - w) if m is None else Reply(delta=y - w, gradient=client.full_gradient(w))
-
-
-class _Mimic(Algorithm):
-    """What the three have in common: the statistics, and what they refuse."""
+class Mimic(Algorithm):
+    """What Mime, MimeSVRG and MimeLite have in common: the statistics, and what they refuse."""
 
     def start(self, federation: Federation) -> MimeServer:
         """The initial model; statistics start at zero, without bias correction."""
@@ -95,7 +87,7 @@ class _Mimic(Algorithm):
 
 
 @register
-class Mime(_Mimic):
+class Mime(Mimic):
     """A centralised optimiser's steps at the clients, their gradients corrected as in SVRG.
 
     Variant: Mime with full local gradients, the base optimiser SGD, momentum (1 − β) e + β m, or Adam
@@ -121,32 +113,6 @@ class Mime(_Mimic):
         if not second.counts.any():
             return server
         return self.refreshed(server, server.w + second.mean("delta"), c)  # steps 3, 4
-
-
-@register
-class MimeLite(_Mimic):
-    """A centralised optimiser's steps at the clients, on plain mini-batch gradients.
-
-    Variant: as ``mime``, without the correction and so with one exchange per round; with the base optimiser
-    SGD it is FedAvg. Evaluated: w after aggregation. Traffic: w and s down; the change up and, where there
-    are statistics, ∇f_i(w).
-    """
-
-    name = "mimelite"
-    family = "global"
-    paper = "Karimireddy et al. 2021"
-    server_keeps = "w, statistics s of the base optimiser"
-    client_keeps = "nothing"
-    traffic = "1 + |s| / 2"
-    Hyper = MimeHyper
-
-    def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
-        """Local training, then new statistics from the gradients at w."""
-        replies = federation.map(lite_training, cohort, {"w": server.w, **server.statistics()})
-        if not replies.counts.any():
-            return server
-        w = server.w + replies.mean("delta")  # step 4
-        return self.refreshed(server, w, w if server.m is None else replies.mean("gradient"))
 
 
 @register

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.asynchronous import AsyncHyper, weights_by_age
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.federation.base import Federation
-from sartor.federation.exchange import Call, NobodyAnswered, Reply
+from sartor.federation.exchange import Call, Reply
 from sartor.federation.memory import to_device
 from sartor.local import Client
-from sartor.server.similarity import cosines, mixtures
+from sartor.server.similarity import mean_model
+from sartor.server.stages import cosines_by_stage, mixed_by_stage, stages_of
 from sartor.settings import setting
-from sartor.task import Part, Task
+from sartor.task import Part
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,6 @@ def personal_model(client: Client, hyper: SPFLHyper, w: Tensor) -> Reply:
     return Reply(w=client.descend(w, lr=hyper.finetune_lr, steps=hyper.finetune_steps, stream="finetune"))
 
 
-def stages_of(task: Task) -> list[Part]:
-    """The stages a model declares: by default body and head; the whole model where it has no head."""
-    if not task.stages:
-        return [Part("model", (slice(0, task.size),))]
-    return [task.part(name) for name in task.stages]
-
-
-def mean_model(models: Tensor) -> Tensor:
-    """The plain mean; that of equal models is the model to the bit."""
-    first = models[0]
-    return first + (models - first).mean(dim=0)
-
-
 def sngs(cosine: Tensor, temperature: float = 1.0) -> Tensor:
     """S̄ (6): the softmax of every row, rows sum to one."""
     return (cosine / temperature).softmax(dim=1)
@@ -85,17 +72,6 @@ def mixing_weights(cosine: Tensor, n: Tensor, hyper: SPFLHyper) -> Tensor:
     """
     weights = n * sngs(cosine, hyper.temperature)
     return weights / (n.sum() if hyper.as_printed else weights.sum(dim=1, keepdim=True))
-
-
-def mixed_by_stage(rows: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
-    """Σ_j ω_ij row_j with each stage's own weights, [m, d]."""
-    first = next(iter(weights.values()))
-    mixed = rows.new_empty(len(first), rows.shape[1])
-    places = torch.arange(len(first), device=rows.device)
-    for stage in stages:
-        own = weights[stage.name]
-        mixed = stage.put(mixed, mixtures(stage.take(rows), places, own.__getitem__))
-    return mixed
 
 
 @register
@@ -139,11 +115,9 @@ class SPFL(Algorithm):
         )
         clients, delta = to_device(replies.clients, federation.device), replies["delta"]
         pairs = (clients[:, None], clients[None, :])
-        similar = dict(server.cosines)
+        similar = server.cosines
         if self._is_refresh(federation):
-            for stage in stages:
-                own = stage.take(delta)
-                similar[stage.name] = similar[stage.name].index_put(pairs, cosines(own, own))  # (3)
+            similar = cosines_by_stage(similar, delta, clients, stages)  # (3)
         weights = {
             name: mixing_weights(cosine[pairs], replies.n.double(), self.hyper)
             for name, cosine in similar.items()
@@ -182,125 +156,3 @@ class SPFL(Algorithm):
             f"similarity_{stage}": sngs(cosine, self.hyper.temperature)
             for stage, cosine in server.cosines.items()
         }
-
-
-@register
-class SPFLW(SPFL):
-    """SPFL on models instead of updates: w_{g,i} ← Σ_j ω_ij w_j, stage by stage.
-
-    Everything else is as in SPFL; α has no part in it. Evaluated: w_{g,i}.
-    """
-
-    name = "spfl-w"
-
-    def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
-        """Averages of the trained models."""
-        return mixed_by_stage(start + delta, weights, stages)
-
-
-# SPFL by the clock ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SPFLAsyncHyper(AsyncHyper, SPFLHyper):
-    """SPFL's hyper-parameters, and those of asynchronous methods."""
-
-    deadline: float = setting(1.0, "virtual time at which a round ends", above=0)
-
-
-@dataclass(frozen=True)
-class SPFLAsyncServer(SPFLServer):
-    """Besides, the last update of every client, [N, d], and the round in which its training began.
-
-    −1: never heard of.
-    """
-
-    updates: Tensor
-    began: Tensor
-    round: int = 0
-
-    @property
-    def ages(self) -> Tensor:
-        """How many rounds old the last updates are; −1 for a client never heard of."""
-        return torch.where(self.began >= 0, self.round - self.began, -1)
-
-
-@register
-class SPFLAsync(SPFL):
-    """SPFL that waits for nobody: a client that answers gets a model from everyone's last known updates.
-
-    w_{g,i} ← w_{g,i} + α Σ_j ω_ij Δ_j for the clients i that answered in this round, over all clients j ever
-    heard of, with ω_ij ∝ c(s_j) |D_j| S̄(i,j): an update s_j rounds old counts for less, and so does what its
-    age says of similarity, as a refresh takes c(s_i) c(s_j) cos(Δ_i, Δ_j) over the last known updates. In a
-    refresh those who start, start from the mean of all models. With nobody late it is SPFL. Evaluated:
-    w_{g,i}.
-    """
-
-    name = "spfl-async"
-    family = "personal, asynchronous"
-    server_keeps = "w_{g,i} and the last update of every client (N × d), similarities (N × N) per stage"
-    Hyper = SPFLAsyncHyper
-
-    def start(self, federation: Federation) -> SPFLAsyncServer:
-        """Everyone has the initial model; nobody has been heard of."""
-        return self._unheard(federation, federation.task.initial(federation.device))
-
-    def _unheard(self, federation: Federation, w: Tensor) -> SPFLAsyncServer:
-        first = self._initial(federation, w)
-        began = torch.full((federation.clients,), -1, device=federation.device)
-        return SPFLAsyncServer(**first, updates=torch.zeros_like(first["models"]), began=began)
-
-    def round(self, server: Any, federation: Federation, cohort: np.ndarray) -> SPFLAsyncServer:
-        """Start who is idle; whoever answers gets a new model from all last known updates."""
-        hyper, stages, device = self.hyper, stages_of(federation.task), federation.device
-        starts = self._starts(server, federation)
-        started = to_device(
-            federation.dispatch(
-                local_training,
-                cohort,
-                each={"w": starts[to_device(cohort, device)]},
-                concurrency=hyper.concurrency,
-            ),
-            device,
-        )
-        models = server.models.index_copy(0, started, starts[started])
-        known: SPFLAsyncServer = replace(server, models=models, round=federation.round)
-        try:
-            replies = federation.collect(within=hyper.deadline)
-        except NobodyAnswered:
-            return known
-        clients = to_device(replies.clients, device)
-        updates = known.updates.index_copy(0, clients, replies["delta"])
-        began = known.began.index_copy(0, clients, to_device(federation.round - replies.ages, device))
-        known = replace(known, updates=updates, began=began)
-        heard = torch.nonzero(began >= 0).flatten()
-        trust = weights_by_age(hyper, known.ages[heard].double())
-        if self._is_refresh(federation):
-            known = replace(known, cosines=self._similar(known, heard, trust, stages))
-        counts = trust * federation.sizes[heard].double()
-        weights = {
-            name: mixing_weights(cosine[clients[:, None], heard[None, :]], counts, hyper)
-            for name, cosine in known.cosines.items()
-        }
-        moved = self.mix(models[clients], updates[heard], weights, stages)
-        return replace(known, models=models.index_copy(0, clients, moved))
-
-    def _similar(
-        self, server: SPFLAsyncServer, heard: Tensor, trust: Tensor, stages: list[Part]
-    ) -> dict[str, Tensor]:
-        """Cosines of the last known updates, nearer to 0, where nothing is known, for older ones."""
-        pairs = (heard[:, None], heard[None, :])
-        similar = {}
-        for stage in stages:
-            own = stage.take(server.updates[heard])
-            damped = trust[:, None] * trust * cosines(own, own)
-            similar[stage.name] = server.cosines[stage.name].index_put(pairs, damped)
-        return similar
-
-    def welcome(self, server: Any, federation: Federation) -> SPFLAsyncServer:
-        """A newcomer gets the mean of the models."""
-        return self._unheard(federation, mean_model(server.models))
-
-    def observe(self, server: Any) -> dict[str, Any]:
-        """The similarities S̄ of every stage, and the ages of the last updates."""
-        return {**super().observe(server), "ages": server.ages}

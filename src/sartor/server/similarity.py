@@ -85,6 +85,12 @@ def mixtures(models: Tensor, clients: Tensor, coefficients: Callable[[Tensor], T
     return mixed
 
 
+def mean_model(models: Tensor) -> Tensor:
+    """The plain mean; that of equal models is the model to the bit."""
+    first = models[0]
+    return first + (models - first).mean(dim=0)
+
+
 def others_of(clients: Tensor, known: Tensor) -> Tensor:
     """Which models a client is compared with, [n, N]: those known of others; none for a client not known."""
     everyone = torch.arange(len(known), device=known.device)
