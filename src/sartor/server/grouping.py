@@ -136,26 +136,14 @@ def _components(inner: Tensor, rank: int, precision: float) -> tuple[Tensor, Ten
     """
     m = len(inner)
     centred = inner - inner.mean(dim=0) - inner.mean(dim=1, keepdim=True) + inner.mean()
-    values, vectors = _largest((centred + centred.T) / 2, min(rank, m))
+    values, vectors = torch.linalg.eigh((centred + centred.T) / 2)
+    number = min(rank, m)
+    values, vectors = values[m - number :].flip(0), vectors[:, m - number :].flip(1)
     real = values > precision * m * inner.diagonal().max()
     root = torch.where(real, values, 0).sqrt()
     points = vectors * root  # (38), (50)
     axes = vectors * torch.where(real, 1 / torch.where(real, root, 1), 0)
     return points, axes - axes.mean(dim=0)
-
-
-def _largest(matrix: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalues of a symmetric matrix, the first of them the largest, and their vectors."""
-    m = len(matrix)
-    if matrix.device.type == "cpu" and 0 < number < m:
-        # A few of many are found in less than half the time of all, and grow with m more slowly.
-        from scipy.linalg import eigh
-
-        values, vectors = map(torch.from_numpy, eigh(matrix.numpy(), subset_by_index=(m - number, m - 1)))
-    else:
-        values, vectors = torch.linalg.eigh(matrix)
-        values, vectors = values[m - number :], vectors[:, m - number :]
-    return values.flip(0), vectors.flip(1)
 
 
 def _products(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
