@@ -394,6 +394,7 @@ def test_offline_the_wanted_files_and_the_place_are_named(tmp_path, server):
     assert "\n" not in message
     for words in (*origin.files, str(tmp_path / "data"), "404", "SARTOR_DATA", "data.folder"):
         assert words in message
+    assert not list(tmp_path.iterdir())
 
 
 # --- real files -------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import shutil
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -358,13 +358,18 @@ def _retrieve(name: str, download: Download, folder: Path) -> None:
     import pooch
 
     place = folder / download.file
-    place.parent.mkdir(parents=True, exist_ok=True)
     pooch.get_logger().setLevel("WARNING")
     downloader = pooch.HTTPDownloader(progressbar=_Bar(name), chunk_size=1 << 16, timeout=30)
     if not download.members:
-        pooch.retrieve(download.url, f"md5:{download.md5}", place.name, place.parent, downloader=downloader)
+        with _made(place.parent):
+            pooch.retrieve(
+                download.url, f"md5:{download.md5}", place.name, place.parent, downloader=downloader
+            )
         return
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".download-") as temporary:
+    with (
+        _made(place.parent),
+        tempfile.TemporaryDirectory(dir=place.parent, prefix=".download-") as temporary,
+    ):
         path = pooch.retrieve(
             download.url, f"md5:{download.md5}", place.name, temporary, downloader=downloader
         )
@@ -375,6 +380,19 @@ def _retrieve(name: str, download: Download, folder: Path) -> None:
                     shutil.copyfileobj(packed, out)
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(part, folder / file)
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """A folder, made where there is none; what was made goes again if nothing came into it."""
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        for place in new:
+            with suppress(OSError):  # there is something in it
+                place.rmdir()
 
 
 class _Archive:
