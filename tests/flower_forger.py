@@ -23,8 +23,9 @@ from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequ
 from flwr.proto.node_pb2 import Node as FleetNode
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 
-from sartor.deploy import _own_key, loader
-from sartor.federation.flwr_adapter import TYPE, FleetLink, Lost, to_content
+from flower_hostile import joined
+from sartor.deploy import loader
+from sartor.federation.flwr_adapter import TYPE, FleetLink, to_content
 from sartor.federation.node import Node
 from sartor.federation.wire import encode, version
 
@@ -33,13 +34,7 @@ Attack = tuple[str, Callable[[], Any]]
 
 def main(words: Sequence[str]) -> None:
     role, address, data, state, leak = words[0], words[1], Path(words[2]), Path(words[3]), Path(words[4])
-    state.mkdir(parents=True)
-    link = FleetLink(address, _own_key(state / "key.pem"), insecure=True)
-    while not link.known:
-        try:
-            link.connect()
-        except Lost:  # the server is not there yet
-            time.sleep(0.1)
+    link = joined(address, state)
     print(f"joined as node {link.known}", flush=True)
     {"victim": victim, "forger": forger}[role](
         link, Node(loader(data, None, None, None), state / "runs"), leak

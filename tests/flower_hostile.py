@@ -33,8 +33,8 @@ ROUNDS = [
 """What it does in round 1, 2, …"""
 
 
-def main(words: Sequence[str]) -> None:
-    address, data, state = words[0], Path(words[1]), Path(words[2])
+def joined(address: str, state: Path) -> FleetLink:
+    """A link to the server, once it is there, with a key in this new folder."""
     state.mkdir(parents=True)
     link = FleetLink(address, _own_key(state / "key.pem"), insecure=True)
     while not link.known:
@@ -42,6 +42,12 @@ def main(words: Sequence[str]) -> None:
             link.connect()
         except Lost:  # the server is not there yet
             time.sleep(0.1)
+    return link
+
+
+def main(words: Sequence[str]) -> None:
+    address, data, state = words[0], Path(words[1]), Path(words[2])
+    link = joined(address, state)
     node = Node(loader(data, None, None, None), state / "runs")
     remembered: Parts = {}
     while not node.done:

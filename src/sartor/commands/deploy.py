@@ -13,18 +13,20 @@ from sartor.commands.base import AsJson, app, reported, sort_out
 from sartor.commands.run import print_result
 from sartor.errors import SettingError
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="EXPERIMENT.toml|KEY=VALUE",
+        help="An experiment file, and settings that win over it.",
+        show_default=False,
+    ),
+]
+
 
 @app.command()
 @reported
 def serve(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="EXPERIMENT.toml|KEY=VALUE",
-            help="An experiment file, and settings that win over it.",
-            show_default=False,
-        ),
-    ] = None,
+    arguments: Words = None,
     listen: Annotated[str, typer.Option(help="Address for the nodes, HOST:PORT.")] = "127.0.0.1:8000",
     tls: Annotated[
         tuple[Path, Path, Path] | None,
@@ -189,14 +191,7 @@ def keys(
 @reported
 def flower_app(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the application is written.")],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="EXPERIMENT.toml|KEY=VALUE",
-            help="An experiment file, and settings that win over it.",
-            show_default=False,
-        ),
-    ] = None,
+    arguments: Words = None,
 ) -> None:
     """Write an application that `flwr run` executes on any Flower installation.
 
