@@ -197,8 +197,9 @@ def table_2(results: Results, arguments: argparse.Namespace) -> list[str]:
         f"| {arguments.dataset}, {arguments.stragglers} stragglers (%) | client | paper | server | paper |",
         "|---|---|---|---|---|",
     ]
+    local = {"local": {"steps": 0, "epochs": arguments.epochs}} if arguments.epochs else {}
     for run in wanted(TABLE_2, arguments):
-        runs = results.get(run, "spfl/table2", arguments, delay=delay)
+        runs = results.get(run, "spfl/table2", arguments, delay=delay, **local)
         paper = PAPER_2.get(arguments.dataset)
         printed = [f"{column[TABLE_2.index(run)]:.2f}" for column in paper] if paper else ["", ""]
         cells = [shown(runs, CLIENT), printed[0], shown(runs, SERVER), printed[1]]
@@ -234,6 +235,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--stragglers", type=int, default=5, help="of table 2")
+    parser.add_argument("--epochs", type=int, default=0, help="of table 2, in place of its 20 local steps")
     parser.add_argument("--methods", nargs="*", help="labels or names; left out: all of the table")
     parser.add_argument("--split", choices=("both", "iid", "non-iid"), default="both", help="of table 1")
     parser.add_argument("--json", type=Path, help="file with the results, continued if it is there")

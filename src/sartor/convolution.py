@@ -53,11 +53,12 @@ def conv2d(
 def _kernels_serve(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels can run for tensors of this kind."""
     single = x.dtype == weight.dtype == torch.float32 and x.dim() == weight.dim() == 4
-    return single and x.is_cuda and weight.is_cuda and not torch.is_autocast_enabled("cuda") and _has_triton()
+    return single and x.is_cuda and weight.is_cuda and not torch.is_autocast_enabled("cuda") and has_triton()
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed, which comes with PyTorch for CUDA."""
     return importlib.util.find_spec("triton") is not None
 
 

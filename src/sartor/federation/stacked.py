@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from sartor import random
+from sartor import products, random
 from sartor.errors import NotStackable, SartorError
 from sartor.federation.base import Federation
 from sartor.federation.exchange import ClientError, ClientFunction, Outcome, Work, norms_of
@@ -153,6 +153,8 @@ class StackedFederation(Federation):
         """For an engine that several runs share: each client's number in its run, and that run's seed."""
         self._plans: dict[Hashable, Plan] = {}
         self._cohorts: dict[bytes, Tensor] = {}
+        self._counted: dict[int, Tensor] = {}
+        self._counts = torch.stack([samples.count for samples in self.samples.values()])
         self._samples = torch.compile(scan_table, dynamic=False) if compile else scan_table
         if compile:  # PyTorch's default precision is meant; its hint that there is a coarser one is no news
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
@@ -260,6 +262,12 @@ class StackedFederation(Federation):
         self._captured.move_to_end(shape)
         return captured.replay(numbers, work.rounds, others)
 
+    def _counting(self, end: int) -> Tensor:
+        """0, 1, 2, … up to ``end``; the same tensor each time."""
+        if end not in self._counted:
+            self._counted[end] = torch.arange(end, device=self.device)
+        return self._counted[end]
+
     def _numbers_there(self, numbers: np.ndarray) -> Tensor:
         """Client numbers on the device; the same tensor for the same cohort."""
         key = numbers.tobytes()
@@ -312,7 +320,7 @@ class StackedFederation(Federation):
     ) -> _Result:
         """Advance the function from scan to scan until it returns."""
         index, rounds = header
-        counts = {split: samples.count[index] for split, samples in self.samples.items()}
+        counts = dict(zip(self.samples, self._counts[:, index].unbind(), strict=True))
         own_buffers = any(value.dim() == 2 for value in buffers)
         origins = () if self._origins is None else self._origins[:, index].unbind()
         rows = _Rows(index, rounds, counts, own, buffers if own_buffers else (), origins)
@@ -406,13 +414,13 @@ class StackedFederation(Federation):
             return carry
         samples = self.samples[batches.split]
         if table is None:
-            lanes = torch.arange(clients, device=self.device).expand(shape.steps, clients)
-            turns = torch.arange(shape.steps, device=self.device)[:, None].expand(shape.steps, clients)
+            lanes = self._counting(clients).expand(shape.steps, clients)
+            turns = self._counting(shape.steps)[:, None].expand(shape.steps, clients)
         else:
             lanes, turns = table[0], table[1]
             # One more row, for idle lanes to work on.
             carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
-        places = torch.arange(shape.places, device=self.device)
+        places = self._counting(shape.places)
         size = rows.counts[batches.split]
         number, seed = rows.origins or (None, self.seed)
         index, real = self._samples(
@@ -498,6 +506,8 @@ class StackedFederation(Federation):
             raise self._explained(program, error) from error
         graph.graph.eliminate_dead_code()
         graph.recompile()
+        if products.available(self.device):
+            products.specialise(graph)
         run: Callable[[list[Tensor]], list[Tensor]] = graph
         if self.compile:
             run = torch.compile(graph, dynamic=False)
