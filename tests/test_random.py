@@ -253,3 +253,17 @@ def test_the_two_epochs_of_a_client_are_independent() -> None:
     pairs = Counter(map(tuple, order.tolist()))
     assert len(pairs) == 36
     assert abs(chi_square(np.array(list(pairs.values())), clients / 36)) < 5
+
+
+@given(st.lists(st.lists(st.integers(-3, 3), min_size=6, max_size=6), min_size=1, max_size=4))
+def test_counting_gives_a_stable_order(rows: list[list[int]]) -> None:
+    values = torch.tensor(rows) << 50
+    assert torch.equal(random._counted_order(values), torch.argsort(values, dim=1, stable=True))
+
+
+def test_a_compiled_shuffle_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, sizes, places = random.stream(3, "batch", torch.arange(20)), torch.arange(1, 21), torch.arange(64)
+    expected = random.shuffled(keys, sizes, places)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch, "argsort", None)
+    assert torch.equal(random.shuffled(keys, sizes, places), expected)

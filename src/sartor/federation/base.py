@@ -51,7 +51,7 @@ from sartor.task import Task
 log = logging.getLogger(__name__)
 
 Answers = Callable[[int, np.ndarray], np.ndarray]
-MOST_CHECKS = 64
+MOST_CHECKS = 256
 """Exchanges on a GPU after which the host looks whether their replies were fit to be used."""
 POLICIES = ("average", "local", "freeze")
 IDLE = 1.0

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,7 +114,7 @@ class _Graph:
         if numbers is not self.numbers:
             to_numbers.copy_(numbers)
             self.numbers = numbers
-        if (rounds == rounds[0]).all():  # one number, as a rule, which travels faster than an array
+        if len(set(rounds.tolist())) == 1:  # one number, as a rule, which travels faster than an array
             to_rounds.fill_(int(rounds[0]))
         else:
             to_rounds.copy_(to_device(rounds, to_rounds.device))
@@ -154,7 +154,7 @@ class StackedFederation(Federation):
         self._plans: dict[Hashable, Plan] = {}
         self._cohorts: dict[bytes, Tensor] = {}
         self._counted: dict[int, Tensor] = {}
-        self._counts = torch.stack([samples.count for samples in self.samples.values()])
+        self._known: tuple[Any, str] | None = None
         self._samples = torch.compile(scan_table, dynamic=False) if compile else scan_table
         if compile:  # PyTorch's default precision is meant; its hint that there is a coarser one is no news
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
@@ -166,6 +166,11 @@ class StackedFederation(Federation):
     def share(self, numbers: np.ndarray, seeds: np.ndarray) -> None:
         """Let the clients belong to several runs: their numbers there, and the seeds of those runs."""
         self._origins = to_device(np.stack([numbers, seeds]), self.device)
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        """How many samples of each split every client has, a row per split."""
+        return torch.stack([samples.count for samples in self.samples.values()])
 
     # A call, chunk by chunk -----------------------------------------------------------------------
 
@@ -227,7 +232,7 @@ class StackedFederation(Federation):
         if work.buffers is not None:
             arguments.append(work.buffers)
         shapes = tuple((value.shape, value.dtype) for value in arguments)
-        key = (work.function, repr(work.hyper), len(work.numbers), names, shapes)
+        key = (work.function, self._described(work.hyper), len(work.numbers), names, shapes)
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = _Program(work.function, work.hyper)
@@ -261,6 +266,15 @@ class StackedFederation(Federation):
         captured = self._captured[shape] or self._capture(shape, call, inputs())
         self._captured.move_to_end(shape)
         return captured.replay(numbers, work.rounds, others)
+
+    def _described(self, hyper: Any) -> str:
+        """What hyper-parameters are; as a rule they are one object that cannot change, and are remembered."""
+        if self._known is not None and self._known[0] is hyper:
+            return self._known[1]
+        described = repr(hyper)
+        parameters = getattr(hyper, "__dataclass_params__", None)
+        self._known = (hyper, described) if parameters is not None and parameters.frozen else None
+        return described
 
     def _counting(self, end: int) -> Tensor:
         """0, 1, 2, … up to ``end``; the same tensor each time."""
@@ -486,9 +500,7 @@ class StackedFederation(Federation):
         def step(inputs: list[Tensor]) -> list[Tensor]:
             nonlocal fixed
             fixed, rows, memo, carry, lanes, index, real, turn = tree_unflatten(inputs, spec)
-            # Whole samples are copied, which is faster than indexing them under vmap.
-            x, y = (part.index_select(0, index.view(-1)) for part in fixed.data[batches.split])
-            x, y = (part.view(*index.shape, *part.shape[1:]) for part in (x, y))
+            x, y = (_picked(part, index) for part in fixed.data[batches.split])
             if lanes:
                 client = lanes[0].clamp(max=len(rows.number) - 1)
                 rows, memo = tree_map(lambda value: value[client], (rows, memo))
@@ -506,6 +518,10 @@ class StackedFederation(Federation):
             raise self._explained(program, error) from error
         graph.graph.eliminate_dead_code()
         graph.recompile()
+        for node in graph.graph.nodes:
+            # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
+            if node.op == "get_attr":
+                setattr(graph, node.target, getattr(graph, node.target).to(self.device))
         if products.available(self.device):
             products.specialise(graph)
         run: Callable[[list[Tensor]], list[Tensor]] = graph
@@ -553,6 +569,13 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _picked(samples: Tensor, index: Tensor) -> Tensor:
+    """Samples by number; whole ones are copied, which is faster than indexing them, single numbers not."""
+    if samples.dim() == 1:
+        return samples[index]
+    return samples.index_select(0, index.view(-1)).view(*index.shape, *samples.shape[1:])
 
 
 def _first(count: int, value: Tensor) -> Tensor:
