@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from helpers import RAGGED, classification, federation_of, model_task
 from sartor import products
+from sartor.federation import stacked
 from sartor.federation.memory import digits
 from test_convolution import DEVICE, INTERPRETED, cuda, distance, draw, kernels
 from test_engines import assert_close, ended
@@ -159,7 +160,7 @@ def test_the_engine_computes_the_same_with_them(name: str, monkeypatch: pytest.M
     specialise = products.specialise
     monkeypatch.setattr(products, "specialise", counted)
     for there in (False, True):
-        monkeypatch.setattr(products, "available", lambda device, there=there: there)
+        monkeypatch.setattr(stacked, "has_tensor_cores", lambda device, there=there: there)
         federation = federation_of("stacked", model_task("mlp", data), data, local={"batch": 8})
         left[there] = ended(name, federation)
         assert bool(found) == there

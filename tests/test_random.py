@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sartor import random
+from test_convolution import DEVICE, kernels
 
 MILLION = 1_000_000
 SIGNED = st.integers(-(2**63), 2**63 - 1)
@@ -255,15 +256,12 @@ def test_the_two_epochs_of_a_client_are_independent() -> None:
     assert abs(chi_square(np.array(list(pairs.values())), clients / 36)) < 5
 
 
-@given(st.lists(st.lists(st.integers(-3, 3), min_size=6, max_size=6), min_size=1, max_size=4))
-def test_counting_gives_a_stable_order(rows: list[list[int]]) -> None:
-    values = torch.tensor(rows) << 50
-    assert torch.equal(random._counted_order(values), torch.argsort(values, dim=1, stable=True))
+@kernels
+@pytest.mark.parametrize("places", [1, 24, 300, random.FEW])
+def test_the_kernel_shuffles_alike(places: int) -> None:
+    from sartor import random_kernels
 
-
-def test_a_compiled_shuffle_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, sizes, places = random.stream(3, "batch", torch.arange(20)), torch.arange(1, 21), torch.arange(64)
-    expected = random.shuffled(keys, sizes, places)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(torch, "argsort", None)
-    assert torch.equal(random.shuffled(keys, sizes, places), expected)
+    sizes = torch.tensor([1, 0, 7, 20, 300, 5000])
+    keys = random.stream(0, "batch", 4, torch.arange(len(sizes)))
+    ours = random_kernels.shuffled(keys.to(DEVICE), sizes.to(DEVICE), places)
+    assert torch.equal(ours.cpu(), random.shuffled(keys, sizes, torch.arange(places)))

@@ -12,8 +12,6 @@ one differentiable function, ``_Product``, holds all three, and may be different
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
+
+from sartor.gpu import has_triton
 
 Pair = tuple[int, int]
 
@@ -54,12 +54,6 @@ def _kernels_serve(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels can run for tensors of this kind."""
     single = x.dtype == weight.dtype == torch.float32 and x.dim() == weight.dim() == 4
     return single and x.is_cuda and weight.is_cuda and not torch.is_autocast_enabled("cuda") and has_triton()
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed, which comes with PyTorch for CUDA."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def _pair(value: int | Pair) -> Pair:

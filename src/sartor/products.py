@@ -12,8 +12,6 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from sartor.convolution import has_triton
-
 aten = torch.ops.aten
 
 _SAME_MEMORY = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
@@ -89,13 +87,6 @@ def _gathered(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     rows = graph.call_function(aten.view.default, (data, [source.shape[0], shape[2]]))
     numbers = graph.call_function(aten.view.default, (index, list(shape[:2])))
     return rows, numbers
-
-
-def available(device: torch.device) -> bool:
-    """Whether the kernel runs on this device."""
-    if device.type != "cuda" or torch.version.cuda is None or not has_triton():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @torch.library.custom_op(

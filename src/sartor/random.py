@@ -20,13 +20,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from sartor.gpu import has_triton
+
 Word: TypeAlias = Any
 """A 64-bit word: a Python integer or a tensor of them. Both wrap in the same way."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
-FEW = 512
-"""So many samples of a client are put in order by counting where that is compiled: there a sort is slow."""
+FEW = 1024
+"""Up to so many samples of a client are shuffled by counting on a GPU, instead of sorting."""
 
 
 def _signed(value: int) -> int:
@@ -122,14 +124,6 @@ def choose(key: int | Tensor, population: int, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def _counted_order(values: Tensor) -> Tensor:
-    """What a stable ``argsort`` of every row gives, found by counting who comes before whom."""
-    place = _index(values.shape[1], values.device)
-    mine, other = values[:, :, None], values[:, None, :]
-    before = (other < mine) | ((other == mine) & (place < place[:, None]))
-    return torch.zeros_like(values).scatter(1, before.sum(-1), place.expand_as(values))
-
-
 def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
     """Endless epochs of every client's samples, shuffled anew in each: ``[clients, places]`` sample numbers.
 
@@ -137,10 +131,28 @@ def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
     key, so one stable sort serves all clients and epochs. ``places`` counts 0, 1, 2, …; entries past the
     last whole epoch that fits have no meaning.
     """
+    if keys.is_cuda and places.numel() <= FEW and has_triton():
+        quick: Tensor = few_shuffled(keys, sizes, places.numel())
+        return quick
     place = places[None, :]
     size = sizes[:, None].clamp(min=1)
     epoch = place // size
     order = (epoch << 43) | _shift(words(keys[:, None], place), 21)
-    few = places.numel() <= FEW and torch.compiler.is_compiling()
-    rank = _counted_order(order) if few else torch.argsort(order, dim=1, stable=True)
+    rank = torch.argsort(order, dim=1, stable=True)
     return rank - epoch * size  # the j-th place of an epoch holds one of that epoch's places
+
+
+@torch.library.custom_op(
+    "sartor::few_shuffled", mutates_args=(), schema="(Tensor keys, Tensor sizes, int places) -> Tensor"
+)
+def few_shuffled(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
+    """What :func:`shuffled` gives for so few places that a GPU is quicker to count than to sort."""
+    from sartor import random_kernels
+
+    result: Tensor = random_kernels.shuffled(keys, sizes, places)
+    return result
+
+
+@few_shuffled.register_fake
+def _(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
+    return keys.new_empty(len(keys), places)

@@ -37,6 +37,7 @@ from sartor.federation.exchange import ClientError, ClientFunction, Outcome, Wor
 from sartor.federation.memory import free_bytes, to_device
 from sartor.federation.names import name_of
 from sartor.federation.schedule import Plan, bucket, plan, scan_table
+from sartor.gpu import has_tensor_cores
 from sartor.local import Batches, Client
 from sartor.task import Batch
 
@@ -522,7 +523,7 @@ class StackedFederation(Federation):
             # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
             if node.op == "get_attr":
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
-        if products.available(self.device):
+        if has_tensor_cores(self.device):
             products.specialise(graph)
         run: Callable[[list[Tensor]], list[Tensor]] = graph
         if self.compile:
