@@ -49,6 +49,8 @@ _Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 _Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], dict[str, Tensor]]
 """That of a chunk, and where a graph computes them along with it, the norms of all of it."""
 
+_Function = Callable[[list[Tensor]], list[Tensor]]
+
 MOST_GRAPHS = 64
 """CUDA graphs kept per federation; the one unused for longest goes first."""
 
@@ -96,6 +98,8 @@ class _Program:
     hyper: Any
     scans: list[Batches] | None = None
     steps: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
+    parts: dict[int, tuple[Batches | None, _Function, Any]] = field(default_factory=dict)
+    """Where it is compiled, what lies before and after its scans, with the scan that follows."""
 
 
 @dataclass
@@ -251,8 +255,7 @@ class StackedFederation(Federation):
             header = (next(given), next(given))
             shared, own = (dict(zip(group, given, strict=False)) for group in names)
             buffers = () if work.buffers is None else (next(given),)
-            result = self._execute(program, work.numbers, plans, header, shared, own, buffers, list(given))
-            return *result, norms_of(result[0], result[1]) if self.graphs else {}
+            return self._execute(program, work.numbers, plans, header, shared, own, buffers, list(given))
 
         def inputs() -> list[Tensor]:
             return [numbers, to_device(work.rounds, self.device), *others]
@@ -332,7 +335,7 @@ class StackedFederation(Federation):
         own: dict[str, Tensor],
         buffers: tuple[Tensor, ...],
         tables: list[Tensor],
-    ) -> _Result:
+    ) -> _Checked:
         """Advance the function from scan to scan until it returns."""
         index, rounds = header
         counts = dict(zip(self.samples, self._counts[:, index].unbind(), strict=True))
@@ -344,26 +347,11 @@ class StackedFederation(Federation):
         scans: list[Batches] = []
         waiting = iter(tables)
         while True:
-            suspended: list[Batches] = []
-
-            def advance(
-                rows: _Rows, memo: list[Any], fixed: _Fixed = fixed, suspended: list[Batches] = suspended
-            ) -> Any:
-                try:
-                    return self._replay(program, fixed, rows, memo)
-                except _Suspended as reached:
-                    suspended.append(reached.batches)
-                    return reached.carry
-
-            try:
-                result = torch.vmap(advance)(rows, memo)
-            except Exception as error:
-                raise self._explained(program, error) from error
-            if not suspended:
+            batches, result = self._advance(program, fixed, rows, memo)
+            if batches is None:
                 program.scans = scans
-                finished: _Result = result
+                finished: _Checked = result
                 return finished
-            batches = suspended[0]
             if plans is None and self._bring(batches.split, numbers):
                 fixed = fixed._replace(data=self._data())
             scan_plan = self._plan(batches, numbers) if plans is None else plans[len(scans)]
@@ -372,6 +360,46 @@ class StackedFederation(Federation):
                 table = next(waiting) if plans is not None else to_device(packed, self.device)
             memo.append(self._scan(program, len(scans), batches, scan_plan, table, fixed, rows, memo, result))
             scans.append(batches)
+
+    def _advance(
+        self, program: _Program, fixed: _Fixed, rows: _Rows, memo: list[Any]
+    ) -> tuple[Batches | None, Any]:
+        """Run the function up to its next scan and give that with its carry, or to its end."""
+        suspended: list[Batches] = []
+        result_spec: list[Any] = []
+
+        def client(rows: _Rows, memo: list[Any], fixed: _Fixed) -> Any:
+            try:
+                return self._replay(program, fixed, rows, memo)
+            except _Suspended as reached:
+                suspended.append(reached.batches)
+                return reached.carry
+
+        def clients(fixed: _Fixed, rows: _Rows, memo: list[Any]) -> Any:
+            result = torch.vmap(partial(client, fixed=fixed))(rows, memo)
+            if not suspended:
+                return *result, norms_of(result[0], result[1]) if self.graphs else {}
+            if self.device.type == "cuda":  # one layout for all steps: a compiled step is for one layout only
+                result = tree_map(lambda value: value.contiguous(), result)
+            return result
+
+        def part(inputs: list[Tensor]) -> list[Tensor]:
+            leaves, after_spec = tree_flatten(clients(*tree_unflatten(inputs, spec)))
+            result_spec.append(after_spec)
+            return leaves
+
+        if not self.compile or program.scans is None:
+            try:
+                result = clients(fixed, rows, memo)
+            except Exception as error:
+                raise self._explained(program, error) from error
+            return suspended[0] if suspended else None, result
+        inputs, spec = tree_flatten((fixed._replace(data={}), rows, memo))
+        if len(memo) not in program.parts:
+            run = self._traced(program, part, inputs)
+            program.parts[len(memo)] = suspended[0] if suspended else None, run, result_spec[0]
+        batches, run, after_spec = program.parts[len(memo)]
+        return batches, tree_unflatten(run(inputs), after_spec)
 
     def _bring(self, split: str, numbers: np.ndarray) -> bool:
         """Have these clients' samples on the device; whether they lie in other tensors than before."""
@@ -423,8 +451,6 @@ class StackedFederation(Federation):
     ) -> Any:
         """Carry out a scan for all clients of the chunk: ``carry`` holds one row per client."""
         shape, clients = plan.shape, len(rows.number)
-        if self.device.type == "cuda":  # one layout for all steps: a compiled step is for one layout only
-            carry = tree_map(lambda value: value.contiguous(), carry)
         if shape.steps == 0:
             return carry
         samples = self.samples[batches.split]
@@ -512,9 +538,14 @@ class StackedFederation(Federation):
                 result_spec.append(after_spec)
             return leaves
 
+        run = self._traced(program, step, inputs)
+        return lambda inputs: tree_unflatten(run(inputs), result_spec[0])
+
+    def _traced(self, program: _Program, function: _Function, inputs: list[Tensor]) -> _Function:
+        """The function as a plain graph of tensor operations for such inputs; compiled if that is wanted."""
         try:
             # Tracing knows inputs by their identity, and a carry may begin as one of the arguments itself.
-            graph = make_fx(step)([value.detach() for value in inputs])
+            graph = make_fx(function)([value.detach() for value in inputs])
         except Exception as error:
             raise self._explained(program, error) from error
         graph.graph.eliminate_dead_code()
@@ -525,10 +556,8 @@ class StackedFederation(Federation):
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
         if has_tensor_cores(self.device):
             products.specialise(graph)
-        run: Callable[[list[Tensor]], list[Tensor]] = graph
-        if self.compile:
-            run = torch.compile(graph, dynamic=False)
-        return lambda inputs: tree_unflatten(run(inputs), result_spec[0])
+        run: _Function = torch.compile(graph, dynamic=False) if self.compile else graph
+        return run
 
     def _explained(self, program: _Program, error: Exception) -> Exception:
         """An error of vmap or tracing in a user's words.
