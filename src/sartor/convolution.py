@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from sartor.gpu import has_triton
+from sartor.gpu import HAS_TRITON
 
 Pair = tuple[int, int]
 
@@ -53,7 +53,7 @@ def conv2d(
 def _kernels_serve(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels can run for tensors of this kind."""
     single = x.dtype == weight.dtype == torch.float32 and x.dim() == weight.dim() == 4
-    return single and x.is_cuda and weight.is_cuda and not torch.is_autocast_enabled("cuda") and has_triton()
+    return single and x.is_cuda and weight.is_cuda and not torch.is_autocast_enabled("cuda") and HAS_TRITON
 
 
 def _pair(value: int | Pair) -> Pair:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import os
+import shutil
 
 import torch
 
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed, which comes with PyTorch for CUDA."""
-    return importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None and any(
+    map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))
+)
+"""Whether Triton can run: it comes with PyTorch for CUDA, and needs a compiler of C."""
 
 
 def has_tensor_cores(device: torch.device) -> bool:
     """Whether kernels run on this device whose products are made of numbers in tf32."""
-    if device.type != "cuda" or torch.version.cuda is None or not has_triton():
+    if device.type != "cuda" or torch.version.cuda is None or not HAS_TRITON:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)

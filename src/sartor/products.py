@@ -41,7 +41,7 @@ def specialise(module: fx.GraphModule) -> None:
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
         left, right = cast(tuple[fx.Node, fx.Node], node.args)
-        if not _serves(left.meta["val"], right.meta["val"]):
+        if not _serves(left.meta.get("val"), right.meta.get("val")):
             continue
         lanes, rows, depth = left.meta["val"].shape
         terms = share(lanes, rows, right.meta["val"].shape[2], depth)
@@ -65,8 +65,10 @@ def specialise(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _serves(left: Tensor, right: Tensor) -> bool:
+def _serves(left: Tensor | None, right: Tensor | None) -> bool:
     """Whether the kernel can compute the product of such stacks, and is made for it."""
+    if left is None or right is None:  # a constant, of which the trace does not tell the shape
+        return False
     if not left.dtype == right.dtype == torch.float32 or 0 in left.shape or 0 in right.shape:
         return False
     return left.shape[1:].numel() * right.shape[2] <= _MOST_TERMS
@@ -74,15 +76,14 @@ def _serves(left: Tensor, right: Tensor) -> bool:
 
 def _gathered(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """For samples [lane, sample, number] picked from the data: the data, and the samples' numbers in it."""
-    shape, contiguous = node.meta["val"].shape, node.meta["val"].is_contiguous()
-    while node.target in _SAME_MEMORY and contiguous:
+    shape = node.meta["val"].shape
+    while node.target in _SAME_MEMORY and node.meta["val"].is_contiguous():
         node = node.all_input_nodes[0]
-        contiguous = node.meta["val"].is_contiguous()
-    if node.target is not aten.index_select.default or not contiguous:
+    if node.target is not aten.index_select.default:
         return None
     data, axis, index = cast(tuple[fx.Node, int, fx.Node], node.args)
-    source = data.meta["val"]
-    if axis != 0 or not source.is_contiguous() or source.shape[1:].numel() != shape[2]:
+    source = data.meta.get("val")
+    if axis != 0 or source is None or not source.is_contiguous() or source.shape[1:].numel() != shape[2]:
         return None
     rows = graph.call_function(aten.view.default, (data, [source.shape[0], shape[2]]))
     numbers = graph.call_function(aten.view.default, (index, list(shape[:2])))

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from sartor.gpu import has_triton
+from sartor.gpu import HAS_TRITON
 
 Word: TypeAlias = Any
 """A 64-bit word: a Python integer or a tensor of them. Both wrap in the same way."""
@@ -131,7 +131,7 @@ def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
     key, so one stable sort serves all clients and epochs. ``places`` counts 0, 1, 2, …; entries past the
     last whole epoch that fits have no meaning.
     """
-    if keys.is_cuda and places.numel() <= FEW and has_triton():
+    if keys.is_cuda and places.numel() <= FEW and HAS_TRITON:
         quick: Tensor = few_shuffled(keys, sizes, places.numel())
         return quick
     place = places[None, :]
