@@ -9,7 +9,7 @@ import shutil
 import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None and any(
-    map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))
+    map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))
 )
 """Whether Triton can run: it comes with PyTorch for CUDA, and needs a compiler of C."""
 
