@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -643,3 +644,54 @@ def test_the_precision_holds_while_clients_run(precision: str, seen: list[bool])
     federation = federation_of("loop", plain(), vectors(), precision=precision, workers=1)
     assert federation.map(flags, [0])["seen"][0].tolist() == seen
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before == (False, True)
+
+
+class Viewing(nn.Module):
+    """A network as in many tutorials: ``view`` needs a certain layout in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.output = nn.Linear(4 * 6 * 6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.convolution(x).relu().view(-1, 4 * 6 * 6))
+
+
+def test_a_model_may_want_its_images_as_they_are() -> None:
+    data = classification(RAGGED, shape=(3, 8, 8))
+    task = Task(Viewing(), classes=4)
+    left = [ended("fedavg", federation_of(engine, task, data)) for engine in ("loop", "stacked")]
+    assert_close(*left, 1e-4)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_loop_lays_channels_last(channels: int) -> None:
+    """That is faster on a CPU; one channel has to be told in which of the two layouts it is."""
+    data = classification(RAGGED, shape=(channels, 16, 16))
+    federation = federation_of("loop", model_task("lenet", data), data)
+    seen = []
+
+    def look(client: Client, hyper: Any) -> Reply:
+        def note(carry: Tensor, batch: Batch) -> Tensor:
+            seen.append(batch.x.stride())
+            return carry
+
+        return Reply(total=client.scan(note, torch.zeros(()), client.batches()))
+
+    federation.map(look, [0, 1])
+    assert {strides[1] for strides in seen} == {1}
+    assert torch.equal(federation.samples["train"].x, data.train.x)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles for a CPU with g++")
+@pytest.mark.parametrize("name", ["fedavg", "fedrep", "ma-fsvrg"])
+def test_a_compiled_run_equals_the_loop(name: str) -> None:
+    """Steps and what lies between them, for one scan and for several."""
+    data, task, cohorts = vectors(), network(), [[0, 1, 2, 3, 4, 5]] * 3
+    expected = ended(name, federation_of("loop", task, data, local={"batch": 8}), cohorts)
+    federation = federation_of("stacked", task, data, local={"batch": 8}, compile=True)
+    assert_close(expected, ended(name, federation, cohorts), 1e-8)
+    assert isinstance(federation, StackedFederation)
+    assert any(program.parts for program in federation._programs.values())

@@ -571,10 +571,13 @@ def _inside_transform() -> bool:
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
-        # The same numbers as F.cross_entropy in half the operations: no label is ever to be ignored here. A
-        # sum of which one term is not zero, rather than a look-up: a compiler can merge it with its gradient.
+        # The same numbers as F.cross_entropy in half the operations: no label is ever to be ignored here.
+        likelihood = F.log_softmax(outputs, dim=-1)
+        if not outputs.is_cuda:
+            return -likelihood.gather(1, targets[:, None])[:, 0]
+        # On CUDA as a sum of which one term is not zero: a compiler can merge that with its gradient.
         mine = targets[:, None] == torch.arange(outputs.shape[1], device=outputs.device)
-        return -F.log_softmax(outputs, dim=-1).where(mine, 0.0).sum(1)
+        return -likelihood.where(mine, 0.0).sum(1)
     return F.cross_entropy(outputs, targets, reduction="none")
 
 

@@ -38,12 +38,20 @@ class LoopFederation(Federation):
         super().__init__(*arguments, **settings)
         threads = torch.get_num_threads()
         self.workers = (workers or threads) if self.device.type == "cpu" else 1
-        if self.device.type == "cpu":
-            # A CPU pools and convolves images faster with the channels last: 1.2 to 1.4 times on the papers'
-            # networks.
+        train = self.samples["train"].x
+        if self.device.type == "cpu" and train.dim() == 4 and self._takes(_channels_last(train[:2])):
+            # A CPU pools and convolves images faster that way: 1.1 to 1.4 times on the papers' networks.
             for samples in self.samples.values():
-                if samples.x.dim() == 4:
-                    samples.x = samples.x.contiguous(memory_format=torch.channels_last)
+                samples.x = _channels_last(samples.x)
+
+    def _takes(self, x: Tensor) -> bool:
+        """Whether the model can be fed with these samples; one that uses ``view`` may want another layout."""
+        try:
+            with torch.no_grad():
+                self.task.outputs(self.task.initial().to(self.device), x, self.buffers)
+        except RuntimeError:
+            return False
+        return True
 
     def _run(self, work: Work) -> Outcome:
         clients = len(work.numbers)
@@ -155,6 +163,17 @@ class LoopFederation(Federation):
             )
             carry = body(carry, Batch(x[index], y[index], None, key))
         return carry
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    """The images with the numbers of a pixel side by side in memory."""
+    images = images.contiguous(memory_format=torch.channels_last)
+    if (
+        images.shape[1] == 1
+    ):  # lies as before, but says so: PyTorch takes a single channel for the usual layout
+        height, width = images.shape[2:]
+        images = images.as_strided(images.shape, (height * width, 1, width, 1))
+    return images
 
 
 def _unfit(value: Tensor, shape: torch.Size) -> Tensor:

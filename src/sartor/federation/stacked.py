@@ -556,8 +556,14 @@ class StackedFederation(Federation):
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
         if has_tensor_cores(self.device):
             products.specialise(graph)
-        run: _Function = torch.compile(graph, dynamic=False) if self.compile else graph
-        return run
+        if not self.compile:
+            return graph
+        # Keyed draws are products of whole numbers that wrap, of which the compiler's own algebra knows nothing.
+        options: dict[str, Any] | None = None
+        if self.task.draws:
+            options = {"constant_and_index_propagation": False}
+        compiled: _Function = torch.compile(graph, dynamic=False, options=options)
+        return compiled
 
     def _explained(self, program: _Program, error: Exception) -> Exception:
         """An error of vmap or tracing in a user's words.
