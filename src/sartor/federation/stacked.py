@@ -558,7 +558,7 @@ class StackedFederation(Federation):
             products.specialise(graph)
         if not self.compile:
             return graph
-        # Keyed draws are products of whole numbers that wrap, of which the compiler's own algebra knows nothing.
+        # Keyed draws are products of numbers that wrap, of which the compiler's own algebra knows nothing.
         options: dict[str, Any] | None = None
         if self.task.draws:
             options = {"constant_and_index_propagation": False}
