@@ -44,7 +44,10 @@ def _multiply(
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
 ):
-    """result[row, column] = Σ left[row, k] · right[k, column] over a split's terms k, in every lane."""
+    """result[row, column] = Σ left[row, k] · right[k, column] over a split's terms k, in every lane.
+
+    SHARE is a multiple of TILE_DEPTH or all of DEPTH, so that no tile reaches into the next split.
+    """
     ROW_TILES: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
     COLUMN_TILES: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
     program = tl.program_id(0)
@@ -70,7 +73,7 @@ def _multiply(
         k = split * SHARE + begin + tl.arange(0, TILE_DEPTH)
         left_there = row_there[:, None]
         right_there = column_there[None, :]
-        if DEPTH % SHARE != 0 or SHARE % TILE_DEPTH != 0:  # only a share of all terms is no multiple of it
+        if DEPTH % SHARE != 0 or SHARE % TILE_DEPTH != 0:
             left_there = left_there & (k < DEPTH)[None, :]
             right_there = right_there & (k < DEPTH)[:, None]
         place = k

@@ -8,8 +8,8 @@ client function has only vector algebra, which costs nothing to repeat.
 
 A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced
 once into a plain graph of tensor operations, which removes Python, vmap and autograd from every later step;
-on CUDA it may be compiled, and the whole call, from the shuffling of the samples to the replies, is
-captured as one CUDA graph per shape and replayed.
+it may be compiled, and so may what lies between scans. On CUDA the whole call, from the shuffling of the
+samples to the replies, is captured as one CUDA graph per shape and replayed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 _Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], dict[str, Tensor]]
 """That of a chunk, and where a graph computes them along with it, the norms of all of it."""
 
-_Function = Callable[[list[Tensor]], list[Tensor]]
+_Traced = Callable[[list[Tensor]], Any]
+"""A traced function: from its flattened arguments to its result."""
 
 MOST_GRAPHS = 64
 """CUDA graphs kept per federation; the one unused for longest goes first."""
@@ -97,8 +98,8 @@ class _Program:
     function: ClientFunction
     hyper: Any
     scans: list[Batches] | None = None
-    steps: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
-    parts: dict[int, tuple[Batches | None, _Function, Any]] = field(default_factory=dict)
+    steps: dict[Hashable, _Traced] = field(default_factory=dict)
+    parts: dict[int, tuple[Batches | None, _Traced]] = field(default_factory=dict)
     """Where it is compiled, what lies before and after its scans, with the scan that follows."""
 
 
@@ -366,7 +367,6 @@ class StackedFederation(Federation):
     ) -> tuple[Batches | None, Any]:
         """Run the function up to its next scan and give that with its carry, or to its end."""
         suspended: list[Batches] = []
-        result_spec: list[Any] = []
 
         def client(rows: _Rows, memo: list[Any], fixed: _Fixed) -> Any:
             try:
@@ -383,23 +383,18 @@ class StackedFederation(Federation):
                 result = tree_map(lambda value: value.contiguous(), result)
             return result
 
-        def part(inputs: list[Tensor]) -> list[Tensor]:
-            leaves, after_spec = tree_flatten(clients(*tree_unflatten(inputs, spec)))
-            result_spec.append(after_spec)
-            return leaves
-
         if not self.compile or program.scans is None:
             try:
                 result = clients(fixed, rows, memo)
             except Exception as error:
                 raise self._explained(program, error) from error
-            return suspended[0] if suspended else None, result
+            return next(iter(suspended), None), result
         inputs, spec = tree_flatten((fixed._replace(data={}), rows, memo))
         if len(memo) not in program.parts:
-            run = self._traced(program, part, inputs)
-            program.parts[len(memo)] = suspended[0] if suspended else None, run, result_spec[0]
-        batches, run, after_spec = program.parts[len(memo)]
-        return batches, tree_unflatten(run(inputs), after_spec)
+            traced = self._traced(program, clients, inputs, spec)
+            program.parts[len(memo)] = next(iter(suspended), None), traced
+        batches, run = program.parts[len(memo)]
+        return batches, run(inputs)
 
     def _bring(self, split: str, numbers: np.ndarray) -> bool:
         """Have these clients' samples on the device; whether they lie in other tensors than before."""
@@ -501,15 +496,21 @@ class StackedFederation(Federation):
         inputs, spec = tree_flatten(arguments)
         traced = program.steps.get(key)
         if traced is None:
-            traced = program.steps[key] = self._trace(program, batches, plan, spec, inputs)
+            traced = program.steps[key] = self._trace_step(program, batches, plan, inputs, spec)
         return traced(inputs)
 
-    def _trace(self, program: _Program, batches: Batches, plan: Plan, spec: Any, inputs: list[Tensor]) -> Any:
-        result_spec: list[Any] = []
-        fixed: _Fixed
-
+    def _trace_step(
+        self, program: _Program, batches: Batches, plan: Plan, inputs: list[Tensor], spec: Any
+    ) -> _Traced:
         def lane(
-            rows: _Rows, memo: list[Any], carry: Any, x: Tensor, y: Tensor, real: Tensor, turn: Tensor
+            rows: _Rows,
+            memo: list[Any],
+            carry: Any,
+            x: Tensor,
+            y: Tensor,
+            real: Tensor,
+            turn: Tensor,
+            fixed: _Fixed,
         ) -> Any:
             weight = None
             if not plan.shape.full:
@@ -524,28 +525,39 @@ class StackedFederation(Federation):
                 f"{name_of(program.function)}: a client function must make the same scans each time"
             )
 
-        def step(inputs: list[Tensor]) -> list[Tensor]:
-            nonlocal fixed
-            fixed, rows, memo, carry, lanes, index, real, turn = tree_unflatten(inputs, spec)
+        def step(
+            fixed: _Fixed,
+            rows: _Rows,
+            memo: list[Any],
+            carry: Any,
+            lanes: tuple[Tensor, ...],
+            index: Tensor,
+            real: Tensor,
+            turn: Tensor,
+        ) -> Any:
             x, y = (_picked(part, index) for part in fixed.data[batches.split])
             if lanes:
                 client = lanes[0].clamp(max=len(rows.number) - 1)
                 rows, memo = tree_map(lambda value: value[client], (rows, memo))
                 carry = tree_map(lambda value: value[lanes[0]], carry)
-            after = torch.vmap(lane)(rows, memo, carry, x, y, real, turn)
-            leaves, after_spec = tree_flatten(after)
-            if not result_spec:
-                result_spec.append(after_spec)
+            return torch.vmap(partial(lane, fixed=fixed))(rows, memo, carry, x, y, real, turn)
+
+        return self._traced(program, step, inputs, spec)
+
+    def _traced(
+        self, program: _Program, function: Callable[..., Any], inputs: list[Tensor], spec: Any
+    ) -> _Traced:
+        """The function as a plain graph of tensor operations for such arguments; compiled if wanted."""
+        result_spec: list[Any] = []
+
+        def flat(inputs: list[Tensor]) -> list[Tensor]:
+            leaves, after_spec = tree_flatten(function(*tree_unflatten(inputs, spec)))
+            result_spec.append(after_spec)
             return leaves
 
-        run = self._traced(program, step, inputs)
-        return lambda inputs: tree_unflatten(run(inputs), result_spec[0])
-
-    def _traced(self, program: _Program, function: _Function, inputs: list[Tensor]) -> _Function:
-        """The function as a plain graph of tensor operations for such inputs; compiled if that is wanted."""
         try:
             # Tracing knows inputs by their identity, and a carry may begin as one of the arguments itself.
-            graph = make_fx(function)([value.detach() for value in inputs])
+            graph = make_fx(flat)([value.detach() for value in inputs])
         except Exception as error:
             raise self._explained(program, error) from error
         graph.graph.eliminate_dead_code()
@@ -556,14 +568,12 @@ class StackedFederation(Federation):
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
         if has_tensor_cores(self.device):
             products.specialise(graph)
-        if not self.compile:
-            return graph
-        # Keyed draws are products of numbers that wrap, of which the compiler's own algebra knows nothing.
-        options: dict[str, Any] | None = None
-        if self.task.draws:
-            options = {"constant_and_index_propagation": False}
-        compiled: _Function = torch.compile(graph, dynamic=False, options=options)
-        return compiled
+        run: Callable[[list[Tensor]], list[Tensor]] = graph
+        if self.compile:
+            # Keyed draws are products of numbers that wrap, of which the compiler's algebra knows nothing.
+            wrapping: dict[str, Any] = {"constant_and_index_propagation": False}
+            run = torch.compile(graph, dynamic=False, options=wrapping if self.task.draws else None)
+        return lambda inputs: tree_unflatten(run(inputs), result_spec[0])
 
     def _explained(self, program: _Program, error: Exception) -> Exception:
         """An error of vmap or tracing in a user's words.
@@ -581,8 +591,7 @@ class StackedFederation(Federation):
         cure = "engine.name=loop names the client"
         return ClientError(f"{name_of(program.function)}, round {self.round}: {first}; {cure}")
 
-    # Plans ------------------------------------------------------------------------------------------------
-    # -----------------
+    # Plans ----------------------------------------------------------------------------------------
 
     def _plan(self, batches: Batches, numbers: np.ndarray) -> Plan:
         sizes = self.samples[batches.split].counts[numbers]
