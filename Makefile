@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 run: install
-	$(BIN)/python -m sartor.demo
+	$(BIN)/python -m sartor.commands.demo
 
 test: lint
 	$(BIN)/python -m pytest -n auto

@@ -24,13 +24,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from sartor.algorithms import algorithms
+from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm, make
+from sartor.client.settings import Local
 from sartor.data.clients import ClientData, Split
-from sartor.experiment import Local
-from sartor.federation import Federation, make_federation
+from sartor.engines import make_federation
+from sartor.federation import Federation
 from sartor.federation.exchange import Replies
-from sartor.task import Task
+from sartor.model.task import Task
 
 CLIENTS = 400
 SHARES = (10, 20, 30, 40)
@@ -106,7 +107,7 @@ def seconds(one_round: Any, device: str, repeats: int) -> list[float]:
 def measure(
     name: str, federation: Federation, clients: int, models: int, repeats: int, means: bool
 ) -> dict[str, Any]:
-    algorithm = make(algorithms()[name], groups=models)
+    algorithm = make(registered()[name], groups=models)
     federation.states = type(federation.states)(federation.clients, federation.device)
     taken = seconds(central(algorithm, federation, clients, models, means), str(federation.device), repeats)
     return {

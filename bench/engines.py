@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from sartor.algorithms.fedavg import FedAvg, FedAvgHyper
+from sartor.algorithms.references.fedavg import FedAvg, FedAvgHyper
+from sartor.client.settings import Local
 from sartor.data.clients import ClientData, Split
-from sartor.experiment import Local
-from sartor.federation import choose_engine, make_federation
-from sartor.models import MODELS, make_task, seeded
+from sartor.engines import choose_engine, make_federation
+from sartor.model.networks import MODELS, make_task, seeded
 
 LR = 0.05
 WARM_UP = {"cpu": 1, "cuda": 3}

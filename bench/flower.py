@@ -61,13 +61,13 @@ def processes(commands: list[list[str]], folder: Path, environment: dict[str, st
 
 def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
     """Median seconds of our exchange, and bytes on the wire over those that are counted."""
-    from sartor.deploy import Service, _await, listen
-    from sartor.evaluation import shared_model
-    from sartor.experiment import from_mapping
-    from sartor.federation.flower import FlowerFederation
-    from sartor.federation.post import Post
-    from sartor.federation.reception import Reception, assemble
-    from sartor.models import make_task
+    from sartor.model.networks import make_task
+    from sartor.remote.admission import Reception, assemble
+    from sartor.remote.deploy import Service, _await, listen
+    from sartor.remote.requests import Post
+    from sartor.remote.server import FlowerFederation
+    from sartor.runs.evaluation import shared_model
+    from sartor.runs.experiment import from_mapping
 
     generator = np.random.default_rng(0)
     store = folder / "messages.db" if durable else None
@@ -149,7 +149,7 @@ def call(message, context):
 
 def stock(folder: Path) -> dict[str, Any]:
     """Seconds of stock Flower's exchange, the better of two."""
-    from sartor.deploy import _APP
+    from sartor.remote.deploy import _APP
 
     app, home, out = folder / "app", folder / "flower", folder / "stock.json"
     app.mkdir()

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sartor.data.clients import ClientData, Split
-from sartor.experiment import from_mapping
-from sartor.runner import Setup, execute_setup, execute_together, seeds_at_once, set_up
+from sartor.runs.experiment import from_mapping
+from sartor.runs.runner import Setup, execute_setup, execute_together, seeds_at_once, set_up
 
 
 class Workload(NamedTuple):

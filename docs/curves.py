@@ -1,6 +1,6 @@
 """The measured curve of a method as a picture in its page, and the words that say the same.
 
-The numbers are those of ``results/method-curves.json``, which ``examples/method_curves.py`` measures. A
+The numbers are those of ``results/method-curves.json``, which ``measurements/method_curves.py`` measures. A
 picture is inline SVG: text and axes have the page's own colour, light or dark, and nothing is loaded.
 """
 
@@ -37,7 +37,7 @@ def entry(name: str) -> dict[str, Any]:
     """What was measured of a method."""
     if name not in results()["methods"]:
         raise SystemExit(
-            f"{FILE.name}: has no {name}; run `python examples/method_curves.py --methods {name}`"
+            f"{FILE.name}: has no {name}; run `python measurements/method_curves.py --methods {name}`"
         )
     found: dict[str, Any] = results()["methods"][name]
     return found

@@ -20,46 +20,13 @@ from pathlib import Path
 
 import curves
 
-from sartor.algorithms import algorithms
-from sartor.algorithms.comfed import MECHANISMS
-from sartor.experiment import describe_class
-from sartor.reproduction import Entry, entries
+from sartor.algorithms import registered
+from sartor.algorithms.comfed.comfed import MECHANISMS
+from sartor.runs.experiment import describe_class
+from sartor.studies.reproduction import Entry, entries
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-MODULES = {
-    "references": ("fedavg", "separate"),
-    "comfed": ("comfed",),
-    "variance_reduction": (
-        "fedadc",
-        "feddc",
-        "fsvrg",
-        "losac",
-        "mime",
-        "mimelite",
-        "moon",
-        "qffl",
-        "vrl_sgd",
-    ),
-    "tailored": ("a_fsvrg", "ga_fsvrg", "ma_fsvrg"),
-    "mixing": (
-        "apple",
-        "cfl",
-        "ditto",
-        "diversifed",
-        "fedala",
-        "fedamp",
-        "fedfomo",
-        "ifca",
-        "per_fedavg",
-        "pfedme",
-    ),
-    "split_models": ("fedbn", "fedcac", "feddbe", "fedpac", "fedper", "fedproto", "fedrep", "fedrod"),
-    "spfl": ("lga", "plga", "spfl", "spfl_async", "spfl_w"),
-    "asynchronous": ("diversifed_async", "fedasync", "fedavg_clock", "fedavg_semisync", "fedbuff", "twafl"),
-}
-"""The files of methods by family, which is also the name of its page and of the folder of its methods'."""
 
 BUFFERS = {
     "average": "averaged with the models",
@@ -70,9 +37,9 @@ BUFFERS = {
 
 
 def family_of(name: str) -> str | None:
-    """The family whose page a method is on; None where no page has it."""
-    module = algorithms()[name].__module__.rpartition(".")[2]
-    return next((family for family, modules in MODULES.items() if module in modules), None)
+    """The folder that a method's file is in, which names its page too; None where it is not one of ours."""
+    package, _, rest = registered()[name].__module__.partition(".algorithms.")
+    return rest.partition(".")[0] if package == "sartor" and rest else None
 
 
 def page_of(name: str) -> str:
@@ -98,7 +65,7 @@ def methods(*families: str) -> str:
     lines = head(
         "method", "what it is", "paper", "server keeps", "client keeps", "traffic (down / up)", "settings"
     )
-    for name, algorithm in sorted(algorithms().items()):
+    for name, algorithm in sorted(registered().items()):
         if family_of(name) in families:
             summary = (inspect.getdoc(algorithm) or "").partition("\n")[0]
             own = ", ".join(f"`{field}`" for field in algorithm.Hyper.__dataclass_fields__)
@@ -110,7 +77,7 @@ def methods(*families: str) -> str:
 
 def method(name: str) -> str:
     """What a method is, as its file describes it, and what it keeps and sends."""
-    algorithm = algorithms()[name]
+    algorithm = registered()[name]
     module = algorithm.__module__.rpartition(".")[2]
     lines = [
         *prose(inspect.getdoc(algorithm) or ""),
@@ -140,7 +107,7 @@ def prose(docstring: str) -> list[str]:
 def settings(name: str) -> str:
     """The hyper-parameters of a method: symbol, default, range and meaning."""
     lines = head("setting", "symbol", "default", "range", "meaning")
-    for found in describe_class(algorithms()[name].Hyper, "hyper"):
+    for found in describe_class(registered()[name].Hyper, "hyper"):
         default = "" if found.default is None else f"`{json.dumps(found.default, ensure_ascii=False)}`"
         key = found.key.removeprefix("hyper.")
         lines.append(row((f"`{key}`", found.symbol, default, found.range, found.meaning)))

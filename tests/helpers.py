@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sartor.algorithms import algorithms, make
+from sartor.algorithms import make, registered
 from sartor.algorithms.base import Algorithm, Hyper
+from sartor.client.local import Client
+from sartor.client.settings import Local
 from sartor.data.clients import ClientData, Split
-from sartor.experiment import Local
-from sartor.federation import Federation, Reply, make_federation
+from sartor.engines import make_federation
+from sartor.federation import Federation, Reply
 from sartor.federation.exchange import NobodyAnswered
-from sartor.local import Client
-from sartor.models import MODELS, make_task, seeded
-from sartor.task import Batch, Task
+from sartor.model.networks import MODELS, make_task, seeded
+from sartor.model.task import Batch, Task
 
 RAGGED = (5, 17, 33, 64, 7, 16)
 
@@ -129,7 +130,7 @@ def flat(module: nn.Module) -> Tensor:
 
 def method(name: str, federation: Federation, **hyper: Any) -> Algorithm:
     """A method on a federation, which is told its hyper-parameters as a run does it."""
-    algorithm = make(algorithms()[name], **hyper)
+    algorithm = make(registered()[name], **hyper)
     federation.hyper = algorithm.hyper
     return algorithm
 

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 import sartor
 from helpers import classification, federation_of, play
-from sartor.algorithms import algorithms, make
+from sartor.algorithms import make, registered
 from sartor.data.clients import from_clients
 from sartor.errors import DataError, SartorError, SettingError
-from sartor.task import Task
+from sartor.model.task import Task
 
 
 def own_data(shape: tuple[int, ...] = (6,), clients: int = 3) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -64,14 +64,12 @@ def test_the_names_are_listed_once_and_all_of_them() -> None:
         sartor.rum  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["algorithms", "report"])
-def test_a_module_of_the_same_name_does_not_take_a_functions_place(name: str) -> None:
-    code = f"""
-import sartor
-import sartor.{name}
-from sartor.{name} import __all__
-assert callable(sartor.{name}), sartor.{name}
-assert sartor.{name}.__module__ == 'sartor.{name}'
+def test_public_names_and_modules_do_not_share_names() -> None:
+    code = """
+import pkgutil, types
+import sartor, sartor.algorithms as a, sartor.report as r
+assert isinstance(a, types.ModuleType) and isinstance(sartor.report, types.ModuleType)
+assert not set(sartor.__all__) & {found.name for found in pkgutil.iter_modules(sartor.__path__)}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -110,7 +108,7 @@ def test_own_model_and_own_data_run_on_the_engine_that_suits_them(
 def test_a_run_is_its_rounds_played_by_hand() -> None:
     data = from_clients(own_data())
     result = go(data=data, rounds=3, engine="loop", hyper={"lr": 0.2}, local={"batch": 4, "epochs": 2})
-    algorithm = make(algorithms()["fedavg"], lr=0.2)
+    algorithm = make(registered()["fedavg"], lr=0.2)
     federation = federation_of(
         "loop", Task(dense(), classes=3), data, hyper=algorithm.hyper, local={"batch": 4, "epochs": 2}
     )
@@ -298,7 +296,7 @@ def test_a_state_dict_has_the_running_statistics_of_its_model(name: str) -> None
 
 
 def test_the_stored_experiment_of_an_own_model_can_be_read(tmp_path: Any) -> None:
-    from sartor.record import RunFolder
+    from sartor.runs.record import RunFolder
 
     go(store=True, out=tmp_path / "run")
     assert RunFolder.open(tmp_path / "run").experiment.rounds == 2

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_convolution import DEVICE, kernels
 from torch import Tensor
 
 from sartor import random
-from test_convolution import DEVICE, kernels
 
 MILLION = 1_000_000
 SIGNED = st.integers(-(2**63), 2**63 - 1)
@@ -259,7 +259,7 @@ def test_the_two_epochs_of_a_client_are_independent() -> None:
 @kernels
 @pytest.mark.parametrize("places", [1, 24, 300, random.FEW])
 def test_the_kernel_shuffles_alike(places: int) -> None:
-    from sartor import random_kernels
+    from sartor.kernels import shuffle_triton as random_kernels
 
     sizes = torch.tensor([1, 0, 7, 20, 300, 5000])
     keys = random.stream(0, "batch", 4, torch.arange(len(sizes)))

@@ -9,23 +9,21 @@
 from __future__ import annotations
 
 import os
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sartor.algorithms import Algorithm, algorithms, register
+    from sartor.algorithms import Algorithm, register
     from sartor.api import run
-    from sartor.comparison import compare
-    from sartor.experiment import Experiment
+    from sartor.client.local import Client
     from sartor.federation import Call, Reply
-    from sartor.local import Client
-    from sartor.report import report
-    from sartor.reproduction import reproduce
-    from sartor.runner import Result, resume
+    from sartor.model.task import Task
+    from sartor.report import write_report
+    from sartor.runs.experiment import Experiment
+    from sartor.runs.runner import Result, resume
     from sartor.settings import setting
-    from sartor.task import Task
-    from sartor.tuning import search
+    from sartor.studies.comparison import compare
+    from sartor.studies.reproduction import reproduce
+    from sartor.studies.tuning import search
 
 # Threads that wait for each other spin, by default for milliseconds, which makes two runs on one machine
 # ten times slower than one. A bounded spin costs nothing alone. It has to be said before torch is imported;
@@ -36,20 +34,19 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "run": "sartor.api",
-    "resume": "sartor.runner",
-    "compare": "sartor.comparison",
-    "search": "sartor.tuning",
-    "report": "sartor.report",
-    "reproduce": "sartor.reproduction",
-    "Experiment": "sartor.experiment",
-    "Task": "sartor.task",
+    "resume": "sartor.runs.runner",
+    "compare": "sartor.studies.comparison",
+    "search": "sartor.studies.tuning",
+    "write_report": "sartor.report",
+    "reproduce": "sartor.studies.reproduction",
+    "Experiment": "sartor.runs.experiment",
+    "Task": "sartor.model.task",
     "Algorithm": "sartor.algorithms",
-    "algorithms": "sartor.algorithms",
     "register": "sartor.algorithms",
-    "Client": "sartor.local",
+    "Client": "sartor.client.local",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
-    "Result": "sartor.runner",
+    "Result": "sartor.runs.runner",
     "setting": "sartor.settings",
 }
 
@@ -61,15 +58,14 @@ __all__ = [
     "Reply",
     "Result",
     "Task",
-    "algorithms",
     "compare",
     "register",
-    "report",
     "reproduce",
     "resume",
     "run",
     "search",
     "setting",
+    "write_report",
 ]
 
 
@@ -82,17 +78,3 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
-
-
-class _Package(ModuleType):
-    """This package: where a function and a module share a name (`algorithms`, `report`) it has the function.
-
-    Importing such a module would otherwise put it in the function's place.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -1,6 +1,6 @@
 """``python -m sartor``: the command line."""
 
-from sartor.cli import main
+from sartor.commands.main import main
 
 if __name__ == "__main__":
     main()

@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from sartor.data.clients import ClientData, from_clients, prepare
+from sartor.data.settings import OWN_DATA
 from sartor.errors import SettingError
-from sartor.experiment import OWN_DATA, Experiment, from_mapping, read_toml
-from sartor.runner import Result, execute
-from sartor.task import Task
+from sartor.model.task import Task
+from sartor.runs.experiment import Experiment, from_mapping, read_toml
+from sartor.runs.runner import Result, execute
 
 
 def run(
@@ -33,7 +34,7 @@ def run(
     progress: bool = False,
     **sections: Mapping[str, Any],
 ) -> Result:
-    """Run an algorithm and return its :class:`~sartor.runner.Result`.
+    """Run an algorithm and return its :class:`~sartor.runs.runner.Result`.
 
     ``data`` is a data set's name, or your own, taken as it is: ``{client: (x, y)}``, or a
     :class:`~sartor.data.ClientData`. ``model`` is a network's name, any ``nn.Module``, or a :class:`Task`;

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from sartor.gpu import HAS_TRITON
+from sartor.kernels.gpu import HAS_TRITON
 
 Word: TypeAlias = Any
 """A 64-bit word: a Python integer or a tensor of them. Both wrap in the same way."""
@@ -147,7 +147,7 @@ def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
 )
 def few_shuffled(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
     """What :func:`shuffled` gives for so few places that a GPU is quicker to count than to sort."""
-    from sartor import random_kernels
+    from sartor.kernels import shuffle_triton as random_kernels
 
     result: Tensor = random_kernels.shuffled(keys, sizes, places)
     return result

@@ -1,18 +1,16 @@
-"""The methods, one file for each or for a few close ones; importing this package registers all of them."""
+"""The methods, a folder per family and a file for each; importing this package registers all of them.
+
+Imports the federation's contract and client, model below it; never an engine, a device or a file.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, make, register, registry
+from sartor.algorithms.base import Algorithm, Hyper, Server, make, register, registered
 
-__all__ = ["Algorithm", "Hyper", "Server", "algorithms", "make", "register"]
+__all__ = ["Algorithm", "Hyper", "Server", "make", "register", "registered"]
 
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
-
-
-def algorithms() -> dict[str, type[Algorithm]]:
-    """All methods by name, those a user has registered included."""
-    return registry()
+for _module in walk_packages(__path__, f"{__name__}."):
+    import_module(_module.name)

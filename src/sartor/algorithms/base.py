@@ -16,8 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from sartor.errors import SartorError
-from sartor.federation.base import Federation
 from sartor.federation.exchange import Call
+from sartor.federation.federation import Federation
+from sartor.federation.functions import admit
 from sartor.settings import build, setting
 
 
@@ -108,11 +109,12 @@ def register(cls: A) -> A:
             f"algorithm {cls.name!r} is registered already, by {_REGISTRY[cls.name].__module__}"
         )
     _REGISTRY[cls.name] = cls
+    admit(cls.__module__)
     return cls
 
 
-def registry() -> dict[str, type[Algorithm]]:
-    """All registered algorithms by name."""
+def registered() -> dict[str, type[Algorithm]]:
+    """All methods by name, those a user has registered included."""
     return dict(sorted(_REGISTRY.items()))
 
 

@@ -1,1 +1,1 @@
-"""The commands of the command line, a module for each or for a few that belong together."""
+"""The command line: one module a command. Imports anything; nothing imports it."""

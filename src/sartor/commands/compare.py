@@ -25,7 +25,7 @@ from sartor.commands.base import (
 from sartor.errors import SartorError, SettingError
 
 if TYPE_CHECKING:
-    from sartor.comparison import Comparison, Estimate, RankingResult
+    from sartor.studies.comparison import Comparison, Estimate, RankingResult
 
 Arguments = Annotated[
     list[str] | None,
@@ -103,8 +103,8 @@ def compare(
         "engine.device": device,
     }
     experiment = read_experiment(arguments or (), algorithms, "compare", flags)
-    from sartor import comparison  # after the words are known to be right: it imports torch
-    from sartor.record import to_json
+    from sartor.runs.record import to_json
+    from sartor.studies import comparison  # after the words are known to be right: it imports torch
 
     result = comparison.compare(
         algorithms,
@@ -138,10 +138,10 @@ def read_experiment(
 
     The last kind goes to the method's table of a section.
     """
-    from sartor import presets
-    from sartor.algorithms import algorithms as registered
-    from sartor.experiment import collect, describe_settings, read_toml
+    from sartor.algorithms import registered
+    from sartor.runs.experiment import collect, describe_settings, read_toml
     from sartor.settings import unknown
+    from sartor.studies import presets
 
     words, overrides = sort_out(arguments)
     files = [str(presets.path(word)) if word in presets.names() else word for word in words]
@@ -223,7 +223,7 @@ def _print_comparison(result: Comparison) -> None:
 
 
 def _cells() -> tuple[str, ...]:
-    from sartor.evaluation import CELLS
+    from sartor.runs.evaluation import CELLS
 
     return CELLS
 

@@ -39,9 +39,9 @@ def data(
     """
     from sartor.data.partitions import describe, plot_partition
     from sartor.data.sources import SOURCES
-    from sartor.experiment import load
-    from sartor.record import to_json
-    from sartor.runner import load_data
+    from sartor.runs.experiment import load
+    from sartor.runs.record import to_json
+    from sartor.runs.runner import load_data
 
     words, overrides = sort_out(_expand_shorthand([name, *(arguments or ())]))
     if len(words) != 1:

@@ -77,10 +77,10 @@ def serve(
 
     sartor serve --resume runs/fedavg-own-s0-12345678
     """
-    from sartor.deploy import Service, check_issued, split_address
-    from sartor.deploy import serve as serve_nodes
-    from sartor.experiment import load
-    from sartor.record import to_json
+    from sartor.remote.deploy import Service, check_issued, split_address
+    from sartor.remote.deploy import serve as serve_nodes
+    from sartor.runs.experiment import load
+    from sartor.runs.record import to_json
 
     logging.basicConfig(format="sartor: %(message)s", level=logging.WARNING, stream=sys.stderr)
     words, overrides = sort_out(arguments or ())
@@ -139,8 +139,8 @@ def join(
 
     sartor join fl.example.org:8000 --data mine.npz --key north.key --ca ca.crt
     """
-    from sartor.deploy import join as join_server
-    from sartor.deploy import loader
+    from sartor.remote.deploy import join as join_server
+    from sartor.remote.deploy import loader
 
     logging.basicConfig(format="sartor: %(message)s", level=logging.WARNING, stream=sys.stderr)
     if device not in ("cpu", "cuda"):
@@ -175,7 +175,7 @@ def keys(
 
     sartor keys keys --host fl.example.org --nodes north,south,west
     """
-    from sartor.deploy import make_keys
+    from sartor.remote.deploy import make_keys
 
     names = [f"node-{place}" for place in range(1, int(nodes) + 1)] if nodes.isdigit() else nodes.split(",")
     wrong = [name for name in names if not name.replace("-", "").replace("_", "").isalnum()]
@@ -197,8 +197,8 @@ def flower_app(
 
     sartor flower-app app experiment.toml
     """
-    from sartor.deploy import write_app
-    from sartor.experiment import load
+    from sartor.remote.deploy import write_app
+    from sartor.runs.experiment import load
 
     words, overrides = sort_out(arguments or ())
     if len(words) > 1:

@@ -39,7 +39,7 @@ def report(
 
     sartor report runs/* --figures figures --format pdf
     """
-    from sartor.report import report as write_report
+    from sartor.report import write_report
 
     path = write_report(runs, out, figures=figures, format=format.value)
     print(f"report: {path}")

@@ -15,7 +15,7 @@ from sartor.commands.compare import Seeds, parse_seeds, show
 from sartor.errors import SartorError, SettingError
 
 if TYPE_CHECKING:
-    from sartor.reproduction import Entry, Reproduction
+    from sartor.studies.reproduction import Entry, Reproduction
 
 
 class Scale(str, Enum):
@@ -65,9 +65,9 @@ def reproduce(
     words, overrides = sort_out(arguments or ())
     if len(words) > 1:
         raise SettingError(f"{words[1]!r}: expected one table or figure, and key=value")
-    from sartor import reproduction
-    from sartor.experiment import collect
-    from sartor.record import to_json
+    from sartor.runs.experiment import collect
+    from sartor.runs.record import to_json
+    from sartor.studies import reproduction
 
     if not words:
         if overrides:
@@ -106,7 +106,7 @@ def _parts(given: str | None) -> list[str] | None:
 
 def _print_entries(entries: Sequence[Entry], as_json: bool) -> None:
     """Every table and figure, a line each."""
-    from sartor.record import to_json
+    from sartor.runs.record import to_json
 
     if as_json:
         keys = ("name", "title", "paper", "place", "note", "cannot", "same_as", "source", "status")

@@ -27,7 +27,7 @@ def resume(
 
     sartor resume runs/fedavg-digits-s0-12345678 --rounds 50
     """
-    from sartor.record import RunFolder, to_json
+    from sartor.runs.record import RunFolder, to_json
 
     folder = RunFolder.open(run)
     if folder.finished and (rounds is None or rounds == folder.experiment.rounds):
@@ -35,7 +35,7 @@ def resume(
         hint = "`--rounds` extends it"
         print(f"sartor: {run}: finished, with {summary['rounds']} rounds; {hint}", file=sys.stderr)
     else:
-        from sartor.runner import resume
+        from sartor.runs.runner import resume
 
         summary = resume(run, rounds=rounds, progress=sys.stderr.isatty()).summary
     if as_json:

@@ -67,9 +67,9 @@ def run(
 
     sartor run fedprox experiment.toml --rounds 50 hyper.mu=0.1 partition.alpha=0.3
     """
-    from sartor import presets
-    from sartor.experiment import load
-    from sartor.record import to_json
+    from sartor.runs.experiment import load
+    from sartor.runs.record import to_json
+    from sartor.studies import presets
 
     words, overrides = sort_out([algorithm, *(arguments or ())])
     files = [word for word in words if word.endswith(".toml") or word in presets.names()]
@@ -94,12 +94,12 @@ def run(
     files = [str(presets.path(file)) if file in presets.names() else file for file in files]
     experiment = load(files[0] if files else None, overrides, **flags)
     if dry_run:
-        from sartor.cost import estimate
+        from sartor.runs.cost import estimate
 
         cost = estimate(experiment)
         print(to_json(cost)) if as_json else _print_cost(cost)
         return
-    from sartor.runner import execute  # after the experiment is known to be right
+    from sartor.runs.runner import execute  # after the experiment is known to be right
 
     result = execute(experiment, out=out, progress=sys.stderr.isatty())
     if as_json:

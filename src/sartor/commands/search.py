@@ -33,7 +33,7 @@ from sartor.commands.compare import (
 from sartor.errors import SartorError
 
 if TYPE_CHECKING:
-    from sartor.tuning import Search
+    from sartor.studies.tuning import Search
 
 
 @app.command()
@@ -79,8 +79,8 @@ def search(
         "engine.device": device,
     }
     experiment = read_experiment(arguments or (), algorithms, "search", flags)
-    from sartor import tuning  # after the words are known to be right: it imports torch
-    from sartor.record import to_json
+    from sartor.runs.record import to_json
+    from sartor.studies import tuning  # after the words are known to be right: it imports torch
 
     result = tuning.search(
         algorithms,

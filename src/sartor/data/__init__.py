@@ -2,7 +2,7 @@
 
 from sartor.data.clients import ClientData, Split, from_clients, lazy_clients, prepare
 from sartor.data.features import FEATURES
-from sartor.data.own import (
+from sartor.data.loaders import (
     from_dataset,
     from_flower_partitioner,
     from_folder,

@@ -1,39 +1,11 @@
-"""Where clients run. The contract is in ``base``; ``loop`` and ``stacked`` are its engines."""
+"""The contract between algorithms and engines: map a client function over a cohort, and what comes back.
+
+Imports client, model and data. What an algorithm may see of the clients is here and nowhere else.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from sartor.data.clients import ClientData
-from sartor.federation.base import Federation
-from sartor.federation.distributed import ShardedLoop, ShardedStacked, world
 from sartor.federation.exchange import Call, Replies, Reply
-from sartor.federation.loop import LoopFederation
-from sartor.federation.stacked import StackedFederation
-from sartor.task import Task
+from sartor.federation.federation import Federation
 
-__all__ = ["Call", "Federation", "Replies", "Reply", "choose_engine", "make_federation"]
-
-
-def choose_engine(name: str, task: Task, device: str, x: Tensor, y: Tensor) -> str:
-    """The engine that ``auto`` means for a model, before anything runs.
-
-    On CUDA: stacked. On a CPU: stacked for models without convolutions, whose steps are too small to keep a
-    core busy; the loop for those with convolutions, which a CPU computes one client at a time faster than
-    grouped. A model that cannot be stacked at all runs on the loop engine everywhere.
-    """
-    if name != "auto":
-        return name
-    if device == "cpu" and task.has_convolutions:
-        return "loop"
-    return "loop" if task.why_not_stackable(x[:2], y[:2]) else "stacked"
-
-
-def make_federation(engine: str, task: Task, data: ClientData, **settings: Any) -> Federation:
-    """A federation on the named engine, over all processes of a run; ``settings`` are those of its class."""
-    kinds: dict[str, type[Federation]] = {"loop": LoopFederation, "stacked": StackedFederation}
-    if world() > 1:
-        kinds = {"loop": ShardedLoop, "stacked": ShardedStacked}
-    return kinds[engine](task, data, **settings)
+__all__ = ["Call", "Federation", "Replies", "Reply"]

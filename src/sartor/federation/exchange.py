@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sartor.errors import SartorError
-from sartor.federation.memory import to_device
+from sartor.kernels.device import to_device
 
 Arguments = Mapping[str, Any]
 ClientFunction = Callable[..., "Reply"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sartor.data.clients import LazySplit, Split
-from sartor.federation.memory import to_device
+from sartor.kernels.device import to_device
 
 
 class Samples:

@@ -10,13 +10,13 @@ from pathlib import Path
 from sartor.errors import SartorError
 from sartor.report.figures import figures as make_figures
 from sartor.report.html import page
-from sartor.report.printed import write_figures
+from sartor.report.images import write_figures
 from sartor.report.runs import read
 
-__all__ = ["report"]
+__all__ = ["write_report"]
 
 
-def report(
+def write_report(
     runs: str | Path | Iterable[str | Path],
     out: str | Path = "report.html",
     *,
@@ -32,7 +32,7 @@ def report(
     >>> import sartor, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> result = sartor.run("separate", data="digits", clients=3, rounds=1, out=f"{folder}/run")
-    >>> report(result.folder, f"{folder}/report.html").stat().st_size > 1_000_000
+    >>> write_report(result.folder, f"{folder}/report.html").stat().st_size > 1_000_000
     True
     """
     material = read([runs] if isinstance(runs, (str, Path)) else runs)

@@ -1,5 +1,5 @@
 """The figures of a report as plain data, which :mod:`~sartor.report.interactive` and
-:mod:`~sartor.report.printed` draw alike.
+:mod:`~sartor.report.images` draw alike.
 
 A figure has choices (which model, by round or by bytes) and one view for each way to choose. Every view says
 in words what it shows. A figure whose data no run has recorded is left out.
@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from sartor.metrics import spread
 from sartor.report.runs import CELL_WORDS, OWN, Group, Material, Run, cell_of, cells_in, own_cell
+from sartor.runs.metrics import spread
 
 MOST_POINTS = 300
 """A line, a box or a bar chart with more points is drawn from so many of them, evenly chosen."""

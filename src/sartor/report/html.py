@@ -15,12 +15,12 @@ from importlib import resources
 from typing import Any
 
 from sartor.errors import SartorError
-from sartor.record import environment, to_json
 from sartor.report.figures import Choice, Figure
 from sartor.report.interactive import spec
 from sartor.report.runs import Material, flat
 from sartor.report.style import variables
 from sartor.report.tables import Entry, Table, comparison, settings, statistics
+from sartor.runs.record import environment, to_json
 
 VOID = ("meta", "input")
 Attribute = str | int | bool | None

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from sartor.comparison import FILE as COMPARISON
 from sartor.data.partitions import Partition
 from sartor.errors import SartorError
-from sartor.record import CONFIG, PARTITION, RunFolder
+from sartor.runs.record import CONFIG, PARTITION, RunFolder
+from sartor.studies.comparison import FILE as COMPARISON
 
 OWN = "own"
 """Stands for ``personal_local`` where a method has personal models and for ``shared_local`` where not."""

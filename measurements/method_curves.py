@@ -1,0 +1,220 @@
+"""The curve on every method's page: all registered methods on the embedded digits, in one setting.
+
+    python measurements/method_curves.py                       # what is missing of results/method-curves.json
+    python measurements/method_curves.py --methods ditto apple # only these
+
+20 clients share the digits by Dirichlet 0.1 and differ in classes and size, half of them are drawn in each
+of 30 rounds, and half are stragglers that take 2, 3 or 4 units of time: synchronous methods wait for them,
+asynchronous ones do not. Each method's learning rate is the one of five with the best accuracy on the
+clients' validation data, in a run with a seed of its own; all its other hyper-parameters have their defaults.
+Where the rate is not that of one step (FSVRG divides it), the five are multiplied so that steps are of the
+same size.
+
+The file is written after each method, and what is in it is not run again. A method that fails is written down
+with the message, and is tried again the next time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import sartor
+from sartor.algorithms import registered
+from sartor.errors import SartorError
+from sartor.model.networks import seeded
+from sartor.model.task import Task
+from sartor.runs.record import environment, write_json
+
+COMMAND = "python measurements/method_curves.py"
+FILE = Path(__file__).parent.parent / "results" / "method-curves.json"
+
+SETTING: dict[str, Any] = {
+    "rounds": 30,
+    "data": {"name": "digits", "clients": 20, "validation": 0.2},
+    "partition": {"name": "dirichlet", "alpha": 0.1, "by": "class", "least": 10},
+    "local": {"epochs": 2, "batch": 16},
+    "cohort": {"fraction": 0.5},
+    "delay": {"name": "periodic", "stragglers": 10, "longest": 3},
+    "evaluate": {"every": 2, "personal_pooled": "no"},
+}
+ENGINE = {"name": "loop", "workers": 1}
+"""Which does not change results; clients so small gain little from being trained in one batch."""
+SEEDS = (0, 1, 2)
+SEARCH_SEED = 3
+"""Rates are chosen on a partition of their own."""
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
+
+STEPS, SAMPLES = 8, 57
+"""Of a client in a round: its mean number of steps, and of training samples."""
+FACTORS = {"fsvrg": STEPS, "a-fsvrg": SAMPLES, "ma-fsvrg": SAMPLES, "ga-fsvrg": SAMPLES}
+"""How many times the rate of a step ``lr`` is, where it is divided by a client's steps or samples."""
+
+OWN: dict[str, dict[str, Any]] = {"fedasync": {"arrivals": 0, "deadline": 1.0}, "fedbuff": {"buffer": 5}}
+"""Hyper-parameters of asynchronous methods that would be none here: the default is one answer in a round, or
+ten of the ten clients at work.
+"""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "BatchNorm": {},  # its network is made in Python
+    "everyone": {"cohort": {"fraction": 1.0}},
+}
+"""What differs from the setting for methods that cannot show themselves in it."""
+NEEDS = {"fedbn": "BatchNorm", "vrl-sgd": "everyone"}
+"""The variant that a method needs; what it is compared with is measured there too."""
+REFERENCES = ("fedavg", "separate")
+
+
+def entries() -> dict[str, tuple[str, str]]:
+    """What is measured: label -> method and variant, the references first."""
+    compared = {
+        f"{name}, {variant}" if variant else name: (name, variant)
+        for variant in VARIANTS
+        for name in REFERENCES
+    }
+    return compared | {name: (name, NEEDS.get(name, "")) for name in registered() if name not in compared}
+
+
+def network(variant: str, seed: int) -> str | Task:
+    """The network as :func:`sartor.run` takes it, its first weights drawn by the seed."""
+    if variant != "BatchNorm":
+        return "mlp"
+
+    def build() -> nn.Module:
+        layers = {
+            "flatten": nn.Flatten(),
+            "hidden": nn.Linear(64, 64),
+            "norm": nn.BatchNorm1d(64),
+            "relu": nn.ReLU(),
+            "output": nn.Linear(64, 10),
+        }
+        return nn.Sequential(OrderedDict(layers))
+
+    return Task(seeded(build, seed), classes=10, head="output", name="mlp with BatchNorm")
+
+
+def measure(algorithm: str, variant: str, scratch: Path) -> dict[str, Any]:
+    """A method's rate and its curves, one for each seed; or the message with which it failed."""
+    fixed = OWN.get(algorithm, {})
+    began = time.perf_counter()
+    described = {"algorithm": algorithm, "variant": variant}
+    try:
+        rate, tried = choose_rate(algorithm, variant, fixed, scratch)
+        hyper = {**fixed, "lr": rate}
+        runs = [
+            sartor.run(
+                algorithm,
+                experiment={**SETTING, **VARIANTS[variant]},
+                model=network(variant, seed),
+                seed=seed,
+                engine=ENGINE,
+                store=False,
+                hyper=hyper,
+            )
+            for seed in SEEDS
+        ]
+    except SartorError as error:
+        return {**described, "failed": str(error)}
+    cell = "personal_local" if runs[0].summary["last"]["personal_local"] else "shared_local"
+    evaluated = [[row for row in run.rounds if "evaluation" in row] for run in runs]
+    curves = [[row["evaluation"][cell]["accuracy"] for row in rows] for rows in evaluated]
+    return {
+        **described,
+        "hyper": hyper,
+        "validation": tried,
+        "cell": cell,
+        "rounds": [row["round"] for row in evaluated[0]],
+        "accuracy": curves,
+        "mean": [statistics.mean(values) for values in zip(*curves, strict=True)],
+        "deviation": [statistics.stdev(values) for values in zip(*curves, strict=True)],
+        "time": statistics.mean(run.rounds[-1]["time"] for run in runs),
+        "seconds": time.perf_counter() - began,
+        "failed": None,
+    }
+
+
+def choose_rate(
+    algorithm: str, variant: str, fixed: dict[str, Any], scratch: Path
+) -> tuple[float, dict[str, float | None]]:
+    """The rate with the best accuracy on validation data, and that of each; null for one that diverged."""
+    rates = [rate * FACTORS.get(algorithm, 1) for rate in RATES]
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        found = sartor.search(
+            {algorithm: {**{key: [value] for key, value in fixed.items()}, "lr": rates}},
+            experiment={**SETTING, **VARIANTS[variant], "evaluate": {"every": 0, "personal_pooled": "no"}},
+            model=network(variant, SEARCH_SEED),
+            method="grid",
+            budget=len(rates),
+            seeds=[SEARCH_SEED],
+            engine=ENGINE,
+            out=Path(folder) / "search",
+        )
+    (tuned,) = found.methods
+    tried = {
+        f"{trial.hyper['lr']:g}": None if trial.validation is None else trial.validation.mean
+        for trial in tuned.trials
+    }
+    return tuned.best["lr"], tried
+
+
+def read(file: Path) -> dict[str, Any]:
+    """What was measured in this setting so far; a file of another one is refused."""
+    described = {
+        "setting": SETTING,
+        "variants": VARIANTS,
+        "seeds": list(SEEDS),
+        "search": {"seed": SEARCH_SEED, "rates": list(RATES), "factors": FACTORS},
+    }
+    if not file.exists():
+        return {**described, "methods": {}}
+    results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if any(results.get(key) != value for key, value in described.items()):
+        raise SystemExit(
+            f"{file}: was measured in another setting; remove it, or give another file as --json"
+        )
+    return results
+
+
+def main() -> None:
+    """Measure what is missing."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--methods", nargs="*", metavar="NAME", help="only these; left out: all")
+    parser.add_argument("--again", action="store_true", help="also those that the file has already")
+    parser.add_argument("--json", type=Path, default=FILE, help="the file")
+    arguments = parser.parse_args()
+    for name in arguments.methods or ():
+        if name not in entries():
+            parser.error(f"{name}: no such method; `sartor algorithms` lists them")
+    logging.getLogger("sartor").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    results = read(arguments.json)
+    with tempfile.TemporaryDirectory() as scratch:
+        for label, (algorithm, variant) in entries().items():
+            if arguments.methods and label not in arguments.methods:
+                continue
+            known = results["methods"].get(label)
+            if known is not None and known["failed"] is None and not arguments.again:
+                continue
+            found = measure(algorithm, variant, Path(scratch))
+            results["methods"][label] = found
+            results.update(command=COMMAND, environment=environment())
+            write_json(arguments.json, results)
+            last = found["failed"] or f"{100 * found['mean'][-1]:.2f} %, lr {found['hyper']['lr']:g}"
+            print(f"{label}: {last}, {found.get('seconds', 0):.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Methods that do not wait for everyone."""

@@ -1,0 +1,1 @@
+"""ComFed: client mechanism × server optimizer, two small tables composed."""

@@ -1,0 +1,62 @@
+"""ComFed's mechanism Nova: changes in units of their effective steps, as in FedNova (Wang et al. 2020)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sartor.algorithms.comfed.mechanisms import TINY, ComFed, ComFedServer, Mechanism, solve
+from sartor.algorithms.comfed.prox import pulled
+from sartor.client.local import Client
+from sartor.errors import SettingError
+from sartor.federation.exchange import Replies, Reply
+from sartor.federation.federation import Federation
+from sartor.settings import setting
+
+
+@dataclass(frozen=True)
+class Nova(Mechanism):
+    """What Nova can be told."""
+
+    mu: float = setting(0.0, "pull towards the global model", symbol="μ", low=0)
+
+
+def nova(client: Client, hyper: Nova, w: Tensor, m: Tensor | None = None) -> Reply:
+    """Lines 8, 11 and 14: Δ_i with η‖a_i‖₁ and η K_i."""
+    direction = pulled(client, hyper.mu, w) if hyper.mu else client.grad
+    reply = solve(client, hyper, w, direction, m, hyper.mu, measured=True)
+    return Reply(**reply, steps=client.work(hyper.lr))
+
+
+class ComFedNova(ComFed):
+    """Nova: each change divided by its effective number of steps ‖a_i‖₁ before averaging (line 19).
+
+    Δ = (Σ p'_i ‖a_i‖₁) Σ p'_i Δ_i / ‖a_i‖₁; with a proximal term ``mu`` the first sum is over the numbers of
+    steps. ‖a_i‖₁ is that of the local optimiser in use, so a local Adam, which has none, is refused.
+    ``as_printed``: section III-D prints ‖a_i‖₁ = 1/τ_i for τ_i plain steps, which multiplies where it should
+    divide.
+    """
+
+    client_function = staticmethod(nova)
+    Hyper = Nova
+
+    def start(self, federation: Federation) -> ComFedServer:
+        """The initial model, for a solver that has an a_i."""
+        if federation.local.optimizer == "adam":
+            raise SettingError(
+                f"{self.name}: a change made by Adam is no weighted sum of gradients, so it has no ‖a_i‖₁; "
+                "set local.optimizer=sgd"
+            )
+        return super().start(federation)
+
+    def aggregate(
+        self, server: ComFedServer, replies: Replies, federation: Federation
+    ) -> tuple[Tensor, ComFedServer]:
+        """Line 19, in units of η, which cancels."""
+        work = replies["work"]
+        if self.hyper.as_printed:
+            work = 1 / replies["steps"].clamp(min=TINY)
+        effective = replies["steps"] if self.hyper.mu and not self.hyper.as_printed else work
+        normalised = replies.sum("delta", replies.weights / work.clamp(min=TINY))
+        return (replies.weights @ effective) * normalised, server

@@ -1,0 +1,1 @@
+"""Whole personal models, mixed, pulled together or chosen."""

@@ -1,0 +1,133 @@
+"""CFL (Sattler et al. 2020): clustered federated learning, groups split where their clients disagree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.mixing.ifca import nearest_model
+from sartor.algorithms.references.fedavg import local_training
+from sartor.algorithms.server.similarity import cosines, two_groups
+from sartor.algorithms.server.weights import weights_of
+from sartor.client.local import Client
+from sartor.federation.exchange import Call, Reply
+from sartor.federation.federation import Federation
+from sartor.settings import setting
+
+NOBODY = -1
+"""The group of a newcomer, which has none."""
+
+
+@dataclass(frozen=True)
+class CFLHyper(Hyper):
+    """CFL's hyper-parameters."""
+
+    e1: float = setting(0.4, "a group is split when its mean change is shorter", symbol="ε_1", low=0)
+    e2: float = setting(1.6, "... and some client's change is longer", symbol="ε_2", low=0)
+    wait: int = setting(20, "rounds before the first split", low=0)
+    weighted: bool = setting(False, "weigh clients by their samples; else all alike")
+
+
+@dataclass(frozen=True)
+class CFLServer:
+    """A model for every group, [C, d], every client's group, and the last change of every client."""
+
+    models: Tensor
+    groups: Tensor
+    changes: Tensor
+    known: Tensor
+
+
+def group_model(client: Client, hyper: CFLHyper, w: Tensor) -> Reply:
+    """The model of the client's group."""
+    return Reply(w=w)
+
+
+@register
+class CFL(Algorithm):
+    """FedAvg within groups; a group near its optimum whose clients still disagree is split in two.
+
+    A group of more than two is split when ‖mean Δ_i‖ < ε_1 and max ‖Δ_i‖ > ε_2. Variant: the paper's
+    criterion, the smallest possible largest cosine between the two sides, which is single linkage (the
+    authors' code has complete linkage). With some clients a round, the last Δ_i of the absent ones stand in,
+    and a group is not split before all its members have trained. Clients weigh alike, as in the authors' code
+    (``weighted``: by samples). BatchNorm statistics stay with the client. Evaluated: the model of the
+    client's group after aggregation (personal), and all groups' models (shared). A newcomer of another
+    federation takes the group model with the lowest loss on its training data.
+    """
+
+    name = "cfl"
+    family = "personal"
+    paper = "Sattler et al. 2020"
+    server_keeps = "a model for every group, the last change of every client (N × d); its work is N² d"
+    client_keeps = "nothing"
+    traffic = "1 / 1"
+    buffers = "local"
+    quadratic = True
+    Hyper = CFLHyper
+
+    def start(self, federation: Federation) -> CFLServer:
+        """One group with the initial model."""
+        w, clients = federation.task.initial(federation.device), federation.clients
+        groups = torch.zeros(clients, dtype=torch.int64, device=w.device)
+        return CFLServer(w[None], groups, w.new_zeros(clients, len(w)), w.new_zeros(clients))
+
+    def round(self, server: CFLServer, federation: Federation, cohort: np.ndarray) -> CFLServer:
+        """Local training at the cohort, splits, then a mean for every group."""
+        clients = torch.as_tensor(cohort, device=federation.device)
+        replies = federation.map(local_training, cohort, each={"w": server.models[server.groups[clients]]})
+        answered = torch.as_tensor(replies.clients, device=federation.device)
+        server = replace(
+            server,
+            changes=server.changes.index_copy(0, answered, replies["delta"]),
+            known=server.known.index_fill(0, answered, 1.0),
+        )
+        if federation.round > self.hyper.wait:
+            server = self._split(server, federation)
+        models = server.models.clone()
+        for group in sorted(set(server.groups[answered].tolist())):
+            weights = weights_of(replies, self.hyper.weighted, server.groups[answered] == group)
+            models[group] = models[group] + replies.sum("delta", weights)
+        return replace(server, models=models)
+
+    def _split(self, server: CFLServer, federation: Federation) -> CFLServer:
+        """Every group that is to be split, split in two; the new one starts from the same model."""
+        hyper, models, groups = self.hyper, server.models, server.groups.clone()
+        sizes = federation.sizes.double() if hyper.weighted else (federation.sizes > 0).double()
+        for group in range(len(models)):
+            members = torch.nonzero(server.groups == group)[:, 0]
+            if len(members) <= 2 or not bool((server.known[members] > 0).all()):
+                continue
+            changes, share = server.changes[members], sizes[members]
+            mean = (share / share.sum().clamp(min=1)).to(changes.dtype) @ changes
+            if float(mean.norm()) < hyper.e1 and float(changes.norm(dim=1).max()) > hyper.e2:
+                side = two_groups(cosines(changes, changes).cpu().numpy())
+                groups[members[torch.as_tensor(side, device=members.device)]] = len(models)
+                models = torch.cat([models, models[group][None]])
+        return replace(server, models=models, groups=groups)
+
+    def shared(self, server: CFLServer) -> Tensor:
+        """The groups' models."""
+        return server.models
+
+    def personalize(self, server: CFLServer, cohort: np.ndarray) -> Call:
+        """The model of the client's group; for a newcomer, the one that suits its training data best."""
+        groups = server.groups[torch.as_tensor(cohort, device=server.groups.device)]
+        if bool((groups == NOBODY).any()):
+            return Call(nearest_model, shared={"models": server.models})
+        return Call(group_model, each={"w": server.models[groups]})
+
+    def welcome(self, server: CFLServer, federation: Federation) -> CFLServer:
+        """Newcomers are in no group."""
+        groups = torch.full((federation.clients,), NOBODY, device=server.groups.device)
+        fresh = self.start(federation)
+        return replace(fresh, models=server.models, groups=groups)
+
+    def observe(self, server: CFLServer) -> dict[str, Any]:
+        """How many groups there are, and every client's group."""
+        return {"clusters": len(server.models), "groups": server.groups}

@@ -1,0 +1,46 @@
+"""What methods share whose server keeps every client's last model: that record, training near a target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sartor.client.local import Client
+from sartor.federation.exchange import Replies, Reply
+from sartor.federation.federation import Federation
+from sartor.model.task import Batch
+
+
+@dataclass(frozen=True)
+class Models:
+    """The last model of every client that the server knows, [N, d], and whether it has trained at all."""
+
+    models: Tensor
+    known: Tensor
+
+    @staticmethod
+    def initial(federation: Federation) -> dict[str, Any]:
+        """Everyone has the initial model, and nobody has trained."""
+        w = federation.task.initial(federation.device)
+        return {"models": w.expand(federation.clients, -1).clone(), "known": w.new_zeros(federation.clients)}
+
+    def received(self, replies: Replies) -> dict[str, Any]:
+        """The same with the models ``w`` of those who answered."""
+        clients = torch.as_tensor(replies.clients, device=self.models.device)
+        return {
+            "models": self.models.index_copy(0, clients, replies["w"]),
+            "known": self.known.index_fill(0, clients, 1.0),
+        }
+
+
+def near_target(client: Client, hyper: Any, target: Tensor, pull: Tensor, w_i: Tensor) -> Reply:
+    """K_i steps on f_i(w) + pull/2 ‖w − target‖², from the client's own model or from the target."""
+
+    def direction(y: Tensor, batch: Batch) -> Tensor:
+        return client.grad(y, batch) + pull * (y - target)  # DiversiFed's (7)
+
+    y = client.descend(w_i if hyper.start == "w" else target, direction, lr=hyper.lr)
+    return Reply(w=y).keep(w_i=y)

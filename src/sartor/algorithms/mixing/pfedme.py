@@ -1,0 +1,88 @@
+"""pFedMe (Dinh et al. 2020): personalised learning with Moreau envelopes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.server.weights import weights_of
+from sartor.client.local import Client, require_plain_sgd
+from sartor.federation.exchange import Call, Reply
+from sartor.federation.federation import Federation
+from sartor.model.task import Batch
+from sartor.settings import setting
+
+
+@dataclass(frozen=True)
+class PFedMeHyper(Hyper):
+    """pFedMe's hyper-parameters."""
+
+    lr: float = setting(0.005, "learning rate of the local copy of the global model", symbol="η", low=0)
+    lam: float = setting(15.0, "how strongly θ_i is held near the local copy", symbol="λ", above=0)
+    personal_lr: float = setting(0.05, "learning rate of the personal model θ_i", symbol="η_p", low=0)
+    inner_steps: int = setting(5, "steps of θ_i on each batch", symbol="K", low=1)
+    beta: float = setting(1.0, "step of the server towards the mean", symbol="β", low=0)
+    weighted: bool = setting(False, "weigh clients by their samples; else all alike")
+
+
+def local_training(client: Client, hyper: PFedMeHyper, w: Tensor) -> Reply:
+    """For every batch: K steps of θ on f_i(θ; batch) + λ/2 ‖θ − w_i‖², then w_i ← w_i − η λ (w_i − θ)."""
+    rate = client.rate(hyper.personal_lr)
+
+    def direction(w_i: Tensor, batch: Batch, theta: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(hyper.inner_steps):
+            theta = theta - rate * (client.grad(theta, batch) + hyper.lam * (theta - w_i))
+        return hyper.lam * (w_i - theta), theta
+
+    # Step 1: θ starts at w_i, and goes on from where it was.
+    return Reply(delta=client.descend_with(w, direction, w, lr=hyper.lr)[0] - w)
+
+
+def personal_model(client: Client, hyper: PFedMeHyper, w: Tensor) -> Reply:
+    """θ_i(w): K steps from w on f_i(θ) + λ/2 ‖θ − w‖², on training batches of a stream of its own."""
+
+    def direction(theta: Tensor, batch: Batch) -> Tensor:
+        return client.grad(theta, batch) + hyper.lam * (theta - w)
+
+    steps = hyper.inner_steps
+    return Reply(w=client.descend(w, direction, lr=hyper.personal_lr, steps=steps, stream="finetune"))
+
+
+@register
+class PFedMe(Algorithm):
+    """Descend the Moreau envelope of every client: personal models θ_i stay near copies of the global one.
+
+    Variant: the paper's algorithm 1 with an inner problem of K steps on each batch, warm-started from batch
+    to batch, and no weight decay on θ (the authors' optimiser has one). ``local.epochs`` or ``local.steps``
+    set R, which counts batches. Only clients that take part work, and all weigh alike (``weighted``: by
+    samples). η λ should be at most 1, and λ above the curvature of f_i. Defined for plain SGD. Evaluated: θ_i
+    made anew from the current w by K steps on the client's training data (personal), and w (shared); a
+    newcomer gets its θ_i in the same way.
+    """
+
+    name = "pfedme"
+    family = "personal"
+    paper = "Dinh et al. 2020"
+    server_keeps = "w"
+    client_keeps = "nothing"
+    traffic = "1 / 1"
+    Hyper = PFedMeHyper
+
+    def start(self, federation: Federation) -> Server:
+        """The initial model."""
+        require_plain_sgd(federation.local, self.name, weight_decay=False)
+        return Server(federation.task.initial(federation.device))
+
+    def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
+        """Local training at the cohort, then w ← (1 − β) w + β mean of the w_i."""
+        replies = federation.map(local_training, cohort, {"w": server.w})
+        change = replies.sum("delta", weights_of(replies, self.hyper.weighted))
+        return replace(server, w=torch.add(server.w, change, alpha=self.hyper.beta))  # step 2
+
+    def personalize(self, server: Server, cohort: np.ndarray) -> Call:
+        """θ_i of the current global model."""
+        return Call(personal_model, shared={"w": server.w})

@@ -1,0 +1,1 @@
+"""FedAvg, FedAvg with fine-tuning, and everyone alone: what others are compared with."""

@@ -1,0 +1,1 @@
+"""Similarity-weighted personal models, synchronous and asynchronous: SPFL, LGA, PLGA."""

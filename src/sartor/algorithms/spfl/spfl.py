@@ -1,0 +1,158 @@
+"""SPFL: every client gets a model of its own, made of everyone's updates weighted by gradient similarity.
+
+The similarity of two clients is the cosine of their updates from a common model (3), stage by stage of the
+network, through a softmax (6): SNGS, softmax-normalised gradient similarity. Equation numbers are those of
+"Personalized Heterogeneous FL with Gradient Similarity". Updates are written Δ_i = w_i − w, the paper's
+gradients are −Δ_i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.server.similarity import mean_model
+from sartor.algorithms.server.stages import cosines_by_stage, mixed_by_stage, stages_of
+from sartor.client.local import Client
+from sartor.federation.exchange import Call, Reply
+from sartor.federation.federation import Federation
+from sartor.kernels.device import to_device
+from sartor.model.task import Part
+from sartor.settings import setting
+
+
+@dataclass(frozen=True)
+class SPFLHyper(Hyper):
+    """SPFL's hyper-parameters."""
+
+    alpha: float = setting(1.0, "server learning rate", symbol="α", low=0)
+    refresh: int = setting(10, "rounds between refreshes of the similarities", symbol="Γ", low=1)
+    local_updates: int = setting(2, "steps on every mini-batch", low=1)
+    temperature: float = setting(1.0, "divides cosines before the softmax; large: all clients alike", above=0)
+    as_printed: bool = setting(False, "weights |D_j| / |D| times the softmax, which add up to about 1/N")
+    finetune_steps: int = setting(0, "steps of fine-tuning before a client uses its model", low=0)
+    finetune_lr: float = setting(0.001, "learning rate of fine-tuning", low=0)
+
+
+@dataclass(frozen=True)
+class SPFLServer:
+    """The clients' models w_{g,i}, [N, d], and for each stage the cosines of their updates, [N, N]."""
+
+    models: Tensor
+    cosines: dict[str, Tensor]
+
+
+def local_training(client: Client, hyper: SPFLHyper, w: Tensor) -> Reply:
+    """An epoch with ``local_updates`` steps on every batch; the update Δ_i (2) goes back."""
+    return Reply(delta=client.descend(w, lr=hyper.lr, updates=hyper.local_updates) - w)
+
+
+def personal_model(client: Client, hyper: SPFLHyper, w: Tensor) -> Reply:
+    """The client's model w_{g,i}, fine-tuned if that is wanted."""
+    if not hyper.finetune_steps:
+        return Reply(w=w)
+    return Reply(w=client.descend(w, lr=hyper.finetune_lr, steps=hyper.finetune_steps, stream="finetune"))
+
+
+def sngs(cosine: Tensor, temperature: float = 1.0) -> Tensor:
+    """S̄ (6): the softmax of every row, rows sum to one."""
+    return (cosine / temperature).softmax(dim=1)
+
+
+def mixing_weights(cosine: Tensor, n: Tensor, hyper: SPFLHyper) -> Tensor:
+    """ω_ij = |D_j| S̄(i,j) / Σ_k |D_k| S̄(i,k), one row for each client i that is given a model.
+
+    ``as_printed``: (|D_j| / |D|) S̄(i,j) as in (7). As S̄ sums to one already, these add up to about 1/N and
+    the step shrinks with the number of clients.
+    """
+    weights = n * sngs(cosine, hyper.temperature)
+    return weights / (n.sum() if hyper.as_printed else weights.sum(dim=1, keepdim=True))
+
+
+@register
+class SPFL(Algorithm):
+    """Every client's model moves by everyone's updates, those of similar clients for more.
+
+    w_{g,i} ← w_{g,i} + α Σ_j ω_ij Δ_j, stage by stage (7). Every Γ rounds all clients train from the plain
+    mean of their models, and the cosines of those updates are the similarities until the next time.
+    α = 1 and ω normalised over the clients that answered: with equal similarities this is FedAvg. The print
+    (``as_printed``) has weights N times smaller and α = 0.01. Clients that do not take part keep their models
+    and similarities; a pair that never took part in a refresh together has cosine 0. Evaluated: w_{g,i}.
+    """
+
+    name = "spfl"
+    family = "personal"
+    paper = "SPFL"
+    server_keeps = "w_{g,i} of every client (N × d), a similarity matrix (N × N) per stage"
+    client_keeps = "nothing"
+    traffic = "1 / 1"
+    buffers = "local"
+    quadratic = True
+    Hyper = SPFLHyper
+
+    def start(self, federation: Federation) -> SPFLServer:
+        """Everyone has the initial model; all are alike."""
+        return SPFLServer(**self._initial(federation, federation.task.initial(federation.device)))
+
+    def _initial(self, federation: Federation, w: Tensor) -> dict[str, Any]:
+        clients = federation.clients
+        zeros = torch.zeros(clients, clients, dtype=torch.float64, device=federation.device)
+        return {
+            "models": w.expand(clients, -1).clone(),
+            "cosines": {stage.name: zeros for stage in stages_of(federation.task)},
+        }
+
+    def round(self, server: SPFLServer, federation: Federation, cohort: np.ndarray) -> SPFLServer:
+        """Local training from the clients' models, refreshed similarities when it is time, new models."""
+        stages, starts = stages_of(federation.task), self._starts(server, federation)
+        replies = federation.map(
+            local_training, cohort, each={"w": starts[to_device(cohort, federation.device)]}
+        )
+        clients, delta = to_device(replies.clients, federation.device), replies["delta"]
+        pairs = (clients[:, None], clients[None, :])
+        similar = server.cosines
+        if self._is_refresh(federation):
+            similar = cosines_by_stage(similar, delta, clients, stages)  # (3)
+        weights = {
+            name: mixing_weights(cosine[pairs], replies.n.double(), self.hyper)
+            for name, cosine in similar.items()
+        }
+        moved = self.mix(starts[clients], delta, weights, stages)
+        return replace(server, models=server.models.index_copy(0, clients, moved), cosines=similar)
+
+    def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
+        """The new models of those who answered, from where they started and their updates."""
+        step = mixed_by_stage(delta, weights, stages)
+        return torch.add(start, step, alpha=self.hyper.alpha)  # (7)
+
+    def _is_refresh(self, federation: Federation) -> bool:
+        return bool((federation.round - 1) % self.hyper.refresh == 0)
+
+    def _starts(self, server: SPFLServer, federation: Federation) -> Tensor:
+        """Where clients train from, [N, d]: their own models, at a refresh the mean of all."""
+        if self._is_refresh(federation):
+            return mean_model(server.models).expand_as(server.models)
+        return server.models
+
+    def shared(self, server: SPFLServer) -> None:
+        """There is no shared model."""
+
+    def personalize(self, server: SPFLServer, cohort: np.ndarray) -> Call:
+        """The client's model, from the server."""
+        return Call(personal_model, each={"w": server.models[to_device(cohort, server.models.device)]})
+
+    def welcome(self, server: SPFLServer, federation: Federation) -> SPFLServer:
+        """A newcomer gets the mean of the models."""
+        return SPFLServer(**self._initial(federation, mean_model(server.models)))
+
+    def observe(self, server: SPFLServer) -> dict[str, Any]:
+        """The similarities S̄ of every stage."""
+        return {
+            f"similarity_{stage}": sngs(cosine, self.hyper.temperature)
+            for stage, cosine in server.cosines.items()
+        }

@@ -1,0 +1,115 @@
+"""SPFL that waits for nobody: similarities and models are made of everyone's last known updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor.algorithms.asynchronous.aging import AsyncHyper, weights_by_age
+from sartor.algorithms.base import register
+from sartor.algorithms.server.similarity import mean_model
+from sartor.algorithms.server.stages import cosines_by_stage, stages_of
+from sartor.algorithms.spfl.spfl import SPFL, SPFLHyper, SPFLServer, local_training, mixing_weights
+from sartor.federation.exchange import NobodyAnswered
+from sartor.federation.federation import Federation
+from sartor.kernels.device import to_device
+from sartor.settings import setting
+
+
+@dataclass(frozen=True)
+class SPFLAsyncHyper(AsyncHyper, SPFLHyper):
+    """SPFL's hyper-parameters, and those of asynchronous methods."""
+
+    deadline: float = setting(1.0, "virtual time at which a round ends", above=0)
+
+
+@dataclass(frozen=True)
+class SPFLAsyncServer(SPFLServer):
+    """Besides, the last update of every client, [N, d], and the round in which its training began.
+
+    −1: never heard of.
+    """
+
+    updates: Tensor
+    began: Tensor
+    round: int = 0
+
+    @property
+    def ages(self) -> Tensor:
+        """How many rounds old the last updates are; −1 for a client never heard of."""
+        return torch.where(self.began >= 0, self.round - self.began, -1)
+
+
+@register
+class SPFLAsync(SPFL):
+    """SPFL that waits for nobody: a client that answers gets a model from everyone's last known updates.
+
+    w_{g,i} ← w_{g,i} + α Σ_j ω_ij Δ_j for the clients i that answered in this round, over all clients j ever
+    heard of, with ω_ij ∝ c(s_j) |D_j| S̄(i,j): an update s_j rounds old counts for less, and so does what its
+    age says of similarity, as a refresh takes c(s_i) c(s_j) cos(Δ_i, Δ_j) over the last known updates. In a
+    refresh those who start, start from the mean of all models. With nobody late it is SPFL. Evaluated:
+    w_{g,i}.
+    """
+
+    name = "spfl-async"
+    family = "personal, asynchronous"
+    server_keeps = "w_{g,i} and the last update of every client (N × d), similarities (N × N) per stage"
+    Hyper = SPFLAsyncHyper
+
+    def start(self, federation: Federation) -> SPFLAsyncServer:
+        """Everyone has the initial model; nobody has been heard of."""
+        return self._unheard(federation, federation.task.initial(federation.device))
+
+    def _unheard(self, federation: Federation, w: Tensor) -> SPFLAsyncServer:
+        first = self._initial(federation, w)
+        began = torch.full((federation.clients,), -1, device=federation.device)
+        return SPFLAsyncServer(**first, updates=torch.zeros_like(first["models"]), began=began)
+
+    def round(self, server: Any, federation: Federation, cohort: np.ndarray) -> SPFLAsyncServer:
+        """Start who is idle; whoever answers gets a new model from all last known updates."""
+        hyper, stages, device = self.hyper, stages_of(federation.task), federation.device
+        starts = self._starts(server, federation)
+        started = to_device(
+            federation.dispatch(
+                local_training,
+                cohort,
+                each={"w": starts[to_device(cohort, device)]},
+                concurrency=hyper.concurrency,
+            ),
+            device,
+        )
+        models = server.models.index_copy(0, started, starts[started])
+        known: SPFLAsyncServer = replace(server, models=models, round=federation.round)
+        try:
+            replies = federation.collect(within=hyper.deadline)
+        except NobodyAnswered:
+            return known
+        clients = to_device(replies.clients, device)
+        updates = known.updates.index_copy(0, clients, replies["delta"])
+        began = known.began.index_copy(0, clients, to_device(federation.round - replies.ages, device))
+        known = replace(known, updates=updates, began=began)
+        heard = torch.nonzero(began >= 0).flatten()
+        trust = weights_by_age(hyper, known.ages[heard].double())
+        if self._is_refresh(federation):
+            # What is known of older updates is nearer to 0, where nothing is known.
+            similar = cosines_by_stage(known.cosines, updates[heard], heard, stages, trust)
+            known = replace(known, cosines=similar)
+        counts = trust * federation.sizes[heard].double()
+        weights = {
+            name: mixing_weights(cosine[clients[:, None], heard[None, :]], counts, hyper)
+            for name, cosine in known.cosines.items()
+        }
+        moved = self.mix(models[clients], updates[heard], weights, stages)
+        return replace(known, models=models.index_copy(0, clients, moved))
+
+    def welcome(self, server: Any, federation: Federation) -> SPFLAsyncServer:
+        """A newcomer gets the mean of the models."""
+        return self._unheard(federation, mean_model(server.models))
+
+    def observe(self, server: Any) -> dict[str, Any]:
+        """The similarities S̄ of every stage, and the ages of the last updates."""
+        return {**super().observe(server), "ages": server.ages}

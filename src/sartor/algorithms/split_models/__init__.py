@@ -1,0 +1,1 @@
+"""Body and head, features: part of the model is shared, part is the client's."""

@@ -1,0 +1,1 @@
+"""Diversified global models: A-FSVRG, MA-FSVRG, GA-FSVRG."""

@@ -1,0 +1,135 @@
+"""Mime and MimeSVRG (Karimireddy et al. 2021): clients mimic a centralised optimiser.
+
+The statistics s of a base optimiser (momentum m, second moment v) belong to the server and stay frozen while
+clients take steps with them. They change once per round, by the mean gradient at w: never by the changes of
+the models, which carry the clients' drift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.client.local import Client, require_plain_sgd
+from sartor.federation.exchange import Reply
+from sartor.federation.federation import Federation
+from sartor.model.task import Batch
+from sartor.settings import setting
+
+
+@dataclass(frozen=True)
+class MimeHyper(Hyper):
+    """Mime's hyper-parameters."""
+
+    optimizer: str = setting("momentum", "the base optimiser", choices=("sgd", "momentum", "adam"))
+    beta: float = setting(0.9, "momentum, Adam's first moment", symbol="β", low=0, below=1)
+    beta2: float = setting(0.99, "Adam's second moment", symbol="β2", low=0, below=1)
+    epsilon: float = setting(1e-3, "added to the root of Adam's second moment", symbol="ε", above=0)
+
+
+@dataclass(frozen=True)
+class MimeServer(Server):
+    """The global model and the base optimiser's statistics, those that it has."""
+
+    m: Tensor | None = None
+    v: Tensor | None = None
+
+    def statistics(self) -> dict[str, Tensor]:
+        """What clients are sent of them."""
+        return {name: value for name, value in (("m", self.m), ("v", self.v)) if value is not None}
+
+
+def step(hyper: MimeHyper, e: Tensor, m: Tensor | None, v: Tensor | None) -> Tensor:
+    """U(e, s): the base optimiser's step from the gradient estimate e with frozen statistics."""
+    moved = e if m is None else (1 - hyper.beta) * e + hyper.beta * m
+    return moved if v is None else moved / (v.sqrt() + hyper.epsilon)
+
+
+def gradient_at(client: Client, hyper: Hyper, w: Tensor) -> Reply:
+    """∇f_i(w) over all of the client's samples."""
+    return Reply(gradient=client.full_gradient(w))
+
+
+def corrected_training(
+    client: Client, hyper: MimeHyper, w: Tensor, c: Tensor, m: Tensor | None = None, v: Tensor | None = None
+) -> Reply:
+    """Mime's local steps: gradients at y and at w on one batch, with the same dropout masks."""
+
+    def direction(y: Tensor, batch: Batch) -> Tensor:
+        e = client.grad(y, batch) - client.grad(w, batch, track=False) + c  # step 2
+        return step(hyper, e, m, v)
+
+    return Reply(delta=client.descend(w, direction, lr=hyper.lr) - w)
+
+
+class Mimic(Algorithm):
+    """What Mime, MimeSVRG and MimeLite have in common: the statistics, and what they refuse."""
+
+    def start(self, federation: Federation) -> MimeServer:
+        """The initial model; statistics start at zero, without bias correction."""
+        kind = self.hyper.optimizer
+        require_plain_sgd(federation.local, self.name, weight_decay=kind == "sgd")
+        w = federation.task.initial(federation.device)
+        m = None if kind == "sgd" else torch.zeros_like(w)
+        return MimeServer(w, m, torch.zeros_like(w) if kind == "adam" else None)
+
+    def refreshed(self, server: MimeServer, w: Tensor, g: Tensor) -> MimeServer:
+        """s ← V(g, s), with g the mean gradient at the model that the round started from."""
+        hyper, m, v = self.hyper, server.m, server.v
+        m = None if m is None else (1 - hyper.beta) * g + hyper.beta * m  # step 4
+        v = None if v is None else (1 - hyper.beta2) * g * g + hyper.beta2 * v  # step 4
+        return MimeServer(w, m, v)
+
+
+@register
+class Mime(Mimic):
+    """A centralised optimiser's steps at the clients, their gradients corrected as in SVRG.
+
+    Variant: Mime with full local gradients, the base optimiser SGD, momentum (1 − β) e + β m, or Adam
+    without bias correction. Means are weighted by samples: those of models, c and statistics alike. A client
+    that leaves between the exchanges leaves the round. Evaluated: w after aggregation. Traffic: w, then w, c
+    and s down (a client that holds w between the exchanges saves one); ∇f_i(w), then the change up.
+    """
+
+    name = "mime"
+    family = "global"
+    paper = "Karimireddy et al. 2021"
+    server_keeps = "w, statistics s of the base optimiser"
+    client_keeps = "nothing"
+    traffic = "3 + |s| / 2, in two exchanges"
+    Hyper: ClassVar[type] = MimeHyper
+
+    def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
+        """The gradients at w, then local training with their mean."""
+        first = federation.map(gradient_at, cohort, {"w": server.w})  # step 1
+        c = first.mean("gradient") if first.counts.any() else torch.zeros_like(server.w)
+        shared = {"w": server.w, "c": c, **server.statistics()}
+        second = federation.map(corrected_training, first.clients, shared)  # step 2
+        if not second.counts.any():
+            return server
+        return self.refreshed(server, server.w + second.mean("delta"), c)  # steps 3, 4
+
+
+@register
+class MimeSVRG(Mime):
+    """SVRG at the clients: each round's model is the anchor of its local steps.
+
+    Variant: ``mime`` with SGD as base optimiser, y ← y − η (g_i(y) − g_i(w) + c). With partial participation
+    c is the mean over the round's clients, and the model keeps fluctuating with the cohorts. Evaluated: w
+    after aggregation. Traffic: w, then w and c down; ∇f_i(w), then the change up.
+    """
+
+    name = "mimesvrg"
+    server_keeps = "w"
+    traffic = "3 / 2, in two exchanges"
+    Hyper = Hyper
+
+    def start(self, federation: Federation) -> MimeServer:
+        """The initial model; SGD has no statistics."""
+        require_plain_sgd(federation.local, self.name)
+        return MimeServer(federation.task.initial(federation.device))

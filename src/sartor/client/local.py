@@ -1,0 +1,347 @@
+"""What a client can do: go through its samples in batches, take gradients, descend, evaluate.
+
+A client function gets a :class:`Client` and calls its methods; it is pure and written for one client,
+whatever engine runs it. The one way to the client's samples is :meth:`Client.scan`, a fold over batches;
+everything else is made of scans. An engine decides how a scan is carried out: one client after the other,
+or a step of many clients at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from sartor.errors import SettingError
+from sartor.model.task import Batch, Change, Frozen, Objective, Pass, Penalty, Task
+
+if TYPE_CHECKING:
+    from sartor.client.settings import Local
+
+Carry = TypeVar("Carry")
+Direction = Callable[[Tensor, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of one scan: ``steps`` of them, or ``epochs`` passes over the samples.
+
+    The last, short batch of a pass is kept. ``size`` 0 takes all samples at once. Shuffled batches come from
+    the keyed stream named ``stream``: two scans of one round that name the same see the same batches.
+    """
+
+    split: str = "train"
+    size: int = 0
+    epochs: int = 1
+    steps: int = 0
+    shuffled: bool = False
+    stream: str = "batch"
+
+    def width(self, most: int) -> int:
+        """Samples per batch, where the largest client has ``most``."""
+        return max(1, min(self.size, most) if self.size else most)
+
+    def per_epoch(self, n: Any, width: int) -> Any:
+        """Batches of one pass over n samples; for integers, arrays and tensors."""
+        return (n + width - 1) // width
+
+    def count(self, n: Any) -> Any:
+        """Steps that a client with n samples takes: none without samples."""
+        width = self.size
+        if self.steps:
+            return self.steps * (n > 0)
+        return self.epochs * (self.per_epoch(n, width) if width else 1 * (n > 0))
+
+
+class Scan(Protocol):
+    """How an engine carries out a scan."""
+
+    def __call__(
+        self, client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches
+    ) -> Any:
+        """The carry after all batches."""
+
+
+class Client:
+    """One client, as a client function sees it: its number, its samples through methods, nothing else."""
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        local: Local,
+        scan: Scan,
+        number: Tensor,
+        round: Tensor,
+        counts: dict[str, Tensor],
+        buffers: Tensor | None,
+        frozen: bool,
+        evaluation_batch: int,
+    ) -> None:
+        self.task = task
+        self.local = local
+        self.number = number
+        self.round = round
+        self.counts = counts
+        self.buffers = buffers
+        self._frozen = frozen
+        self._scan = scan
+        self._evaluation_batch = evaluation_batch
+
+    @property
+    def n(self) -> Tensor:
+        """The number of training samples."""
+        return self.counts["train"]
+
+    # Quantities of one batch ----------------------------------------------------------------------
+
+    def grad(
+        self,
+        w: Tensor,
+        batch: Batch,
+        *,
+        track: bool = True,
+        penalty: Penalty | None = None,
+        frozen: Frozen = False,
+        change: Change | None = None,
+    ) -> Tensor:
+        """The gradient of the mean loss over the batch.
+
+        ``track=False`` leaves the running statistics as they are. ``penalty``, a function of the features
+        with one number per sample, is added to the loss. ``frozen`` says of a module's path whether it is
+        as in evaluation. ``change`` is applied to the features before the head gets them.
+        """
+        gradient, after = self.task.grad_and_buffers(
+            w, batch, self.buffers, self._frozen or frozen, penalty, change
+        )
+        if track:
+            self.buffers = after
+        return gradient
+
+    def forward(self, w: Tensor, batch: Batch, change: Change | None = None) -> Pass:
+        """A pass in training mode, for losses of a method's own; see :meth:`differentiate`."""
+        return self.task.forward(w, batch, self.buffers, self._frozen, change)
+
+    def differentiate(self, objective: Objective, w: Tensor) -> tuple[Tensor, Pass]:
+        """The gradient of a method's own objective, and the pass it made, whose buffers are taken."""
+        gradient, run = self.task.differentiate(objective, w)
+        self.buffers = run.buffers
+        return gradient, run
+
+    def outputs(self, w: Tensor, x: Tensor) -> Tensor:
+        """What the model returns, in evaluation mode."""
+        return self.task.outputs(w, x, self.buffers)
+
+    # Quantities of the whole local data -----------------------------------------------------------
+
+    def scan(self, body: Callable[[Carry, Batch], Carry], carry: Carry, batches: Batches) -> Carry:
+        """``carry = body(carry, batch)`` over the batches.
+
+        ``carry`` is a tensor or a tuple or dict of tensors.
+        """
+        result: Carry = self._scan(self, body, carry, batches)
+        return result
+
+    def mean(self, quantity: Callable[[Batch], Tensor], like: Tensor, split: str = "train") -> Tensor:
+        """The mean over a split of a quantity that is itself a mean over a batch, shaped as ``like``."""
+        total = self.sum(lambda batch: quantity(batch) * batch.size, like, split)
+        return total / self.counts[split].clamp(min=1)
+
+    def sum(self, quantity: Callable[[Batch], Tensor], like: Tensor, split: str = "train") -> Tensor:
+        """The sum over a split of a quantity that is itself a sum over a batch, shaped as ``like``."""
+
+        def add(total: Tensor, batch: Batch) -> Tensor:
+            return total + quantity(batch)
+
+        return self.scan(add, torch.zeros_like(like), Batches(split, self._evaluation_batch))
+
+    def full_gradient(self, w: Tensor) -> Tensor:
+        """∇f_i(w): the gradient of the mean loss over all training samples."""
+        return self.mean(lambda batch: self.grad(w, batch, track=False), like=w)
+
+    def loss(self, w: Tensor, split: str = "train") -> Tensor:
+        """f_i(w): the mean loss over all samples of a split, in evaluation mode."""
+        return self.mean(
+            lambda batch: batch.mean(self.task.losses(w, batch, self.buffers)), w.new_zeros(()), split
+        )
+
+    def evaluate(self, model: Tensor | Callable[[Tensor], Tensor], split: str = "test") -> dict[str, Tensor]:
+        """Sum of losses, number of samples and, for classes, the confusion matrix (rows: truth) of a model.
+
+        ``model`` is a vector, or a function from inputs to outputs for methods that predict in another way.
+        """
+        outputs = model if callable(model) else lambda x: self.outputs(model, x)
+        classes = self.task.classes
+        like = self.counts[split]
+        carry = {"loss": like.new_zeros((), dtype=self.task.dtype)}
+        if classes is not None:
+            carry["confusion"] = like.new_zeros((classes, classes), dtype=torch.float32)
+
+        def add(carry: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+            result = outputs(batch.x)
+            added = {
+                "loss": carry["loss"] + batch.mean(self.task.loss_function(result, batch.y)) * batch.size
+            }
+            if classes is not None:
+                truth, guess = _one_hot(batch.y, classes), _one_hot(result.argmax(dim=-1), classes)
+                truth = truth if batch.weight is None else truth * batch.weight[:, None].to(truth.dtype)
+                added["confusion"] = carry["confusion"] + truth.T @ guess
+            return added
+
+        total = self.scan(add, carry, Batches(split, self._evaluation_batch))
+        return {**total, "n": like}
+
+    # The local loop -------------------------------------------------------------------------------
+
+    def batches(
+        self, *, epochs: int | None = None, steps: int | None = None, stream: str = "batch"
+    ) -> Batches:
+        """The shuffled training batches of the ``local`` settings, or so many epochs or steps of them."""
+        if epochs is None and steps is None:
+            epochs, steps = self.local.epochs, self.local.steps
+        return Batches("train", self.local.batch, epochs or 0, steps or 0, shuffled=True, stream=stream)
+
+    def steps(self, *, epochs: int | None = None, steps: int | None = None) -> Tensor:
+        """K_i: how many steps :meth:`descend` takes with these arguments."""
+        count: Tensor = self.batches(epochs=epochs, steps=steps).count(self.n)
+        return count
+
+    def rate(self, lr: float | Tensor) -> float | Tensor:
+        """η of this round: rounds count from 1, and ``local.lr_decay`` acts after each."""
+        decay = self.local.lr_decay
+        if decay == 1.0:
+            return lr
+        factor = torch.full_like(self.round, decay, dtype=self.task.dtype)
+        # Work that a client does again in one round has another number above these bits.
+        return lr * torch.pow(factor, ((self.round & 0xFFFFFFFF) - 1).clamp(min=0))
+
+    def work(self, lr: float | Tensor) -> Tensor:
+        """Σ_k η_k = K_i η: the rates of all steps that :meth:`descend` takes, added up."""
+        return self.steps().to(self.task.dtype) * self.rate(lr)
+
+    def descend(
+        self,
+        w: Tensor,
+        direction: Direction | None = None,
+        *,
+        lr: float | Tensor,
+        epochs: int | None = None,
+        steps: int | None = None,
+        updates: int = 1,
+        only: Tensor | None = None,
+        stream: str = "batch",
+    ) -> Tensor:
+        """Local training from ``w``: K_i steps against ``direction(w_k, batch)``, by default the gradient.
+
+        The ``local`` settings say how many steps, which optimiser, momentum and weight decay; ``epochs`` or
+        ``steps`` override the amount. ``updates`` steps are taken on every batch. ``only`` is a boolean
+        vector: what is false in it does not move, not by momentum or weight decay either. The optimiser
+        starts afresh each time.
+        """
+        follow = direction or self.grad
+
+        def plain(w_k: Tensor, batch: Batch, memory: tuple[()]) -> tuple[Tensor, tuple[()]]:
+            return follow(w_k, batch), memory
+
+        return self.descend_with(
+            w, plain, (), lr=lr, epochs=epochs, steps=steps, updates=updates, only=only, stream=stream
+        )[0]
+
+    def descend_with(
+        self,
+        w: Tensor,
+        direction: Callable[[Tensor, Batch, Carry], tuple[Tensor, Carry]],
+        memory: Carry,
+        *,
+        lr: float | Tensor,
+        epochs: int | None = None,
+        steps: int | None = None,
+        updates: int = 1,
+        only: Tensor | None = None,
+        stream: str = "batch",
+    ) -> tuple[Tensor, Carry]:
+        """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned."""
+        rate = self.rate(lr)
+        optimizer = _OPTIMIZERS[self.local.optimizer](self.local)
+        carry: dict[str, Any] = {"w": w, "slots": optimizer.start(w), "memory": memory}
+        if self.buffers is not None:
+            carry["buffers"] = self.buffers
+
+        def body(carry: dict[str, Any], batch: Batch) -> dict[str, Any]:
+            w_k, slots, memory = carry["w"], carry["slots"], carry["memory"]
+            self.buffers = carry.get("buffers")
+            for _ in range(updates):
+                g, memory = direction(w_k, batch, memory)
+                if self.local.weight_decay:
+                    g = g + self.local.weight_decay * w_k
+                step, slots = optimizer.step(g, slots)
+                moved = torch.sub(w_k, step, alpha=rate) if isinstance(rate, float) else w_k - rate * step
+                w_k = moved if only is None else torch.where(only, moved, w_k)
+            after = {"w": w_k, "slots": slots, "memory": memory}
+            return after if self.buffers is None else {**after, "buffers": self.buffers}
+
+        carry = self.scan(body, carry, self.batches(epochs=epochs, steps=steps, stream=stream))
+        self.buffers = carry.get("buffers")
+        return carry["w"], carry["memory"]
+
+
+def require_plain_sgd(local: Local, method: str, *, weight_decay: bool = True) -> None:
+    """Refuse local optimisers under which a step is not η times the direction, and so a method's identity
+    fails.
+
+    Weight decay is an L2 term of the loss under plain SGD; ``weight_decay=False`` refuses it as well.
+    """
+    wrong = [
+        ("optimizer", local.optimizer, "sgd", local.optimizer != "sgd"),
+        ("momentum", local.momentum, 0, local.momentum != 0),
+        ("weight_decay", local.weight_decay, 0, local.weight_decay != 0 and not weight_decay),
+    ]
+    for key, value, plain, refused in wrong:
+        if refused:
+            cure = f"set local.{key} to {plain!r}"
+            raise SettingError(f"local.{key} = {value!r}: {method} is defined for plain SGD steps; {cure}")
+
+
+def _one_hot(labels: Tensor, classes: int) -> Tensor:
+    return (labels[:, None] == torch.arange(classes, device=labels.device)).to(torch.float32)
+
+
+class _SGD:
+    """Stochastic gradient descent with heavy-ball momentum: v = ρ v + g, the step is v."""
+
+    def __init__(self, local: Local) -> None:
+        self.momentum = local.momentum
+
+    def start(self, w: Tensor) -> dict[str, Tensor]:
+        return {"v": torch.zeros_like(w)} if self.momentum else {}
+
+    def step(self, g: Tensor, slots: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if not self.momentum:
+            return g, slots
+        v = self.momentum * slots["v"] + g
+        return v, {"v": v}
+
+
+class _Adam:
+    """Adam with bias correction, β1 = 0.9 (or ``local.momentum``), β2 = 0.999, ε = 1e-8."""
+
+    def __init__(self, local: Local) -> None:
+        self.beta1, self.beta2, self.epsilon = local.momentum or 0.9, 0.999, 1e-8
+
+    def start(self, w: Tensor) -> dict[str, Tensor]:
+        return {"m": torch.zeros_like(w), "v": torch.zeros_like(w), "t": w.new_zeros(())}
+
+    def step(self, g: Tensor, slots: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        t = slots["t"] + 1
+        m = self.beta1 * slots["m"] + (1 - self.beta1) * g
+        v = self.beta2 * slots["v"] + (1 - self.beta2) * g * g
+        # The powers are taken in float64: 1 - 0.999^t loses half its digits in float32.
+        correction1 = (1 - self.beta1 ** t.double()).to(g.dtype)
+        correction2 = (1 - self.beta2 ** t.double()).to(g.dtype)
+        return (m / correction1) / ((v / correction2).sqrt() + self.epsilon), {"m": m, "v": v, "t": t}
+
+
+_OPTIMIZERS: dict[str, Callable[[Local], _SGD | _Adam]] = {"sgd": _SGD, "adam": _Adam}

@@ -1,0 +1,38 @@
+"""``sartor settings``: every setting of an experiment."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sartor.commands.base import AsJson, app, print_table, reported, text
+
+
+@app.command()
+@reported
+def settings(
+    section: Annotated[str | None, typer.Argument(help="Only this section or key, as in `local`.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List every setting of an experiment."""
+    from dataclasses import asdict
+
+    from sartor.runs.experiment import describe_settings
+    from sartor.runs.record import to_json
+    from sartor.settings import unknown
+
+    rows = describe_settings()
+    if section is not None:
+        known = {row.key for row in rows} | {row.key.split(".")[0] for row in rows}
+        if section not in known:
+            raise unknown("", section, known)
+        rows = [row for row in rows if row.key == section or row.key.startswith(f"{section}.")]
+    if as_json:
+        print(to_json([asdict(row) for row in rows]))
+        return
+    heads = ("setting", "type", "default", "range", "meaning", "only for")
+    print_table(
+        heads,
+        ((row.key, row.type, text(row.default), row.range, row.meaning, row.only_for) for row in rows),
+    )

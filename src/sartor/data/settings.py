@@ -1,0 +1,46 @@
+"""What an experiment may say of its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sartor.settings import setting
+
+OWN_DATA = "own"
+"""The name of data that was given in Python: a stored experiment can name it, but not load it."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the samples come from and how many clients share them."""
+
+    name: str = setting("digits", "the data set; `sartor data NAME` shows it")
+    clients: int = setting(20, "number of clients", low=1)
+    folder: str | None = setting(None, "folder that holds downloaded data; left out: the user's cache folder")
+    path: str | None = setting(None, "own data instead of `name`: a folder of npz files or a table")
+    client_column: str | None = setting(None, "column of an own table that names the client")
+    label_column: str | None = setting(None, "column of an own table that holds the label")
+    validation: float = setting(
+        0.0, "share of each client's training data kept for validation", low=0, high=0.5
+    )
+    normalise: bool = setting(
+        True, "whether inputs are scaled to mean 0 and deviation 1 on the training data"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionChoice:
+    """How the samples are dealt to the clients: a scheme by name with its settings, or a stored partition."""
+
+    name: str = setting("dirichlet", "the partition scheme")
+    settings: Any
+    file: str | None = setting(None, "a stored partition (npz) to reuse; the scheme is then not used")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesChoice:
+    """What is computed from the raw inputs before training, by name with its settings."""
+
+    name: str = setting("none", "the features computed from the inputs")
+    settings: Any

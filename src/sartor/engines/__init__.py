@@ -1,0 +1,41 @@
+"""Where clients run: ``loop`` one after the other, ``stacked`` many in one batch, others that wrap these.
+
+Imports the federation's contract and what lies below it. No algorithm imports an engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sartor.data.clients import ClientData
+from sartor.engines.loop import LoopFederation
+from sartor.engines.sharded import ShardedLoop, ShardedStacked, world
+from sartor.engines.stacked.engine import StackedFederation
+from sartor.federation.federation import Federation
+from sartor.model.task import Task
+
+__all__ = ["choose_engine", "make_federation"]
+
+
+def choose_engine(name: str, task: Task, device: str, x: Tensor, y: Tensor) -> str:
+    """The engine that ``auto`` means for a model, before anything runs.
+
+    On CUDA: stacked. On a CPU: stacked for models without convolutions, whose steps are too small to keep a
+    core busy; the loop for those with convolutions, which a CPU computes one client at a time faster than
+    grouped. A model that cannot be stacked at all runs on the loop engine everywhere.
+    """
+    if name != "auto":
+        return name
+    if device == "cpu" and task.has_convolutions:
+        return "loop"
+    return "loop" if task.why_not_stackable(x[:2], y[:2]) else "stacked"
+
+
+def make_federation(engine: str, task: Task, data: ClientData, **settings: Any) -> Federation:
+    """A federation on the named engine, over all processes of a run; ``settings`` are those of its class."""
+    kinds: dict[str, type[Federation]] = {"loop": LoopFederation, "stacked": StackedFederation}
+    if world() > 1:
+        kinds = {"loop": ShardedLoop, "stacked": ShardedStacked}
+    return kinds[engine](task, data, **settings)

@@ -1,0 +1,1 @@
+"""The fast engine: a step of many clients at once, traced once, scheduled in lanes, captured on CUDA."""

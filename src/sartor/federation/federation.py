@@ -1,0 +1,669 @@
+"""The contract between algorithms and engines: map a client function over a cohort.
+
+``replies = federation.map(client_function, cohort, shared=..., each=...)`` sends ``shared`` to everyone and
+one row of ``each`` to every client, and returns what they answered, stacked in cohort order. Replies may be
+partial: a client can be gone. What a client keeps stays in its state, which the server never sees; a client
+whose reply did not arrive has not moved.
+
+Asynchronous methods use ``dispatch``, which puts clients to work, and ``collect``, which waits in virtual
+time for those who finish next. Jobs of any age that are in flight together are trained together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor import random
+from sartor.client.settings import Local
+from sartor.data.clients import ClientData, Split
+from sartor.errors import SartorError
+from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
+from sartor.federation.exchange import (
+    Arguments,
+    Check,
+    ClientFunction,
+    NobodyAnswered,
+    Order,
+    Outcome,
+    Replies,
+    Reply,
+    Work,
+    argument_names,
+    joined,
+    norms_of,
+)
+from sartor.federation.functions import find_function, name_of, qualified_name
+from sartor.federation.samples import samples_of
+from sartor.federation.states import StateStore
+from sartor.kernels.device import digits, to_device
+from sartor.model.task import Task
+
+log = logging.getLogger(__name__)
+
+Answers = Callable[[int, np.ndarray], np.ndarray]
+MOST_CHECKS = 256
+"""Exchanges on a GPU after which the host looks whether their replies were fit to be used."""
+POLICIES = ("average", "local", "freeze")
+IDLE = 1.0
+"""The virtual time that passes in an exchange for which nobody is there, so that someone can come."""
+
+
+@dataclass
+class Traffic:
+    """Bytes that crossed between the server and the clients."""
+
+    down: int = 0
+    up: int = 0
+
+
+class Federation(ABC):
+    """Clients that can be asked to run client functions. The engines differ in :meth:`_run` alone."""
+
+    engine: str
+    pools = True
+    """Whether the pooled test data are at hand, where any client can be asked about them."""
+
+    def __init__(
+        self,
+        task: Task,
+        data: ClientData,
+        *,
+        local: Local | None = None,
+        hyper: Any = None,
+        seed: int = 0,
+        device: str = "cpu",
+        buffers: str = "average",
+        evaluation_batch: int = 500,
+        conditions: Conditions | None = None,
+        method: str = "",
+        states: str = "auto",
+        precision: str = "usual",
+        answers: Answers | None = None,
+    ) -> None:
+        if buffers not in POLICIES:
+            raise SartorError(f"buffers = {buffers!r}: must be one of {', '.join(POLICIES)}")
+        self.task = task
+        self.local = local or Local()
+        self.hyper = hyper
+        self.seed = seed
+        self.device = torch.device(device)
+        self.names = data.names
+        self.policy = buffers
+        self.evaluation_batch = evaluation_batch
+        splits = {"train": data.train, "test": data.test, "validation": data.validation}
+        self.samples = {
+            name: samples_of(split, self.device) for name, split in splits.items() if split is not None
+        }
+        everyone = np.zeros(data.clients, dtype=np.int64)
+        pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + len(data.pooled_y))
+        self.samples["pooled"] = samples_of(pooled, self.device)
+        self.traffic = Traffic()
+        self.conditions = conditions or Conditions()
+        self.method = method
+        self.precision = precision
+        self.queue = EventQueue()
+        self.updates = 0
+        """Replies that the server has used so far."""
+        self._checks: list[Check] = []
+        self._checked = b""
+        """The last cohort that was found to be one."""
+        self.round = 0
+        self.states = StateStore(data.clients, self.device, states)
+        self.buffers = task.initial_buffers(self.device) if task.buffer_size else None
+        if self.buffers is not None and buffers == "local":
+            self.states.declare("buffers", self.buffers)
+        self._answers = answers
+        self._streams: dict[int, int] = {}
+        """What keyed each client's last job."""
+
+    @property
+    def round(self) -> int:
+        """The round under way; setting it begins a round, with nothing noted yet."""
+        return self._round
+
+    @round.setter
+    def round(self, round: int) -> None:
+        self._round, self._exchanges, self.answered = round, 0, 0
+        self.notes: dict[str, Any] = {}
+        """What to record of this round: virtual time, who was missing, what arrived."""
+
+    @property
+    def now(self) -> float:
+        """The virtual time."""
+        return self.queue.now
+
+    @property
+    def running(self) -> np.ndarray:
+        """The clients with work in flight, by number."""
+        return np.array([job.client for job in self.queue], dtype=np.int64)
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return len(self.names)
+
+    @property
+    def sizes(self) -> Tensor:
+        """n_i of every client."""
+        return self.samples["train"].count
+
+    def seconds(self) -> float:
+        """A clock for what this run takes."""
+        return time.perf_counter()
+
+    def stream(self, name: str) -> int:
+        """The key of this run's stream with that name; rounds, clients and indices are folded into it."""
+        key = random.stream(self.seed, name)
+        assert isinstance(key, int)
+        return key
+
+    @property
+    def mean_buffers(self) -> Tensor | None:
+        """The float buffers that go with a shared model: the server's, or the mean of the clients'."""
+        if "buffers" not in self.states:
+            return self.buffers
+        return self.states["buffers"].mean(dim=0).to(self.device)
+
+    def declare(self, **initial: Tensor) -> None:
+        """Give every client a state of this name and initial value; client functions take it by name."""
+        for name, value in initial.items():
+            self.states.declare(name, value.to(self.device))
+
+    def map(
+        self,
+        function: ClientFunction,
+        cohort: Sequence[int] | np.ndarray,
+        shared: Arguments | None = None,
+        each: Arguments | None = None,
+        hyper: Any = None,
+    ) -> Replies:
+        """Ask every client of the cohort that is there and wait for the answers."""
+        shared, each, numbers = self._arguments(cohort, shared, each)
+        self._exchanges += 1
+        asked, answering, each = self._who(numbers, shared, each)
+        if not len(answering):
+            self._nobody()
+        rounds = self._rounds(answering)
+        answering, outcome = self._train(function, hyper, answering, rounds, shared, each, self.buffers)
+        self._buffers_down(outcome, len(asked))
+        replies = self._accept(function, answering, outcome, self.buffers)
+        if not len(replies):
+            self._nobody()
+        self.answered = len(replies)
+        return replies
+
+    def ask(
+        self,
+        function: ClientFunction,
+        cohort: Sequence[int] | np.ndarray,
+        shared: Arguments | None = None,
+        each: Arguments | None = None,
+    ) -> Replies:
+        """Ask as ``map`` does, for evaluation.
+
+        Everyone answers, nothing is kept, no time passes and no traffic is counted.
+        """
+        self._verify()
+        shared, each, numbers = self._arguments(cohort, shared, each)
+        rounds = self._rounds(numbers)
+        numbers, outcome = self._train(function, None, numbers, rounds, shared, each, self.buffers)
+        return self._replies(numbers, outcome.sent)
+
+    # Work in flight -------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        function: ClientFunction,
+        cohort: Sequence[int] | np.ndarray,
+        shared: Arguments | None = None,
+        each: Arguments | None = None,
+        concurrency: int = 0,
+    ) -> np.ndarray:
+        """Put the clients of the cohort to work that are there and idle; returns who started.
+
+        Each finishes after its duration; :meth:`collect` takes what arrived. With ``concurrency`` so many are
+        at work at most, and who starts is drawn.
+        """
+        shared, each, numbers = self._arguments(cohort, shared, each)
+        self._exchanges += 1
+        idle = np.array([number not in self.queue for number in numbers.tolist()], dtype=bool)
+        idle &= self.conditions.availability.there(self._world, self.round, self.now, numbers)
+        room = max(0, concurrency - len(self.queue)) if concurrency else len(numbers)
+        if idle.sum() > room:
+            drawn = uniform(self._world, "dispatch", numbers, self.round, self._exchanges)
+            idle[np.argsort(np.where(idle, drawn, np.inf), kind="stable")[room:]] = False
+        started, each = self._select(numbers, each, idle)
+        self._send_down(shared, each, len(started))
+        durations = self.conditions.delay.durations(self._world, self.round, started)
+        order = Order(function, shared, self.buffers)
+        for place, (client, duration) in enumerate(zip(started.tolist(), durations.tolist(), strict=True)):
+            row = {name: value[place] for name, value in each.items()}
+            stream = self._streams.get(client, -1)
+            # A client that starts again in the same round gets batches of its own.
+            stream = stream + (1 << 32) if stream & 0xFFFFFFFF == self.round else self.round
+            self._streams[client] = stream
+            finish = self.now + duration
+            self.queue.start(Job(client, self.round, stream, self.now, finish, order, row))
+        return started
+
+    def collect(self, count: int | None = None, within: float | None = None) -> Replies:
+        """Wait for the next ``count`` answers, or for those that arrive ``within`` a time; in that order.
+
+        Waiting ends early when nobody is at work any more. Only now do the states of those clients move.
+        """
+        return joined(self.arrivals(count, within))
+
+    def arrivals(self, count: int | None = None, within: float | None = None) -> list[Replies]:
+        """What :meth:`collect` gives, piece by piece: the answers of a piece are of one client function."""
+        begin = self.now
+        end = np.inf if within is None else begin + within
+        wanted = np.inf if count is None else count
+        arrived: list[Replies] = []
+        have = 0
+        while have < wanted and (jobs := self._due(wanted - have, end)):
+            arrived.append(self._arrived(jobs))
+            have += len(arrived[-1])
+        if have < wanted and within is not None and len(self.queue):
+            self.queue.wait_until(end)
+        elif not have:
+            self.queue.wait_until(begin + (IDLE if within is None else within))
+        self.notes["time"] = self.now
+        arrived = [replies for replies in arrived if len(replies)]
+        if not arrived:
+            raise NobodyAnswered
+        self.answered += have
+        return arrived
+
+    def cancel(self, clients: Sequence[int] | np.ndarray) -> None:
+        """Call off the work of these clients: nothing of it is used and they are idle again."""
+        for client in np.asarray(clients, dtype=np.int64).tolist():
+            self._arrival(self.queue.cancel(client), "cancelled")
+
+    @property
+    def running_since(self) -> np.ndarray:
+        """The round in which each client of :attr:`running` started."""
+        return np.array([job.round for job in self.queue], dtype=np.int64)
+
+    def _due(self, count: float, end: float) -> list[Job]:
+        """The next jobs of one client function, at most so many and none after the end.
+
+        Those whose answer gets lost are gone.
+        """
+        jobs: list[Job] = []
+        while (job := self.queue.next()) is not None and len(jobs) < count and job.finish <= end:
+            if jobs and job.order.function is not jobs[0].order.function:
+                break
+            self.queue.arrive()
+            if self._lost(np.array([job.client]), job.stream)[0]:
+                self._arrival(job, "lost")
+            else:
+                jobs.append(job)
+        return jobs
+
+    def _arrived(self, jobs: list[Job]) -> Replies:
+        self._compute(jobs)
+        places = np.array([job.client for job in jobs], dtype=np.int64)
+        names = jobs[0].result
+        outcome = Outcome(
+            {name: torch.stack([job.result.sent[name] for job in jobs]) for name in names.sent},
+            {name: torch.stack([job.result.kept[name] for job in jobs]) for name in names.kept},
+            None if names.buffers is None else torch.stack([job.result.buffers for job in jobs]),
+        )
+        before = jobs[0].order.buffers
+        if before is not None:
+            before = torch.stack([job.order.buffers for job in jobs])
+        replies = self._accept(jobs[0].order.function, places, outcome, before)
+        taken = set(replies.clients.tolist())
+        jobs = [job for job in jobs if job.client in taken or self._arrival(job, "bad")]
+        for job in jobs:
+            self._arrival(job, "arrivals")
+        given = {}
+        if jobs:
+            shared = jobs[0].order.shared
+            given = {name: torch.stack([job.order.shared[name] for job in jobs]) for name in shared}
+        ages = np.array([self.round - job.round for job in jobs], dtype=np.int64)
+        return replace(replies, ages=ages, given=given)
+
+    def _compute(self, arrived: list[Job]) -> None:
+        """Train these jobs, and with them all others in flight that ask for the same: one batch for many."""
+        if all(job.result is not None for job in arrived):
+            return
+        function = arrived[0].order.function
+        jobs = [job for job in (*arrived, *self.queue) if job.result is None]
+        jobs = sorted((job for job in jobs if job.order.function is function), key=lambda job: job.client)
+        order = jobs[0].order
+        numbers = np.array([job.client for job in jobs], dtype=np.int64)
+        rounds = np.array([job.stream for job in jobs], dtype=np.int64)
+        each = {name: torch.stack([job.each[name] for job in jobs]) for name in jobs[0].each}
+        shared, buffers = order.shared, order.buffers
+        if any(job.order is not order for job in jobs):
+            # Jobs that started from different versions: what was shared becomes a row for each.
+            each.update(
+                {name: torch.stack([job.order.shared[name] for job in jobs]) for name in order.shared}
+            )
+            shared = {}
+            buffers = None if buffers is None else torch.stack([job.order.buffers for job in jobs])
+        _, outcome = self._train(function, None, numbers, rounds, shared, each, buffers)
+        self._buffers_down(outcome, len(jobs))
+        for place, job in enumerate(jobs):
+            job.result = outcome.rows(place)
+
+    def _arrival(self, job: Job, what: str) -> bool:
+        """Note what became of a job: [client, start, finish, version, age]."""
+        entry = [job.client, job.started, job.finish, job.round, self.round - job.round]
+        self.notes.setdefault("arrivals" if what == "arrivals" else f"{what}_jobs", []).append(entry)
+        return False
+
+    # The halves of an exchange --------------------------------------------------------------------
+
+    @cached_property
+    def _ideal(self) -> bool:
+        """Whether everyone is always there, takes the same time and answers."""
+        conditions = self.conditions
+        usual = isinstance(conditions.availability, Always) and isinstance(conditions.delay, Constant)
+        return usual and not conditions.dropout and not conditions.deadline and self._answers is None
+
+    @cached_property
+    def _world(self) -> World:
+        size = self.task.size * self.task.dtype.itemsize
+        return World(self.seed, self.names, self.samples["train"].counts, size)
+
+    def _arguments(
+        self, cohort: Sequence[int] | np.ndarray, shared: Arguments | None, each: Arguments | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], np.ndarray]:
+        """What is sent, as tensors, and to whom; checked."""
+        numbers = self._numbers(cohort)
+        sent = {name: self._tensor(value) for name, value in (shared or {}).items()}
+        rows = {name: self._tensor(value) for name, value in (each or {}).items()}
+        for name, value in rows.items():
+            if value.shape[:1] != (len(numbers),):
+                found = list(value.shape)
+                raise SartorError(
+                    f"map: each[{name!r}] needs one row for each of {len(numbers)} clients, it is {found}"
+                )
+        return sent, rows, numbers
+
+    def _who(
+        self, numbers: np.ndarray, shared: dict[str, Tensor], each: dict[str, Tensor]
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, Tensor]]:
+        """Who is asked and who answers, with the rows of the latter; virtual time passes meanwhile."""
+        conditions, world = self.conditions, self._world
+        if self._ideal:  # nothing can happen: not a microsecond of the host's for it
+            self._send_down(shared, each, len(numbers))
+            self.queue.wait_until(self.now + conditions.delay.duration)  # type: ignore[attr-defined]
+            self.notes["time"] = self.now
+            return numbers, numbers, each
+        there = conditions.availability.there(world, self.round, self.now, numbers)
+        self._count("unavailable", int(len(numbers) - there.sum()))
+        asked, each = self._select(numbers, each, there)
+        self._send_down(shared, each, len(asked))
+        durations = conditions.delay.durations(world, self.round, asked)
+        deadline = conditions.deadline or np.inf
+        arrived = durations <= deadline
+        late = len(asked) - int(arrived.sum())
+        self._count("late", late)
+        arrived &= ~self._lost(asked, self.round, self._exchanges)
+        patience = deadline if late else durations[arrived].max(initial=0.0)
+        if not len(asked):
+            patience = IDLE
+        self.queue.wait_until(self.now + float(patience))
+        self.notes["time"] = self.now
+        # Whoever's answer will not arrive need not be trained: neither side keeps anything of it.
+        return asked, *self._select(asked, each, arrived)
+
+    def _select(
+        self, numbers: np.ndarray, each: dict[str, Tensor], here: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, Tensor]]:
+        if here.all():
+            return numbers, each
+        places = to_device(np.flatnonzero(here), self.device)
+        return numbers[here], {name: value[places] for name, value in each.items()}
+
+    def _send_down(self, shared: dict[str, Tensor], each: dict[str, Tensor], clients: int) -> None:
+        self.traffic.down += sum(value.nbytes for value in shared.values()) * clients
+        self.traffic.down += sum(value.nbytes for value in each.values())
+
+    def _buffers_down(self, outcome: Outcome, clients: int) -> None:
+        """Float buffers went along with the model, where clients trained it and the server averages them."""
+        if outcome.buffers is not None and self.policy == "average":
+            self.traffic.down += outcome.buffers[0].nbytes * clients
+
+    def _rounds(self, numbers: np.ndarray) -> np.ndarray:
+        return np.full(len(numbers), self.round, dtype=np.int64)
+
+    def _lost(self, numbers: np.ndarray, *turn: int) -> np.ndarray:
+        """Whose answer gets lost on the way, though the client did its work."""
+        lost = np.zeros(len(numbers), dtype=bool)
+        if self.conditions.dropout:
+            lost |= uniform(self._world, "dropout", numbers, *turn) < self.conditions.dropout
+        if self._answers is not None:
+            lost |= ~np.asarray(self._answers(self.round, numbers), dtype=bool)
+        self._count("lost", int(lost.sum()))
+        return lost
+
+    def _train(
+        self,
+        function: ClientFunction,
+        hyper: Any,
+        numbers: np.ndarray,
+        rounds: np.ndarray,
+        shared: dict[str, Tensor],
+        each: dict[str, Tensor],
+        buffers: Tensor | None,
+    ) -> tuple[np.ndarray, Outcome]:
+        """Run the function at these clients, with their states and float buffers: who answered, and what."""
+        states = self._state_names(function, {*shared, *each})
+        state = {name: self.states.rows(name, numbers) for name in states}
+        if buffers is not None and self.policy == "local":
+            buffers = self.states.rows("buffers", numbers)
+        hyper = self.hyper if hyper is None else hyper
+        with torch.no_grad(), digits(self.precision):
+            work = Work(function, hyper, numbers, rounds, shared, {**each, **state}, buffers)
+            outcome = self._run(work)
+        for name in outcome.kept:
+            if name not in self.states:
+                known = ", ".join(self.states) or "none"
+                raise SartorError(
+                    f"{name_of(function)} keeps {name!r}, which is no declared state (declared: {known})"
+                )
+        return numbers, outcome
+
+    def _accept(
+        self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome, before: Tensor | None
+    ) -> Replies:
+        """Take replies in: bad ones are refused, states of the others move, buffers are averaged."""
+        good = self._good(function, numbers, outcome)
+        if not good.all():
+            places = to_device(np.flatnonzero(good), self.device)
+            numbers, outcome = numbers[good], outcome.rows(places)
+            before = before if before is None or before.dim() == 1 else before[places]
+        for name, value in outcome.kept.items():
+            self.states.write(name, numbers, value)
+        self.traffic.up += sum(value.nbytes for value in outcome.sent.values())
+        self.updates += len(numbers)
+        self.notes["updates"] = self.updates
+        replies = self._replies(numbers, outcome.sent)
+        if outcome.buffers is not None and before is not None and len(numbers):
+            self._take_buffers(replies, before, outcome.buffers)
+        return replies
+
+    def _good(self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome) -> np.ndarray:
+        """Which replies are finite and small enough; the first bad one ends the run if it is to."""
+        everyone = np.ones(len(numbers), dtype=bool)
+        norms = norms_of(outcome.sent, outcome.kept) if outcome.norms is None else outcome.norms
+        if not norms:
+            return everyone
+        who = f"{self.method or name_of(function)}, round {self.round}"
+        check = Check(who, numbers, tuple(norms), list(norms.values()), self.conditions.largest_norm)
+        if self.conditions.on_bad_reply == "stop":
+            self._checks.append(check)
+            if self.device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
+                self._verify()
+            return everyone
+        (bad,) = Check.bad([check])
+        good = np.asarray(~bad.any(axis=0))
+        if not good.all():
+            self._count("bad", int((~good).sum()))
+            told = check.told(bad, self.names)
+            log.warning("%s: %d of %d replies left out", told, (~good).sum(), len(good))
+        return good
+
+    def _verify(self) -> None:
+        """Stop at a bad reply.
+
+        A GPU is ahead of its host, which does not wait for it after every exchange: replies are looked at
+        before anything is evaluated or stored.
+        """
+        checks, self._checks = self._checks, []
+        for check, bad in zip(checks, Check.bad(checks) if checks else [], strict=True):
+            if bad.any():
+                told = check.told(bad, self.names)
+                raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
+
+    def _nobody(self) -> NoReturn:
+        self.answered = 0
+        raise NobodyAnswered
+
+    def _count(self, name: str, amount: int) -> None:
+        if amount:
+            self.notes[name] = self.notes.get(name, 0) + amount
+
+    # What a checkpoint needs ----------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that changes during a run, as tensors and plain values; nothing of it moves later on.
+
+        Between rounds alone: what was noted of a round belongs to the record.
+        """
+        self._verify()
+        saved: dict[str, Any] = {f"states.{name}": value for name, value in self.states.save().items()}
+        if self.buffers is not None:
+            saved["buffers"] = self.buffers.cpu().clone()
+        orders: list[Order] = []
+        jobs: list[dict[str, Any]] = []
+        for job in self.queue:
+            if job.order not in orders:
+                orders.append(job.order)
+            plain = {key: getattr(job, key) for key in ("client", "round", "stream", "started", "finish")}
+            jobs.append({**plain, "order": orders.index(job.order)})
+            parts = {"each": job.each}
+            if job.result is not None:
+                parts |= {"sent": job.result.sent, "kept": job.result.kept}
+                parts["buffers"] = {} if job.result.buffers is None else {"": job.result.buffers}
+            jobs[-1]["computed"] = job.result is not None
+            for part, values in parts.items():
+                saved |= {f"job.{job.client}.{part}.{name}": value.cpu() for name, value in values.items()}
+        for place, order in enumerate(orders):
+            saved |= {f"order.{place}.{name}": value.cpu() for name, value in order.shared.items()}
+            if order.buffers is not None:
+                saved[f"order-buffers.{place}"] = order.buffers.cpu()
+        saved["plain"] = {
+            "traffic": [self.traffic.down, self.traffic.up],
+            "updates": self.updates,
+            "now": self.now,
+            "streams": {str(client): stream for client, stream in self._streams.items()},
+            "orders": [qualified_name(order.function) for order in orders],
+            "jobs": jobs,
+        }
+        return saved
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take everything back to what :meth:`snapshot` saw."""
+
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {
+                name[len(prefix) :]: value.to(self.device)
+                for name, value in saved.items()
+                if name.startswith(prefix)
+            }
+
+        self.states.load(
+            {name[len("states.") :]: value for name, value in saved.items() if name.startswith("states.")}
+        )
+        if "buffers" in saved:
+            self.buffers = saved["buffers"].to(self.device)
+        plain = saved["plain"]
+        self.traffic = Traffic(*plain["traffic"])
+        self.updates = plain["updates"]
+        self._streams = {int(client): stream for client, stream in plain["streams"].items()}
+        self.queue = EventQueue()
+        self.queue.wait_until(plain["now"])
+        orders = [
+            Order(find_function(name), under(f"order.{place}."), under(f"order-buffers.{place}").get(""))
+            for place, name in enumerate(plain["orders"])
+        ]
+        for entry in plain["jobs"]:
+            job = Job(**{key: value for key, value in entry.items() if key != "computed"})
+            job.order, own = orders[entry["order"]], f"job.{job.client}."
+            job.each = under(own + "each.")
+            if entry["computed"]:
+                buffers = under(own + "buffers.").get("")
+                job.result = Outcome(under(own + "sent."), under(own + "kept."), buffers)
+            self.queue.start(job)
+
+    def _replies(self, numbers: np.ndarray, sent: dict[str, Tensor]) -> Replies:
+        return Replies(numbers, self.samples["train"].counts[numbers], sent, self.device, self.task.dtype)
+
+    def _take_buffers(self, replies: Replies, before: Tensor, buffers: Tensor) -> None:
+        if self.policy == "local":
+            self.states.write("buffers", replies.clients, buffers)
+        elif self.policy == "average" and self.buffers is not None:
+            # As changes, so that buffers which nobody changed stay what they were to the bit.
+            changes = replace(replies, values={"buffers": buffers - before})
+            self.buffers = self.buffers + changes.mean("buffers")
+            self.traffic.up += buffers.nbytes
+
+    @abstractmethod
+    def _run(self, work: Work) -> Outcome:
+        """Run the function for these clients: replies, new states and buffers (if it trained) by row."""
+
+    def _numbers(self, cohort: Sequence[int] | np.ndarray) -> np.ndarray:
+        numbers = np.asarray(cohort, dtype=np.int64)
+        if numbers.tobytes() == self._checked:  # everyone, every round, as a rule
+            return numbers
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= self.clients):
+            wrong = numbers[(numbers < 0) | (numbers >= self.clients)][0]
+            raise SartorError(
+                f"map: the cohort has client {wrong}, there are clients 0 to {self.clients - 1}"
+            )
+        if not (numbers[1:] > numbers[:-1]).all() and len(np.unique(numbers)) < len(numbers):
+            raise SartorError("map: a client stands twice in the cohort")
+        self._checked = numbers.tobytes()
+        return numbers
+
+    def _tensor(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(self.device)
+        return torch.as_tensor(
+            value, dtype=self.task.dtype if isinstance(value, float) else None, device=self.device
+        )
+
+    def _state_names(self, function: ClientFunction, given: set[str]) -> list[str]:
+        wanted = [name for name in argument_names(function) if name not in given]
+        for name in wanted:
+            if name not in self.states:
+                raise SartorError(
+                    f"{name_of(function)} takes {name!r}, which is neither sent (shared, each) "
+                    "nor a declared state"
+                )
+        return wanted
+
+    def _reply(self, function: ClientFunction, result: Any) -> Reply:
+        if not isinstance(result, Reply):
+            raise SartorError(
+                f"{name_of(function)} returned {type(result).__name__}; a client function returns a Reply"
+            )
+        for part in (result.sent, result.kept):
+            for name, value in part.items():
+                part[name] = value if isinstance(value, Tensor) else self._tensor(value)
+        return result

@@ -1,0 +1,376 @@
+"""Client states: one row per client, addressed by client number. The server has no way to them.
+
+A row that was never written reads as the state's initial value and takes no memory, so that a million
+clients may have a state of any size and only those that trained are stored. Which place of the storage a
+client's row has is known on the host, so that reading and writing rows never waits for the device.
+
+Rows lie in memory, or in a file where they would not fit. What a checkpoint refers to in a file is never
+written over: rows saved once are followed by their newer versions, and the file is copied without the old
+ones when they are most of it. So a checkpoint of a file is its index alone, and it stays whole whenever the
+process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor.errors import DataError, SartorError
+from sartor.kernels.device import free_bytes, to_device
+
+WHERE = ("auto", "memory", "disk")
+
+ON_DEVICE_BYTES = 4 << 30
+"""A state stays on the GPU up to this size; of a larger one only a cohort's rows travel there."""
+
+SHARE_OF_MEMORY = 0.25
+"""``auto`` puts states into files where all of them together would take more of the free host memory."""
+
+COMPACT_BYTES = 64 << 20
+"""A file smaller than this is left as it is, however many of its rows are old."""
+
+KEPT = 2
+"""How many checkpoints may be in use: a file goes with so many calls of ``save`` after the last it is in."""
+
+PIECE_BYTES = 16 << 20
+"""How much of a file is in memory at once where all of it is gone through."""
+
+
+class StateStore:
+    """Named states of all clients, each a table with one row per client.
+
+    ``where`` is ``memory``, ``disk`` or ``auto``, which decides by size. Files lie in the folder that
+    :meth:`keep_in` names; without one they are temporary and a checkpoint holds the rows themselves.
+
+    >>> store = StateStore(1_000_000, torch.device("cpu"))
+    >>> store.declare("c", torch.zeros(2))
+    >>> store.write("c", np.array([7, 3]), torch.ones(2, 2))
+    >>> store.rows("c", np.array([3, 999_999])).tolist()
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
+
+    def __init__(self, clients: int, device: torch.device, where: str = "auto") -> None:
+        if where not in WHERE:
+            raise SartorError(f"engine.states = {where!r}: must be one of {', '.join(WHERE)}")
+        self.clients, self.device, self.where = clients, device, where
+        self._tables: dict[str, _Table] = {}
+        self._folder: Path | None = None
+        self._continues = True
+        self._in_memory: dict[str, int] = {}
+
+    def keep_in(self, folder: Path, continues: bool = True) -> None:
+        """Put files into this folder, before any row is written.
+
+        With ``continues=False`` they belong to another process, and :meth:`load` copies from them.
+        """
+        self._folder, self._continues = folder, continues
+        for name, table in self._tables.items():
+            if isinstance(table, _FileTable) and table.untouched:
+                self.declare(name, table.initial)
+
+    def declare(self, name: str, initial: Tensor) -> None:
+        """A state that starts with the same value at every client."""
+        initial = initial.detach().contiguous()
+        whole = initial.nbytes * self.clients
+        on_device = self.device.type != "cpu" and whole <= ON_DEVICE_BYTES
+        host = whole + sum(size for other, size in self._in_memory.items() if other != name)
+        self._in_memory.pop(name, None)
+        large = not on_device and host > SHARE_OF_MEMORY * free_bytes(torch.device("cpu"))
+        if whole and (self.where == "disk" or (self.where == "auto" and large)):
+            self._tables[name] = self._file_table(name, initial)
+            return
+        if not on_device:
+            self._in_memory[name] = whole
+        place = self.device if on_device else torch.device("cpu")
+        self._tables[name] = _MemoryTable(self.clients, initial, place)
+
+    def rows(self, name: str, numbers: np.ndarray) -> Tensor:
+        """The states of some clients, on the device."""
+        return self._tables[name].read(numbers).to(self.device)
+
+    def write(self, name: str, numbers: np.ndarray, rows: Tensor) -> None:
+        """Replace the states of some clients, each given once."""
+        self._tables[name].write(numbers, rows)
+
+    def save(self) -> dict[str, Tensor]:
+        """What :meth:`load` needs, on the host: the rows ever written, or where they lie in a file.
+
+        What the last two calls gave stays valid while a third is put away.
+        """
+        saved: dict[str, Tensor] = {}
+        for name, table in self._tables.items():
+            saved[f"{name}.initial"] = table.initial.cpu().clone()
+            saved.update({f"{name}.{part}": value for part, value in table.save().items()})
+        return saved
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Take the states back to what :meth:`save` saw; other states are gone."""
+        self._tables.clear()
+        self._in_memory.clear()
+        for key, initial in saved.items():
+            name, _, part = key.rpartition(".")
+            if part != "initial":
+                continue
+            if f"{name}.rows" in saved:
+                self.declare(name, initial)
+                self.write(name, saved[f"{name}.numbers"].numpy(), saved[f"{name}.rows"])
+            elif self._folder is None:
+                raise DataError(
+                    f"checkpoint: the client states {name!r} lie in files of a run folder; name it"
+                )
+            else:
+                table = self._tables[name] = self._file_table(name, initial)
+                table.load({part: saved[f"{name}.{part}"] for part in _FileTable.INDEX}, self._folder)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A copy of all clients' rows."""
+        return self.rows(name, np.arange(self.clients))
+
+    def _file_table(self, name: str, initial: Tensor) -> _FileTable:
+        return _FileTable(self.clients, initial, name, self._folder if self._continues else None)
+
+
+class _Table(Protocol):
+    """The rows of one state."""
+
+    initial: Tensor
+
+    def read(self, numbers: np.ndarray) -> Tensor: ...
+
+    def write(self, numbers: np.ndarray, rows: Tensor) -> None: ...
+
+    def save(self) -> dict[str, Tensor]: ...
+
+
+class _MemoryTable:
+    """Rows in memory of the device or of the host. Place 0 holds the initial value."""
+
+    def __init__(self, clients: int, initial: Tensor, device: torch.device) -> None:
+        self.initial = initial.to(device).clone()
+        self._device = device
+        self._places = np.zeros(clients, dtype=np.int64)
+        self._used = 1
+        self._rows = self.initial[None].clone()
+
+    def read(self, numbers: np.ndarray) -> Tensor:
+        return self._rows[to_device(self._places[numbers], self._device)]
+
+    def write(self, numbers: np.ndarray, rows: Tensor) -> None:
+        new = numbers[self._places[numbers] == 0]
+        self._places[new] = np.arange(self._used, self._used + len(new))
+        self._used += len(new)
+        if self._used > len(self._rows):
+            # Twice as much each time, so that a row is copied once on average.
+            capacity = min(max(self._used, 2 * len(self._rows)), len(self._places) + 1)
+            grown = self.initial.new_empty((capacity, *self.initial.shape))
+            grown[: len(self._rows)] = self._rows
+            self._rows = grown
+        self._rows.index_copy_(0, to_device(self._places[numbers], self._device), rows.to(self._rows))
+
+    def save(self) -> dict[str, Tensor]:
+        numbers = np.flatnonzero(self._places)
+        return {"numbers": torch.from_numpy(numbers), "rows": self.read(numbers).cpu()}
+
+
+class _FileTable:
+    """Rows in a file. Place 0 means never written, place k the k-th row of the file.
+
+    Rows up to ``_saved`` are in a checkpoint and stay as they are; those behind are written over in place.
+    """
+
+    INDEX = ("numbers", "places", "checks", "file")
+
+    def __init__(self, clients: int, initial: Tensor, name: str, folder: Path | None) -> None:
+        self.initial = initial.cpu().clone()
+        self._name, self._folder = name, folder
+        self._places = np.zeros(clients, dtype=np.int64)
+        self._checks = np.zeros(clients, dtype=np.uint32)
+        self._used = self._saved = self._generation = 0
+        self._opened: _RowFile | None = None
+        self._old: dict[Path, int] = {}
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was written or loaded yet."""
+        return self._opened is None
+
+    def read(self, numbers: np.ndarray) -> Tensor:
+        rows = self.initial.expand(len(numbers), *self.initial.shape).clone(
+            memory_format=torch.contiguous_format
+        )
+        places = self._places[numbers]
+        written = np.flatnonzero(places)
+        if len(written):
+            _bytes_of(rows)[written] = self._file.read(places[written] - 1)
+        return rows
+
+    def write(self, numbers: np.ndarray, rows: Tensor) -> None:
+        new = numbers[self._places[numbers] <= self._saved]
+        self._places[new] = np.arange(self._used, self._used + len(new)) + 1
+        self._used += len(new)
+        data = _bytes_of(rows.detach().to("cpu", self.initial.dtype))
+        self._file.write(self._places[numbers] - 1, data)
+        self._checks[numbers] = _checks_of(data)
+
+    def save(self) -> dict[str, Tensor]:
+        numbers = np.flatnonzero(self._places)
+        if self._folder is None:
+            return {"numbers": torch.from_numpy(numbers), "rows": self.read(numbers)}
+        self._old = {path: calls - 1 for path, calls in self._old.items()}
+        for path in [path for path, calls in self._old.items() if not calls]:
+            path.unlink(missing_ok=True)
+            del self._old[path]
+        if self._used > 2 * len(numbers) and self._used * self.initial.nbytes > COMPACT_BYTES:
+            self._compact(numbers)
+        self._file.sync()
+        self._saved = self._used
+        return {
+            "numbers": torch.from_numpy(numbers),
+            "places": torch.from_numpy(self._places[numbers]),
+            "checks": torch.from_numpy(self._checks[numbers].astype(np.int64)),
+            "file": torch.tensor([self._generation, self._used]),
+        }
+
+    def load(self, saved: Mapping[str, Tensor], folder: Path) -> None:
+        """Take an index that :meth:`save` gave: go on with its file where it is ours, else copy the rows.
+
+        Every row is checked, so that a damaged or newer file is found here and not trained on.
+        """
+        numbers, places, checks = (saved[part].numpy() for part in self.INDEX[:3])
+        generation, used = saved["file"].tolist()
+        path = self._path(folder, generation)
+        file = _RowFile(path, self.initial.nbytes, "r+b" if folder == self._folder else "rb")
+        for part in self._pieces(len(numbers)):
+            rows = file.read(places[part] - 1)
+            wrong = np.flatnonzero(_checks_of(rows) != checks[part])
+            if len(wrong):
+                who = f"client {numbers[part][wrong[0]]}"
+                raise DataError(f"{path}: the state of {who} is not the one the checkpoint was made with")
+            if folder != self._folder:
+                values = torch.from_numpy(rows).view(self.initial.dtype)
+                self.write(numbers[part], values.view(len(rows), *self.initial.shape))
+        if folder != self._folder:
+            file.close()
+            return
+        self._places[numbers], self._checks[numbers] = places, checks
+        self._opened, self._generation = file, generation
+        self._used = self._saved = used
+        self._old = {other: KEPT for other in folder.glob(f"{self._name}.*.rows") if other != path}
+
+    def _compact(self, numbers: np.ndarray) -> None:
+        """Copy the rows that count to a new file; the old one stays while a checkpoint may refer to it."""
+        assert self._folder is not None
+        self._old[self._path(self._folder, self._generation)] = KEPT
+        self._generation += 1
+        copy = _RowFile(self._path(self._folder, self._generation), self.initial.nbytes, "w+b")
+        for part in self._pieces(len(numbers)):
+            copy.write(np.arange(part.start, part.stop), self._file.read(self._places[numbers[part]] - 1))
+        self._file.close()
+        self._opened = copy
+        self._places[numbers] = np.arange(len(numbers)) + 1
+        self._used = len(numbers)
+
+    def _pieces(self, rows: int) -> Iterator[slice]:
+        step = max(1, PIECE_BYTES // self.initial.nbytes)
+        return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+    def _path(self, folder: Path, generation: int) -> Path:
+        return folder / f"{self._name}.{generation}.rows"
+
+    @property
+    def _file(self) -> _RowFile:
+        if self._opened is None:
+            path = None if self._folder is None else self._path(self._folder, self._generation)
+            self._opened = _RowFile(path, self.initial.nbytes, "w+b")
+        return self._opened
+
+
+class _RowFile:
+    """A file of rows of one size, read and written by position.
+
+    It is not mapped into memory: pages of a mapped file count as memory of the process. Without a path it
+    is a temporary file that goes when the process does.
+    """
+
+    def __init__(self, path: Path | None, row_bytes: int, mode: str) -> None:
+        self._row_bytes = row_bytes
+        self._name = str(path or tempfile.gettempdir())
+        try:
+            if path is None:
+                self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            else:
+                if mode == "w+b":
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open(mode, buffering=0)
+        except OSError as error:
+            raise DataError(f"{self._name}: client states cannot be opened: {error.strerror}") from error
+
+    def read(self, places: np.ndarray) -> np.ndarray:
+        """The rows at these places as bytes, [places, bytes of a row]."""
+        rows = np.empty((len(places), self._row_bytes), np.uint8)
+        for order, first in _stretches(places):
+            stretch = np.empty((len(order), self._row_bytes), np.uint8)
+            self._file.seek(first * self._row_bytes)
+            # A system reads at most 2 GB at once.
+            view, done = stretch.data.cast("B"), 0
+            while done < len(view):
+                count = self._file.readinto(view[done:])  # type: ignore[attr-defined]
+                if not count:
+                    raise DataError(f"{self._name}: cut short; the client states in it are lost")
+                done += count
+            rows[order] = stretch
+        return rows
+
+    def write(self, places: np.ndarray, rows: np.ndarray) -> None:
+        """Put rows at these places; the file grows as needed."""
+        try:
+            for order, first in _stretches(places):
+                self._file.seek(first * self._row_bytes)
+                view = np.ascontiguousarray(rows[order]).data.cast("B")
+                while len(view):
+                    view = view[self._file.write(view) :]
+        except OSError as error:
+            raise SartorError(
+                f"{self._name}: client states cannot be written: {error.strerror}; "
+                "make room, or set engine.states to memory"
+            ) from error
+
+    def sync(self) -> None:
+        """Return when everything is on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _stretches(places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    """Runs of neighbouring places: where they stand in ``places``, and the first of them."""
+    order = np.argsort(places, kind="stable")
+    breaks = np.flatnonzero(np.diff(places[order]) != 1) + 1
+    for part in np.split(order, breaks):
+        if len(part):
+            yield part, int(places[part[0]])
+
+
+def _bytes_of(rows: Tensor) -> np.ndarray:
+    """The rows as bytes, [rows, bytes of a row]; a view where the rows are contiguous."""
+    return rows[:, None].flatten(1).contiguous().view(torch.uint8).numpy()
+
+
+def _checks_of(rows: np.ndarray) -> np.ndarray:
+    return np.array([zlib.crc32(row) for row in rows], dtype=np.uint32)

@@ -1,0 +1,4 @@
+"""A model as a vector: tasks with their parts and buffers, layers that clients can share, networks by name.
+
+Imports kernels, and what every room may: errors, settings, random, files.
+"""

@@ -1,0 +1,238 @@
+"""The papers' networks, by name. Each is a frozen dataclass of its settings with ``build(shape, classes)``.
+
+The initial weights are PyTorch's own initialisation, drawn from the keyed stream (seed, "initial").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sartor import random
+from sartor.errors import SettingError
+from sartor.model.task import Task
+from sartor.settings import setting
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Softmax regression: one linear layer on the flattened input."""
+
+    head: ClassVar[str | None] = None
+
+    def build(self, shape: Shape, classes: int) -> nn.Module:
+        """The module for inputs of this shape."""
+        return nn.Sequential(nn.Flatten(), nn.Linear(_size(shape), classes))
+
+
+@dataclass(frozen=True)
+class MLP:
+    """One hidden layer with ReLU (64 units: the network of DiversiFed on Fashion-MNIST)."""
+
+    hidden: int = setting(64, "units of the hidden layer", low=1)
+    head: ClassVar[str | None] = "output"
+
+    def build(self, shape: Shape, classes: int) -> nn.Module:
+        """The module for inputs of this shape."""
+        return _named(
+            flatten=nn.Flatten(),
+            hidden=nn.Linear(_size(shape), self.hidden),
+            relu=nn.ReLU(),
+            output=nn.Linear(self.hidden, classes),
+        )
+
+
+@dataclass(frozen=True)
+class CNN:
+    """McMahan's CNN: 5×5 convolutions of 32 and 64 channels with 2×2 max pooling, a dense layer of 512."""
+
+    head: ClassVar[str | None] = "output"
+
+    def build(self, shape: Shape, classes: int) -> nn.Module:
+        """The module for images of this shape; convolutions keep the size, as in the original."""
+        return _convolutional("cnn", shape, classes, channels=(32, 64), padding=2, dense=(512,))
+
+
+@dataclass(frozen=True)
+class LeNet:
+    """DiversiFed's LeNet: 5×5 convolutions with 6 and 16 channels, pooling, dense layers of 120 and 84."""
+
+    head: ClassVar[str | None] = "output"
+
+    def build(self, shape: Shape, classes: int) -> nn.Module:
+        """The module for images of this shape; convolutions are unpadded."""
+        return _convolutional("lenet", shape, classes, channels=(6, 16), padding=0, dense=(120, 84))
+
+
+@dataclass(frozen=True)
+class CNNSPFL:
+    """SPFL's CNN: 5×5 convolutions with 20 and 50 channels, pooling, a dense layer of 512."""
+
+    head: ClassVar[str | None] = "output"
+
+    def build(self, shape: Shape, classes: int) -> nn.Module:
+        """The module for images of this shape; convolutions are unpadded."""
+        return _convolutional("cnn-spfl", shape, classes, channels=(20, 50), padding=0, dense=(512,))
+
+
+@dataclass(frozen=True)
+class ResNet8:
+    """ResNet-8: a 3×3 convolution, three residual blocks of 16, 32 and 64 channels, average pooling."""
+
+    norm: str = setting("group", "normalisation layers", choices=("group", "batch"))
+    head: ClassVar[str | None] = "output"
+
+    def build(self, shape: Shape, classes: int) -> nn.Module:
+        """The module for images of this shape."""
+        if len(shape) != 3:
+            raise SettingError(
+                f"model.name = 'resnet8': needs images [channels, height, width], the data has {list(shape)}"
+            )
+        return _ResNet8(shape[0], classes, self.norm)
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A model given in Python: a stored experiment can name it, but not make it."""
+
+    head: ClassVar[str | None] = None
+
+    def build(self, shape: Shape, classes: int) -> nn.Module:
+        """Refuse: the module itself is not in the experiment."""
+        raise SettingError("model.name = 'custom': the model was given in Python; pass it again as model=...")
+
+
+MODELS: dict[str, type] = {
+    "softmax": Softmax,
+    "mlp": MLP,
+    "cnn": CNN,
+    "lenet": LeNet,
+    "cnn-spfl": CNNSPFL,
+    "resnet8": ResNet8,
+    "custom": Custom,
+}
+
+
+def make_task(name: str, settings: Any, shape: Shape, classes: int | None, seed: int) -> Task:
+    """The task of a named model on inputs of a shape, with initial weights that depend on the seed alone."""
+    if classes is None:
+        raise SettingError(
+            f"model.name = {name!r}: classifies, but the data has no classes; give a model of your own"
+        )
+    module = seeded(lambda: settings.build(tuple(shape), classes), seed)
+    return Task(module, classes=classes, head=settings.head, name=name)
+
+
+def seeded(build: Callable[[], nn.Module], seed: int, index: int = 0) -> nn.Module:
+    """What ``build`` makes with PyTorch's generator set from the stream (seed, "initial", index), then
+    restored.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(random.integer(random.stream(seed, "initial", index)))
+        return build()
+
+
+def _size(shape: Shape) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _named(**layers: nn.Module) -> nn.Sequential:
+    sequence = nn.Sequential()
+    for name, layer in layers.items():
+        sequence.add_module(name, layer)
+    return sequence
+
+
+def _convolutional(
+    name: str, shape: Shape, classes: int, channels: tuple[int, int], padding: int, dense: tuple[int, ...]
+) -> nn.Module:
+    """Two 5×5 convolutions with pooling, then dense layers."""
+    if len(shape) != 3:
+        raise SettingError(
+            f"model.name = {name!r}: needs images [channels, height, width], the data has {list(shape)}"
+        )
+    height, width = shape[1:]
+    for _ in channels:
+        height, width = (height - 4 + 2 * padding) // 2, (width - 4 + 2 * padding) // 2
+    if min(height, width) < 1:
+        raise SettingError(
+            f"model.name = {name!r}: images of {shape[1]}×{shape[2]} are too small for it; "
+            "take mlp, softmax or resnet8"
+        )
+    layers: dict[str, nn.Module] = {}
+    previous = shape[0]
+    for number, width_ in enumerate(channels, 1):
+        layers[f"convolution{number}"] = nn.Conv2d(previous, width_, 5, padding=padding)
+        layers[f"relu{number}"] = nn.ReLU()
+        layers[f"pool{number}"] = nn.MaxPool2d(2)
+        previous = width_
+    layers["flatten"] = nn.Flatten()
+    previous = previous * height * width
+    for number, width_ in enumerate(dense, 1):
+        layers[f"dense{number}"] = nn.Linear(previous, width_)
+        layers[f"activation{number}"] = nn.ReLU()
+        previous = width_
+    layers["output"] = nn.Linear(previous, classes)
+    return _named(**layers)
+
+
+def _norm(kind: str, channels: int) -> nn.Module:
+    return nn.GroupNorm(8, channels) if kind == "group" else nn.BatchNorm2d(channels)
+
+
+class _Block(nn.Module):
+    """Two 3×3 convolutions and a shortcut, a 1×1 convolution where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.convolution1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1 = _norm(norm, outputs)
+        self.convolution2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = _norm(norm, outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = _named(
+                convolution=nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm=_norm(norm, outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.convolution1(x)))
+        return F.relu(self.norm2(self.convolution2(y)) + self.shortcut(x))
+
+
+class _ResNet8(nn.Module):
+    def __init__(self, channels: int, classes: int, norm: str) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
+        self.norm = _norm(norm, 16)
+        self.block1, self.block2, self.block3 = (
+            _Block(16, 16, 1, norm),
+            _Block(16, 32, 2, norm),
+            _Block(32, 64, 2, norm),
+        )
+        self.output = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block3(self.block2(self.block1(F.relu(self.norm(self.convolution(x))))))
+        scores: Tensor = self.output(y.mean(dim=(2, 3)))
+        return scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """The network, by name with its settings, and what happens to its buffers."""
+
+    name: str = setting("mlp", "the network")
+    settings: Any
+    buffers: str = setting(
+        "auto",
+        "float buffers such as BatchNorm statistics: averaged, kept by each client or frozen",
+        choices=("auto", "average", "local", "freeze"),
+    )

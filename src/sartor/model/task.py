@@ -1,0 +1,763 @@
+"""A model as a vector: any ``nn.Module`` becomes functions of one flat vector ``w``.
+
+Papers write ``w ∈ R^d``; so do the algorithms here. :class:`Task` lays a module's parameters into one
+vector and its float buffers (BatchNorm's running statistics) into a second one, and gives loss, gradient
+and predictions as functions of them. Parameters are views of ``w``: nothing is copied. Named slices of the
+vector, ``task.parts``, are declared by module path. Integer buffers stay as they were in the module.
+
+Two kinds of layers do something that depends on more than their input, and are replaced by versions that a
+cohort of clients can share: BatchNorm (statistics over the real samples of a padded batch, running
+statistics handed out instead of changed in place) and Dropout (masks from the keyed streams).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.nn import functional as F
+from torch.nn.parameter import UninitializedParameter
+
+from sartor import random
+from sartor.errors import NotStackable, SartorError
+from sartor.kernels.convolution import conv2d
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Penalty = Callable[[Tensor], Tensor]
+"""From the features (the head's input) of a batch to one number per sample, added to the losses."""
+Change = Callable[[Tensor], Tensor]
+"""From the features to what the head is given in their place."""
+Frozen = bool | Callable[[str], bool]
+"""Which layers, by module path, use their running statistics without changing them: all, none, or some.
+
+Where some are frozen they are as in evaluation, without dropout; ``True`` is about statistics alone.
+"""
+
+
+class Batch(NamedTuple):
+    """Some samples of one client.
+
+    ``weight`` is 1 for a real sample and 0 for padding; None when all are real.
+    """
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor | None = None
+    key: Tensor | int = 0
+
+    @property
+    def size(self) -> Tensor | int:
+        """The number of real samples."""
+        return self.y.shape[0] if self.weight is None else self.weight.sum()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over the real samples of a quantity that has one entry per sample."""
+        if self.weight is None:
+            return values.mean()
+        return (values * self.weight).sum() / self.weight.sum()
+
+
+class Pass(NamedTuple):
+    """What a pass over a batch in training mode gives; no features where no head is declared."""
+
+    outputs: Tensor
+    features: Tensor | None
+    buffers: Tensor | None
+
+
+Objective = Callable[[Tensor], tuple[Tensor, Pass]]
+"""From a vector to a loss and the pass it was computed from."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Named entries of the vector: a few slices, in the vector's order."""
+
+    name: str
+    slices: tuple[slice, ...]
+
+    @property
+    def size(self) -> int:
+        """How many numbers the part has."""
+        return sum(piece.stop - piece.start for piece in self.slices)
+
+    def take(self, w: Tensor) -> Tensor:
+        """The part of a vector, or of every row of a matrix."""
+        return torch.cat([w[..., :0], *(w[..., piece] for piece in self.slices)], dim=-1)
+
+    def put(self, w: Tensor, values: Tensor) -> Tensor:
+        """A copy of the vector (or matrix) with this part replaced."""
+        # Joined from pieces, as nothing can be written into a vector that stacked clients share.
+        w = w.expand(*values.shape[:-1], w.shape[-1])
+        pieces, end, offset = [], 0, 0
+        for piece in self.slices:
+            length = piece.stop - piece.start
+            pieces += [w[..., end : piece.start], values[..., offset : offset + length]]
+            end, offset = piece.stop, offset + length
+        return torch.cat([*pieces, w[..., end:]], dim=-1)
+
+    def mask(self, like: Tensor) -> Tensor:
+        """A boolean vector that is true on this part."""
+        mask = torch.zeros(like.shape[-1], dtype=torch.bool, device=like.device)
+        for piece in self.slices:
+            mask[piece] = True
+        return mask
+
+
+class Task:
+    """A module, a loss and named parts, as functions of flat vectors.
+
+    ``module`` is taken as it is: its values are the initial model. ``loss(outputs, targets)`` gives one
+    number per sample. ``head`` names the module whose input are the features (``body`` is then everything
+    else); ``stages`` names groups of module paths that together cover the model.
+
+    >>> task = Task(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), head="2")
+    >>> task.size, task.parts["head"].size
+    (67, 27)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        loss: Loss | None = None,
+        classes: int | None = None,
+        head: str | None = None,
+        stages: Mapping[str, Iterable[str]] | None = None,
+        name: str = "custom",
+    ) -> None:
+        self.name = name
+        self.loss_function: Loss = loss or _cross_entropy
+        self.classes = classes
+        self.head_path = head
+        lazy = [key for key, value in module.named_parameters() if isinstance(value, UninitializedParameter)]
+        if lazy:
+            raise SartorError(f"model {name}: {lazy[0]!r} has no shape yet; run the module once on a sample")
+        parameters = {key: value for key, value in module.named_parameters() if value.requires_grad}
+        if not parameters:
+            raise SartorError(f"model {name}: it has no parameters that take a gradient: nothing to train")
+        kinds = {value.dtype for value in parameters.values()}
+        if len(kinds) > 1 or not next(iter(kinds)).is_floating_point:
+            raise SartorError(
+                f"model {name}: parameters must share one float type, found {sorted(map(str, kinds))}"
+            )
+        self.dtype = next(iter(kinds))
+        buffers = dict(module.named_buffers())
+        floats = {key: value for key, value in buffers.items() if value.is_floating_point()}
+        fixed = {key: value for key, value in buffers.items() if key not in floats}
+        fixed |= {key: value for key, value in module.named_parameters() if not value.requires_grad}
+        self._constants = {key: value.detach().clone() for key, value in fixed.items()}
+        self._constants_by_device: dict[torch.device, dict[str, Tensor]] = {}
+        self._parameters, self._buffers = _Layout(parameters), _Layout(floats)
+        self.size, self.buffer_size = self._parameters.size, self._buffers.size
+        self._initial_w = self._parameters.flatten(parameters).to(self.dtype)
+        self._initial_b = self._buffers.flatten(floats).to(self.dtype)
+        self._module = _shareable(module, name)
+        self._stored = _stored_names(module)
+        self._changed_in_place = _buffers_of_others(self._module, floats)
+        self.draws = any(isinstance(layer, _Dropout) for layer in self._module.modules())
+        self._module_paths = [path for path, _ in module.named_modules() if path]
+        self._local = threading.local()
+        self.parts: dict[str, Part] = {}
+        if head is not None:
+            self.parts["head"] = self._part("head", [head])
+            self.parts["body"] = self._rest("body", [self.parts["head"]])
+        if stages is not None:
+            for stage, paths in stages.items():
+                self.parts[stage] = self._part(stage, list(paths))
+        self.stages = tuple(stages or (("body", "head") if head is not None else ()))
+        if stages is not None and self._rest("rest", [self.parts[stage] for stage in stages]).slices:
+            raise SartorError(
+                f"model {name}: the stages {', '.join(stages)} do not cover all of its parameters"
+            )
+
+    # The vectors ----------------------------------------------------------------------------------
+
+    def initial(self, device: torch.device | str = "cpu") -> Tensor:
+        """The initial model: the values the module came with."""
+        return self._initial_w.to(device, copy=True)
+
+    def initial_buffers(self, device: torch.device | str = "cpu") -> Tensor:
+        """The initial float buffers; empty for a model that has none."""
+        return self._initial_b.to(device, copy=True)
+
+    def state_dict(self, w: Tensor, buffers: Tensor | None = None) -> dict[str, Tensor]:
+        """A model's vector as a module's ``state_dict``, to load into the user's own module."""
+        floats = self._buffers.views(self._initial_b if buffers is None else buffers)
+        named = {**self._parameters.views(w), **floats, **self._constants}
+        return {key: named[first].detach().clone() for key, first in self._stored.items()}
+
+    def part(self, name: str) -> Part:
+        """A declared part; the error for one that is missing names the module paths there are."""
+        if name in self.parts:
+            return self.parts[name]
+        paths = ", ".join(self._module_paths)
+        raise SartorError(
+            f"model {self.name}: no part {name!r} is declared (parts: {', '.join(self.parts) or 'none'}); "
+            f"declare it by module path, for example head={(self._module_paths or ['...'])[-1]!r}; "
+            f"paths: {paths}"
+        )
+
+    @property
+    def places(self) -> dict[str, slice]:
+        """Where each parameter lies in the vector, by its name in the module."""
+        return dict(self._parameters.places)
+
+    def select(self, paths: Iterable[str]) -> tuple[Part, Part]:
+        """The parameters and the float buffers of some modules, named by path or as ``head``.
+
+        Both are parts of their own vector; either may be empty.
+        """
+        named = [self._declared_head() if path == "head" else path for path in paths]
+        parameters = self._part("selected", named) if named else Part("selected", ())
+        return parameters, self._buffers_below("selected", named)
+
+    def norms(self) -> tuple[Part, Part]:
+        """The parameters and the running statistics of all BatchNorm layers, found by their type."""
+        layers = [layer.path for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
+        learnt = [
+            place
+            for key, place in self._parameters.places.items()
+            if any(key in (path + "weight", path + "bias") for path in layers)
+        ]
+        paths = [path.removesuffix(".") for path in layers]
+        return Part("norms", _merge(learnt)), self._buffers_below("norms", paths)
+
+    def inside(self, paths: Iterable[str]) -> Callable[[str], bool]:
+        """Whether a module's path is one of these or lies below one; named as for :meth:`select`."""
+        named = [self._declared_head() if path == "head" else path for path in paths]
+        return lambda path: any(_below(path, name) for name in named)
+
+    def rest(self, part: Part) -> Part:
+        """All parameters outside of a part."""
+        return self._rest("rest", [part])
+
+    def _declared_head(self) -> str:
+        self.part("head")
+        assert self.head_path is not None
+        return self.head_path
+
+    def _buffers_below(self, name: str, paths: list[str]) -> Part:
+        places = self._buffers.places.items()
+        return Part(
+            name, _merge([place for key, place in places if any(_below(key, path) for path in paths)])
+        )
+
+    def _part(self, name: str, paths: list[str]) -> Part:
+        slices = []
+        for path in paths:
+            found = [place for key, place in self._parameters.places.items() if _below(key, path)]
+            if not found:
+                raise SartorError(
+                    f"model {self.name}: part {name!r} names the module path {path!r}, which has no "
+                    f"parameters; paths: {', '.join(self._module_paths) or 'none'}"
+                )
+            slices += found
+        return Part(name, _merge(slices))
+
+    def _rest(self, name: str, parts: list[Part]) -> Part:
+        taken = sorted((piece.start, piece.stop) for part in parts for piece in part.slices)
+        slices, position = [], 0
+        for start, stop in [*taken, (self.size, self.size)]:
+            if start < position and stop > start:
+                raise SartorError(
+                    f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap"
+                )
+            if start > position:
+                slices.append(slice(position, start))
+            position = max(position, stop)
+        return Part(name, tuple(slices))
+
+    # The functions --------------------------------------------------------------------------------
+
+    def outputs(
+        self, w: Tensor, x: Tensor, buffers: Tensor | None = None, change: Change | None = None
+    ) -> Tensor:
+        """What the module returns for ``x``, in evaluation mode.
+
+        ``change`` is applied to the features before the head gets them.
+        """
+        return self._call(w, x, buffers, _Mode(training=False, change=change))
+
+    def predict(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
+        """The most likely class of every sample."""
+        return self.outputs(w, x, buffers).argmax(dim=-1)
+
+    def features(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
+        """The input of the head, in evaluation mode."""
+        mode = _Mode(training=False)
+        self._call(w, x, buffers, mode)
+        return self.noted_features(mode)
+
+    def forward(
+        self,
+        w: Tensor,
+        batch: Batch,
+        buffers: Tensor | None = None,
+        frozen: Frozen = False,
+        change: Change | None = None,
+    ) -> Pass:
+        """A pass over a batch in training mode: outputs, features and the buffers after it."""
+        mode = _Mode(training=True, weight=batch.weight, frozen=frozen, key=batch.key, change=change)
+        outputs = self._call(w, batch.x, buffers, mode)
+        if not mode.changed:
+            return Pass(outputs, mode.features, buffers)
+        views = self._buffers.views(self._given(buffers, w))
+        after = torch.cat([mode.changed.get(key, view).reshape(-1) for key, view in views.items()])
+        return Pass(outputs, mode.features, after.detach())
+
+    def losses(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
+        """The loss of every sample, in evaluation mode."""
+        return self.loss_function(self.outputs(w, batch.x, buffers), batch.y)
+
+    def loss(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
+        """The mean loss over a batch, in training mode."""
+        return self.loss_and_buffers(w, batch, buffers)[0]
+
+    def loss_and_buffers(
+        self,
+        w: Tensor,
+        batch: Batch,
+        buffers: Tensor | None = None,
+        frozen: Frozen = False,
+        penalty: Penalty | None = None,
+        change: Change | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The mean training loss and the buffers after this batch.
+
+        ``frozen`` buffers are used and not changed. ``penalty`` adds a term of the features to the loss,
+        ``change`` is applied to the features before the head gets them.
+        """
+        loss, run = self._loss_and_pass(w, batch, buffers, frozen, penalty, change)
+        return loss, run.buffers
+
+    def _loss_and_pass(
+        self,
+        w: Tensor,
+        batch: Batch,
+        buffers: Tensor | None,
+        frozen: Frozen,
+        penalty: Penalty | None,
+        change: Change | None,
+    ) -> tuple[Tensor, Pass]:
+        run = self.forward(w, batch, buffers, frozen, change)
+        losses = self.loss_function(run.outputs, batch.y)
+        return batch.mean(losses if penalty is None else losses + penalty(self.noted_features(run))), run
+
+    def grad(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
+        """The gradient of the batch's mean training loss."""
+        return self.grad_and_buffers(w, batch, buffers)[0]
+
+    def grad_and_buffers(
+        self,
+        w: Tensor,
+        batch: Batch,
+        buffers: Tensor | None = None,
+        frozen: Frozen = False,
+        penalty: Penalty | None = None,
+        change: Change | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the batch's mean training loss, and the buffers after this batch."""
+        given = self._given(buffers, w) if self.buffer_size else buffers
+
+        def objective(w: Tensor) -> tuple[Tensor, Pass]:
+            return self._loss_and_pass(w, batch, given, frozen, penalty, change)
+
+        gradient, run = self.differentiate(objective, w)
+        return gradient, run.buffers
+
+    def differentiate(self, objective: Objective, w: Tensor) -> tuple[Tensor, Pass]:
+        """The gradient of an objective at ``w``, and the pass it made."""
+
+        def with_tensors(w: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, run = objective(w)
+            found = {} if run.buffers is None else {"buffers": run.buffers}
+            if run.features is not None:
+                found["features"] = run.features.detach()
+            return loss, {**found, "outputs": run.outputs.detach()}
+
+        if _inside_transform():
+            gradient, found = grad(with_tensors, has_aux=True)(w)
+        else:  # plain autograd gives the same bits with less overhead
+            with torch.enable_grad():
+                live = w.detach().requires_grad_()
+                loss, found = with_tensors(live)
+                (gradient,) = torch.autograd.grad(loss, live)
+        return gradient, Pass(found["outputs"], found.get("features"), found.get("buffers"))
+
+    def noted_features(self, run: Pass | _Mode) -> Tensor:
+        """What the head was given in a pass; an error that says why where there is nothing."""
+        self.part("head")
+        if run.features is None:
+            raise SartorError(f"model {self.name}: its forward pass never calls the head {self.head_path!r}")
+        return run.features
+
+    def _constants_on(self, device: torch.device) -> dict[str, Tensor]:
+        if device not in self._constants_by_device:
+            self._constants_by_device[device] = {
+                key: value.to(device) for key, value in self._constants.items()
+            }
+        return self._constants_by_device[device]
+
+    def _given(self, buffers: Tensor | None, w: Tensor) -> Tensor:
+        return self.initial_buffers(w.device) if buffers is None else buffers
+
+    def _call(self, w: Tensor, x: Tensor, buffers: Tensor | None, mode: _Mode) -> Tensor:
+        # functional_call swaps tensors into the module while it runs, so every thread has modules of its own.
+        if not hasattr(self._local, "modules"):
+            self._local.modules = {}
+        if mode.training not in self._local.modules:
+            module = copy.deepcopy(self._module).train(mode.training)
+            head = dict(module.named_modules()).get(self.head_path or "")
+            if self.head_path and head is not None:
+                head.register_forward_pre_hook(_note_features)
+            self._local.modules[mode.training] = module
+        module = self._local.modules[mode.training]
+        named = self._parameters.views(w)
+        if self.buffer_size:
+            named |= self._buffers.views(self._given(buffers, w))
+            for key in self._changed_in_place:  # such a layer shall not write into the vector it was given
+                named[key] = named[key].clone()
+        named |= self._constants_on(w.device)
+        previous = getattr(_context, "mode", None)
+        _context.mode = mode
+        try:
+            result = functional_call(module, named, (x,), strict=False)
+        finally:
+            _context.mode = previous
+        if mode.training:
+            moving = [key for key in self._changed_in_place if not mode.still(key.rpartition(".")[0])]
+            mode.changed |= {key: named[key] for key in moving}
+        if not isinstance(result, Tensor):
+            raise SartorError(
+                f"model {self.name}: forward returned {type(result).__name__}, a tensor is needed"
+            )
+        return result
+
+    # Linear models --------------------------------------------------------------------------------
+
+    @property
+    def raw_features(self) -> int | None:
+        """How many raw features a model that is one linear layer on the flattened input takes, else None."""
+        layers = [self._module]
+        if type(self._module) is nn.Sequential:
+            layers = [layer for layer in self._module if type(layer) not in (nn.Flatten, nn.Identity)]
+        if len(layers) == 1 and type(layers[0]) is nn.Linear and layers[0].weight.requires_grad:
+            return layers[0].in_features
+        return None
+
+    def by_feature(self, values: Tensor) -> Tensor:
+        """One value per raw feature as a vector like ``w``: every weight has its feature's, a bias has 1."""
+        pieces = [
+            values.expand(shape).reshape(-1) if len(shape) == 2 else values.new_ones(shape)
+            for shape in self._parameters.shapes.values()
+        ]
+        return torch.cat(pieces)
+
+    # What the engines ask -------------------------------------------------------------------------
+
+    def why_not_stackable(self, x: Tensor, y: Tensor) -> str | None:
+        """The reason why this model cannot train many clients in one batch, or None.
+
+        One step of two clients is tried.
+        """
+        w, buffers = self.initial(x.device), self.initial_buffers(x.device)
+        # Each client's batch is padded by one more sample, so that a layer that looks across samples shows.
+        padded_x, padded_y = torch.cat([x, x[:1]]), torch.cat([y, y[:1]])
+        weight = torch.ones(len(padded_y), device=x.device, dtype=w.dtype)
+        weight[-1] = 0
+
+        def step(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            gradient = self.grad_and_buffers(w, Batch(x, y, weight), buffers)[0]
+            return gradient, self.outputs(w, x, buffers)[:-1]
+
+        try:
+            pair = [torch.stack([value, value]) for value in (padded_x, padded_y, weight)]
+            stacked, outputs = torch.vmap(step)(*pair)
+        except Exception as error:  # whatever torch says about this module is the reason
+            if "data-dependent control flow" in str(error):
+                return "its forward pass branches on the data"
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        for several, one in ((stacked, self.grad(w, Batch(x, y))), (outputs, self.outputs(w, x, buffers))):
+            largest = float(one.abs().nan_to_num().max())
+            if not torch.allclose(several[0], one, rtol=1e-3, atol=1e-4 * largest + 1e-8, equal_nan=True):
+                return "a padded batch gives another result: a layer mixes samples or draws at random"
+        return None
+
+    def require_stackable(self, x: Tensor, y: Tensor) -> None:
+        """Raise :class:`NotStackable`, with the reason, for a model that only the loop engine can run."""
+        reason = self.why_not_stackable(x, y)
+        if reason is not None:
+            raise NotStackable(f"model {self.name} cannot be stacked ({reason}); use the loop engine")
+
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether the module has a convolution; on a CPU those are faster one client at a time."""
+        return any(isinstance(module, nn.modules.conv._ConvNd) for module in self._module.modules())
+
+    def activations(self, x: Tensor) -> int:
+        """Numbers held by the outputs of all layers for one sample.
+
+        What a step needs beside copies of ``w``.
+        """
+        total = 0
+
+        def count(module: nn.Module, inputs: Any, output: Any) -> None:
+            nonlocal total
+            if isinstance(output, Tensor) and not list(module.children()):
+                total += output.numel()
+
+        handle = nn.modules.module.register_module_forward_hook(count)
+        try:
+            with torch.no_grad():
+                self.outputs(self._initial_w, x[:1].cpu())
+        finally:
+            handle.remove()
+        return total + x[:1].numel()
+
+
+class _Layout:
+    """Where named tensors lie in a vector."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.shapes = {key: value.shape for key, value in tensors.items()}
+        self.sizes = [value.numel() for value in tensors.values()]
+        self.size = sum(self.sizes)
+        self.places, position = {}, 0
+        for key, length in zip(self.shapes, self.sizes, strict=True):
+            self.places[key] = slice(position, position + length)
+            position += length
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        if not tensors:
+            return torch.zeros(0)
+        return torch.cat([tensors[key].detach().reshape(-1).cpu() for key in self.shapes])
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        # One split whose backward is one concatenation; slices would each give a gradient of the whole
+        # vector.
+        pieces = torch.split(vector, self.sizes) if self.sizes else ()
+        return {
+            key: piece.view(shape) for (key, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+        }
+
+
+def _below(key: str, path: str) -> bool:
+    """Whether a name is a module's path or lies below it; the empty path is the whole module."""
+    return not path or key == path or key.startswith(path + ".")
+
+
+def _merge(slices: list[slice]) -> tuple[slice, ...]:
+    """Sorted slices with neighbours joined."""
+    merged: list[slice] = []
+    for piece in sorted(slices, key=lambda piece: piece.start):
+        if merged and merged[-1].stop == piece.start:
+            merged[-1] = slice(merged[-1].start, piece.stop)
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+def _inside_transform() -> bool:
+    """Whether a torch.func transform, such as the stacked engine's vmap, is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
+        # The same numbers as F.cross_entropy in half the operations: no label is ever to be ignored here.
+        likelihood = F.log_softmax(outputs, dim=-1)
+        if not outputs.is_cuda:
+            return -likelihood.gather(1, targets[:, None])[:, 0]
+        # On CUDA as a sum of which one term is not zero: a compiler can merge that with its gradient.
+        mine = targets[:, None] == torch.arange(outputs.shape[1], device=outputs.device)
+        return -likelihood.where(mine, 0.0).sum(1)
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+# Layers that need to know more than their input ---------------------------------------------------
+
+
+class _Mode:
+    """What a forward pass tells the replaced layers, and the running statistics they hand back."""
+
+    def __init__(
+        self,
+        *,
+        training: bool,
+        weight: Tensor | None = None,
+        frozen: Frozen = False,
+        key: Tensor | int = 0,
+        change: Change | None = None,
+    ) -> None:
+        self.training, self.weight, self.frozen, self.key = training, weight, frozen, key
+        self.change = change
+        self.changed: dict[str, Tensor] = {}
+        self.features: Tensor | None = None
+        self.draws = 0
+
+    def still(self, path: str) -> bool:
+        """Whether the running statistics of the layer at this path are used and stay as they are."""
+        return not self.training or (self.frozen(path) if callable(self.frozen) else self.frozen)
+
+    def drops(self, path: str) -> bool:
+        """Whether dropout at this path drops anything: not in a layer that is as in evaluation."""
+        return self.training and not (callable(self.frozen) and self.frozen(path))
+
+
+_context = threading.local()
+
+
+def _note_features(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A hook of the head: what it is given are the features; a change is made here."""
+    mode: _Mode = _context.mode
+    mode.features = inputs[0]
+    return None if mode.change is None else (mode.change(inputs[0]), *inputs[1:])
+
+
+class _BatchNorm(nn.Module):
+    """BatchNorm over the real samples of a padded batch.
+
+    It returns running statistics rather than changing them.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
+    def __init__(self, original: nn.modules.batchnorm._BatchNorm, path: str) -> None:
+        super().__init__()
+        assert original.momentum is not None
+        self.path, self.eps, self.momentum = path, original.eps, original.momentum
+        self.weight: nn.Parameter | None = original.weight
+        self.bias: nn.Parameter | None = original.bias
+        self.register_buffer("running_mean", original.running_mean)
+        self.register_buffer("running_var", original.running_var)
+        self.register_buffer("num_batches_tracked", original.num_batches_tracked)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mode: _Mode = _context.mode
+        still = mode.still(self.path.removesuffix("."))
+        if self.running_mean is not None and self.running_var is not None and still:
+            mean, variance = self.running_mean, self.running_var
+        else:
+            mean, variance = self._statistics(x, mode.weight)
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        normal = (x - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is None or self.bias is None:
+            return normal
+        return normal * self.weight.view(shape) + self.bias.view(shape)
+
+    def _statistics(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        others = [axis for axis in range(x.dim()) if axis != 1]
+        weight = torch.ones(x.shape[0], dtype=x.dtype, device=x.device) if weight is None else weight
+        weight = weight.view([-1] + [1] * (x.dim() - 1))
+        count = weight.sum() * (x[0, 0].numel())
+        mean = (x * weight).sum(others) / count
+        centred = (x - mean.view([1, -1] + [1] * (x.dim() - 2))) * weight
+        variance = (centred * centred).sum(others) / count
+        if self.running_mean is not None and self.running_var is not None:
+            share = self.momentum
+            unbiased = variance * count / (count - 1).clamp(min=1)
+            # A layer that is called twice in one pass goes on from its own first change.
+            changed = _context.mode.changed
+            before_mean = changed.get(self.path + "running_mean", self.running_mean)
+            before_var = changed.get(self.path + "running_var", self.running_var)
+            # One value has no variance, and PyTorch refuses it; here the running statistics stand in and
+            # stay.
+            single = count <= 1
+            mean, variance = torch.where(single, before_mean, mean), torch.where(single, before_var, variance)
+            changed[self.path + "running_mean"] = before_mean + share * (mean - before_mean)
+            moved = before_var + share * (unbiased - before_var)
+            changed[self.path + "running_var"] = torch.where(single, before_var, moved)
+        return mean, variance
+
+
+class _Dropout(nn.Module):
+    """Dropout whose mask is a function of the batch's key, so that every engine draws the same."""
+
+    def __init__(self, original: nn.modules.dropout._DropoutNd, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.p, self.whole_channels = original.p, not isinstance(original, nn.Dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mode: _Mode = _context.mode
+        if self.p == 0 or not mode.drops(self.path):
+            return x
+        mode.draws += 1
+        shape = x.shape[:2] if self.whole_channels else x.shape
+        draws = random.uniform(random.fold(mode.key, mode.draws), shape.numel(), x.device).view(shape)
+        keep = (draws >= self.p).to(x.dtype)
+        scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
+        return x * keep.view(*shape, *[1] * (x.dim() - len(shape))) * scale
+
+
+def _stored_names(module: nn.Module) -> dict[str, str]:
+    """The keys of the module's ``state_dict`` with the name each tensor goes by.
+
+    Tied tensors have several keys.
+    """
+    first = {id(value): key for key, value in [*module.named_parameters(), *module.named_buffers()]}
+    stored = module.state_dict(keep_vars=True)
+    return {key: first[id(value)] for key, value in stored.items() if id(value) in first}
+
+
+def _buffers_of_others(module: nn.Module, floats: Iterable[str]) -> list[str]:
+    """Float buffers of layers other than BatchNorm, which may change them in place while they train."""
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    own = {layer.path + name for layer in norms for name in ("running_mean", "running_var")}
+    return [key for key in floats if key not in own]
+
+
+class _Conv2d(nn.Conv2d):
+    """A convolution that many clients, each with its own weights, compute together on a GPU."""
+
+    def __init__(self, original: nn.Conv2d) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(original.__dict__)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return conv2d(
+            x, self.weight, self.bias, cast("tuple[int, int]", self.stride), cast(Any, self.padding)
+        )
+
+
+def _shareable(module: nn.Module, name: str) -> nn.Module:
+    """A copy of the module with BatchNorm and Dropout layers replaced by versions that clients can share."""
+    module = copy.deepcopy(module)
+    for path, layer in list(module.named_modules()):
+        if isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
+            kind = type(layer).__name__
+            raise SartorError(
+                f"model {name}: layer {path!r} is {kind}, which has no keyed form; take Dropout"
+            )
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
+            what = "BatchNorm with momentum=None, an average over all batches ever seen"
+            raise SartorError(f"model {name}: layer {path!r} is {what}; give it a momentum, such as 0.1")
+        replacement = _replacement(layer, path)
+        if replacement is None:
+            continue
+        if not path:
+            return replacement
+        module.set_submodule(path, replacement)
+    return module
+
+
+def _replacement(layer: nn.Module, path: str) -> nn.Module | None:
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        return _BatchNorm(layer, path + "." if path else "")
+    if isinstance(layer, nn.modules.dropout._DropoutNd):
+        return _Dropout(layer, path)
+    if type(layer) is nn.Conv2d and (layer.groups, layer.dilation, layer.padding_mode) == (
+        1,
+        (1, 1),
+        "zeros",
+    ):
+        return _Conv2d(layer)
+    return None

@@ -1,0 +1,715 @@
+"""Flower as the carrier of messages: its SuperLink inside the server, its Fleet connection at the nodes.
+
+This is the one module that uses names outside Flower's public interface; where the installed version does
+not have them, the error says which versions do. :class:`SuperLink` runs Flower's own application in a thread
+and publishes of it what nodes need and nothing else: starting runs, registering keys and everything that a
+server application may do cannot be reached from any port, as this process does them itself.
+:class:`FleetLink` is a node's connection: it fetches requests and returns replies, and never loads the code
+of an application. Nothing is sent to anybody else: telemetry and the search for updates are off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import socket
+import ssl
+import sys
+import threading
+import time
+from base64 import b64decode
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sartor.errors import SartorError, SettingError
+from sartor.remote.flower_app import TYPE, VERSIONS, from_content, to_content  # turns telemetry off first
+from sartor.remote.messages import HEADER, LARGEST_HEADER, Parts
+from sartor.remote.requests import Failed
+
+try:
+    import fcntl
+except ImportError:  # no Unix
+    fcntl = None  # type: ignore[assignment]
+
+os.environ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
+
+try:
+    import httpx
+    import uvicorn
+    from fastapi import HTTPException
+    from flwr.app import Message, Metadata
+    from flwr.app.message import make_message, remove_content_from_message
+    from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID, ErrorCode, Status
+    from flwr.common.serde import message_from_proto, message_to_proto
+    from flwr.proto.fleet_pb2 import (
+        ActivateNodeRequest,
+        DeactivateNodeRequest,
+        PullMessagesRequest,
+        PushMessagesRequest,
+        RegisterNodeFleetRequest,
+    )
+    from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PullObjectResponse
+    from flwr.proto.node_pb2 import Node as FleetNode
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, NOOP_FEDERATION_ID, TaskType
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_all_nested_objects,
+        get_object_tree,
+        iterate_object_tree,
+        no_object_id_recompute,
+    )
+    from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+        make_pull_object_fn_protobuf,
+        make_push_object_fn_protobuf,
+    )
+    from flwr.supercore.inflatable.inflatable_utils import (
+        inflate_object_from_contents,
+        pull_objects,
+        push_objects,
+    )
+    from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+    from flwr.supercore.object_store import NoObjectInStoreError
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+    from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
+except ImportError as error:
+    raise SartorError(
+        f"real federations need Flower, {VERSIONS}: {error}; install it with `pip install 'sartor[flower]'`"
+    ) from error
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+log = logging.getLogger(__name__)
+
+LARGEST_REQUEST = 16 << 20
+"""Bytes of one HTTP request; Flower cuts tensors into pieces of 5 MB."""
+HEARTBEAT = 15.0
+"""Seconds; a node from which nothing was heard for twice as long is gone."""
+SPARE = 1 << 20
+"""Bytes that a reply may have besides its tensors and its header."""
+MOST_OBJECTS = 1000
+"""Pieces that a reply may consist of, besides those its size asks for."""
+NODE_PATHS = frozenset(
+    f"/v1/fleet/{call}"
+    for call in (
+        "register-node",
+        "activate-node",
+        "deactivate-node",
+        "send-node-heartbeat",
+        "pull-messages",
+        "push-messages",
+        "pull-object",
+        "push-object",
+        "confirm-message-received",
+    )
+)
+REFUSED = (401, 403, 404, 412)
+"""Answers of a server that knows what is asked of it and does not do it."""
+REASON = "sartor-refused"
+"""The header of an answer that will be the same however often it is asked for."""
+MOST_CAUGHT = 100
+"""So many refusals are remembered until somebody asks for them."""
+
+
+# The server's side -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Awaited:
+    """A reply that is on its way: announced, once its pieces are known."""
+
+    due: float
+    node: int
+    since: str
+    """When the node had joined: one that has joined again since does not know of the request."""
+    asked: frozenset[str]
+    """The pieces of the request."""
+    reply: str = ""
+    pieces: tuple[str, ...] = ()
+
+
+class SuperLink:
+    """Flower's SuperLink in this process: a grid for the server, and an address for nodes.
+
+    ``tls`` are the files of a certificate and its key. ``keys`` are the public keys (PEM) of the nodes that
+    may join; None lets anybody in. ``database`` keeps nodes and messages in a file instead of memory, where a
+    later process finds them: one that has begun something else (``anew``) forgets the messages.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: tuple[Path, Path] | None = None,
+        keys: Sequence[bytes] | None = None,
+        database: Path | None = None,
+        anew: bool = True,
+    ) -> None:
+        _quiet()
+        self.lasting = database is not None
+        self._lock = None if database is None else _locked(database)
+        app = _application(database)
+        # The innermost: what it sees is authenticated.
+        app.user_middleware.append(Middleware(BaseHTTPMiddleware, dispatch=self._door))
+        app.state.enable_supernode_auth = keys is not None
+        self._keys = None if keys is None else frozenset(keys)
+        self._state = app.state.linkstate_factory.state()
+        for key in keys or ():
+            with contextlib.suppress(ValueError):  # it is known from an earlier process
+                self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
+        self._awaited: dict[str, _Awaited] = {}
+        self._left: dict[str, str] = {}
+        """The notes of messages that an earlier process has sent."""
+        self._task = 0
+        self._run = (self._last_run(anew) if self.lasting else 0) or self._start_run()
+        self._caught: deque[tuple[int, Failed]] = deque(maxlen=MOST_CAUGHT)
+        self._socket = _bound(host, port)
+        self.port = int(self._socket.getsockname()[1])
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                _FleetOnly(app),
+                log_level="error",
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                ssl_certfile=None if tls is None else str(tls[0]),
+                ssl_keyfile=None if tls is None else str(tls[1]),
+                timeout_keep_alive=60,
+                ws="none",
+            )
+        )
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
+        self._closing = threading.Event()
+        self._pulse = threading.Thread(target=self._keep_alive, daemon=True)
+
+    def __enter__(self) -> SuperLink:
+        self._thread.start()
+        self._pulse.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
+                raise SartorError("the server cannot listen; is the certificate the one of the key?")
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._closing.set()
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+        self._socket.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def nodes(self) -> set[int]:
+        """The nodes from which something was heard of late."""
+        return set(self._state.get_nodes(self._run))
+
+    def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+        """Put a message where the node fetches it; its group is nothing to Flower, and holds the note."""
+        since = self._joined(node)
+        metadata = Metadata(
+            run_id=self._run,
+            message_id="",
+            src_node_id=SUPERLINK_NODE_ID,
+            dst_node_id=node,
+            reply_to_message_id="",
+            group_id=json.dumps([node, note]) if note else "",
+            created_at=time.time(),
+            ttl=lifetime + 60,
+            message_type=TYPE,
+        )
+        message = make_message(metadata, to_content(parts))
+        with no_object_id_recompute():
+            message.metadata.__dict__["_message_id"] = message.object_id
+            tree, pieces = get_object_tree(message), get_all_nested_objects(message)
+            identity = str(message.metadata.message_id)
+            self._awaited[identity] = _Awaited(time.monotonic() + lifetime, node, since, frozenset(pieces))
+            session = self._state.start_session(self._run)
+            stored, missing = self._state.store_message_and_object_tree(
+                remove_content_from_message(message), tree, session
+            )
+            if not stored:
+                del self._awaited[identity]
+                raise Failed("gone", "the node is not registered any more")
+            for name in missing:
+                self._state.store_object(self._run, session, name, pieces[name].deflate())
+        return identity
+
+    def poll(self, message: str, most: int) -> Parts | None:
+        """A node's reply, once all of it has arrived."""
+        awaited = self._awaited[message]
+        if not awaited.reply and not self._announced(message, awaited, most):
+            self._patience(awaited)
+            return None
+        contents: dict[str, bytes] = {}
+        size = 0
+        for piece in awaited.pieces:
+            content = self._state.get_object(self._run, piece)
+            if content is None or (content == b"" and time.monotonic() > awaited.due):
+                raise Failed("unfinished", "its reply was announced and never uploaded")
+            if content == b"":
+                self._patience(awaited)
+                return None
+            size += len(content)
+            if size > most + LARGEST_HEADER + SPARE:
+                raise Failed("oversized", f"more than the {most} bytes that its reply has")
+            contents[piece] = content
+        try:
+            reply = inflate_object_from_contents(awaited.reply, contents)
+            if not isinstance(reply, Message):
+                raise ValueError("no message")
+            parts = from_content(reply.content)
+        except Exception as error:  # whatever a hostile node has sent
+            raise Failed("malformed", f"its reply cannot be read ({type(error).__name__})") from None
+        if sum(len(part) for name, part in parts.items() if name != HEADER) > most:
+            raise Failed("oversized", f"more than the {most} bytes that its reply has")
+        return parts
+
+    def _announced(self, message: str, awaited: _Awaited, most: int) -> bool:
+        """Whether a reply has been announced; what it consists of is noted."""
+        for reply in self._state.get_message_res(message_ids={message}, run_id=self._run):
+            if reply.has_error():
+                gone = reply.error.code == ErrorCode.NODE_UNAVAILABLE
+                raise Failed("gone" if gone else "failed", str(reply.error.reason)[:200])
+            awaited.reply = str(reply.metadata.message_id)
+            try:
+                tree = self._state.object_store.get_object_tree(awaited.reply)
+                awaited.pieces = tuple(part.object_id for part in iterate_object_tree(tree))
+            except Exception as error:  # whatever a hostile node has announced
+                raise Failed("malformed", f"its reply is no tree ({type(error).__name__})") from None
+            if len(awaited.pieces) > MOST_OBJECTS + most // 1000:
+                raise Failed("oversized", f"a reply of {len(awaited.pieces)} pieces")
+        return bool(awaited.reply)
+
+    def _patience(self, awaited: _Awaited) -> None:
+        """Wait on, unless the node was started anew and so has forgotten what it was asked or uploading."""
+        if self._joined(awaited.node) != awaited.since:
+            raise Failed("gone", "the node was started anew meanwhile")
+
+    def _joined(self, node: int) -> str:
+        found = self._state.get_node_info(node_ids=[node])
+        return str(found[0].last_activated_at) if found else ""
+
+    def forget(self, message: str) -> None:
+        """Remove a message and its reply."""
+        awaited = self._awaited.pop(message, None)
+        if awaited is not None:
+            self._state.delete_messages(message_ins_ids={message})
+            for name in (message, awaited.reply):
+                if name:
+                    self._state.object_store.delete(name)
+
+    def left(self) -> dict[str, tuple[int, str, bool]]:
+        """Messages with a note that an earlier process has sent, to nodes that are there."""
+        there, found = self.nodes(), {}
+        for message, note in self._left.items():
+            awaited = self._awaited[message]
+            try:
+                if awaited.node not in there:
+                    raise Failed("gone", "the node is not back")
+                answered = self._announced(message, awaited, sys.maxsize) and all(
+                    self._state.get_object(self._run, piece) for piece in awaited.pieces
+                )
+                found[message] = (awaited.node, note, answered)
+            except Failed:
+                self.forget(message)
+        self._left = {}
+        return found
+
+    def take_up(self, message: str, node: int, lifetime: float) -> None:
+        """Wait for the reply to one of them."""
+        awaited = self._awaited[message]
+        awaited.due, awaited.since = time.monotonic() + lifetime, self._joined(node)
+
+    def caught(self) -> list[tuple[int, Failed]]:
+        """Nodes that tried to answer or to confirm for another since the last call."""
+        return [self._caught.popleft() for _ in range(len(self._caught))]
+
+    async def _door(self, request: Any, proceed: Any) -> Any:
+        """Let a node do what is its own to do.
+
+        Flower has checked that the node is who it says, but not that what it does is its own: a reply says
+        itself whose it is, and whoever knows the identifier of a message could confirm or read it.
+        """
+        asked = getattr(request.state, "protobuf_request", None)
+        if asked is None:
+            return await proceed(request)
+        if self._keys is not None:
+            key = b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER])
+            if key not in self._keys:
+                raise HTTPException(403, "its key is not among those of the server", {REASON: "key"})
+        if isinstance(asked, PushMessagesRequest):
+            for message in asked.messages_list:
+                if message.metadata.src_node_id != asked.node.node_id:
+                    self._catch(asked.node.node_id, "a reply", message.metadata.src_node_id)
+        elif isinstance(asked, ConfirmMessageReceivedRequest):
+            awaited = self._awaited.get(asked.message_object_id)
+            if awaited is None:
+                raise HTTPException(404, "no such request")
+            if awaited.node != asked.node.node_id:
+                self._catch(asked.node.node_id, "a confirmation", awaited.node)
+        elif isinstance(asked, PullObjectRequest):
+            mine = [held for held in tuple(self._awaited.values()) if held.node == asked.node.node_id]
+            if not any(asked.object_id in held.asked for held in mine):
+                raise HTTPException(404, "no such piece of a request to this node")
+        return await proceed(request)
+
+    def _catch(self, node: int, what: str, victim: int) -> None:
+        self._caught.append((node, Failed("forged", f"{what} in the name of node {victim}; refused")))
+        raise HTTPException(403, f"{what} in the name of another node")
+
+    def _last_run(self, anew: bool) -> int:
+        """The run of an earlier process, with the messages that have a note; 0 where there is none."""
+        _revive(self._state)
+        found = 0
+        for run in self._state.get_run_info(statuses=[Status.RUNNING]):
+            if anew or found:
+                self._state.stop_run(run.run_id)
+                continue
+            found, self._task = int(run.run_id), int(run.primary_task_id)
+            for message in self._state.get_message_ids_from_run_id(found):
+                row = self._state.get_valid_message_ins(message)
+                node, note = json.loads((row and row["group_id"]) or '[0, ""]')
+                self._awaited[message] = _Awaited(0.0, int(node), "", self._pieces(message))
+                if note:
+                    self._left[message] = str(note)
+                else:
+                    self.forget(message)
+        return found
+
+    def _pieces(self, message: str) -> frozenset[str]:
+        """The pieces of a request; none, where the node has fetched it already."""
+        try:
+            tree = self._state.object_store.get_object_tree(message)
+        except NoObjectInStoreError:
+            return frozenset()
+        return frozenset(part.object_id for part in iterate_object_tree(tree))
+
+    def _start_run(self) -> int:
+        """A run of Flower that is under way, without an application: messages belong to one."""
+        run = self._state.create_run(
+            "", "", "", {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
+        )
+        tasks = self._state.get_tasks(run_ids=[run])
+        if not run or len(tasks) != 1:
+            raise SartorError(f"this version of Flower does not start a run; install {VERSIONS}")
+        self._task = tasks[0].task_id
+        if self._state.claim_task(self._task) is None or not self._state.activate_task(self._task):
+            raise SartorError(f"this version of Flower does not start a run; install {VERSIONS}")
+        return int(run)
+
+    def _keep_alive(self) -> None:
+        while not self._closing.wait(10):
+            self._state.acknowledge_task_heartbeat(self._task)
+
+
+def _application(database: Path | None) -> Any:
+    """Flower's application, with its state in a file or in memory."""
+    from flwr.superlink.main import create_app
+
+    with _environment("FLWR_DATABASE", None if database is None else str(database)):
+        try:
+            return create_app()
+        except Exception as error:  # whatever is in the file
+            if database is None:
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise SettingError(f"--store {database}: cannot be used: {reason}") from None
+
+
+def _locked(database: Path) -> Any:
+    """A lock on a file, which no two servers may share, and which nobody else may read."""
+    try:
+        lock = database.with_name(database.name + ".lock").open("w")
+        os.close(os.open(database, os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError as error:
+        raise SettingError(f"--store {database}: cannot be used: {error.strerror or error}") from None
+    if fcntl is not None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise SettingError(f"--store {database}: another server is using it") from None
+    return lock
+
+
+def _revive(state: Any) -> None:
+    """Let runs go on whose process has ended, with all replies that it had not done with.
+
+    Flower takes a run that is silent for a minute for failed, and hands out a reply once.
+    """
+    try:
+        from flwr.supercore.date import now
+        from flwr.supercore.state.schema.corestate_models import Task
+        from flwr.supercore.state.schema.linkstate_models import MessageRes
+        from sqlalchemy import update
+    except ImportError as error:
+        raise SartorError(f"--store needs Flower, {VERSIONS}: {error}") from error
+    with state.session() as session:
+        going = update(Task).where(Task.running_at.is_not(None), Task.finished_at.is_(None))
+        session.execute(going.values(active_until=now() + datetime.timedelta(minutes=1)))
+        session.execute(update(MessageRes).values(delivered_at=""))
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """A variable of the environment, for a while."""
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+class _FleetOnly:
+    """Lets through what nodes need, of a bounded size; everything else is not there."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http" or scope["path"] not in NODE_PATHS:
+            await _refuse(send, 404)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        if not length.isdigit() or int(length) > LARGEST_REQUEST:
+            await _refuse(send, 413)
+            return
+        await self._app(scope, receive, send)
+
+
+async def _refuse(send: Any, status: int) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket on this address and no other."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise SartorError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return bound
+
+
+# A node's side ---------------------------------------------------------------------------------------------
+
+
+class Lost(Exception):
+    """The server cannot be reached, or does not know this node any more."""
+
+
+class Refused(SartorError):
+    """The server does not let this node in, and will not."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a node has fetched."""
+
+    message: Any
+    parts: Parts
+
+
+class FleetLink:
+    """A node's connection to the server. ``known`` is the number that the server gave it last time."""
+
+    def __init__(
+        self,
+        address: str,
+        key: EllipticCurvePrivateKey,
+        *,
+        certificates: Path | None = None,
+        insecure: bool = False,
+        known: int = 0,
+    ) -> None:
+        _quiet()
+        self._address, self._key, self.known = address, public_key_to_bytes(key.public_key()), known
+        try:
+            self._client = FleetHttpClient.from_server_address(
+                address,
+                insecure,
+                None if certificates is None else str(certificates),
+                interceptors=[
+                    RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+                    NodeAuthHttpInterceptor(key, key.public_key()),
+                ],
+            )
+        except (OSError, ssl.SSLError) as error:
+            raise SartorError(f"{certificates}: no certificate to check the server by: {error}") from None
+        self._node: Any = None
+        self._outgoing: Any = None
+        """A reply that has not reached the server yet."""
+        self._fetching = False
+        """Whether the server may have handed out a request that has not arrived here."""
+        self._closing = threading.Event()
+        self._lost = threading.Event()
+        self._pulse: threading.Thread | None = None
+
+    def connect(self) -> bool:
+        """Join, or join again; whether the server may believe that this node has been away.
+
+        It is to believe that where something that it sent is lost, as it sends it again then.
+        """
+        if self._node is not None and not self._fetching and self._heard():
+            self._lost.clear()
+            return False
+        self._call(self._client.RegisterNode, RegisterNodeFleetRequest(public_key=self._key), REFUSED)
+        activate = ActivateNodeRequest(public_key=self._key, heartbeat_interval=HEARTBEAT)
+        response = self._call(self._client.ActivateNode, activate, REFUSED)
+        if response is None and self.known:
+            # The server believes that this node, which was started anew, is still at work: it is told that
+            # it is not, and notices by this that what it asked last is lost.
+            self._call(
+                self._client.DeactivateNode,
+                DeactivateNodeRequest(node_id=self.known),
+                REFUSED,
+            )
+            time.sleep(0.5)
+            response = self._call(self._client.ActivateNode, activate, REFUSED)
+        if response is None:
+            raise Lost("the server does not let this node in yet; it believes it to be at work elsewhere")
+        self._node, self.known = FleetNode(node_id=response.node_id), int(response.node_id)
+        self._outgoing, self._fetching = None, False
+        self._lost.clear()
+        if self._pulse is None:
+            self._pulse = threading.Thread(target=self._beat, daemon=True)
+            self._pulse.start()
+        return True
+
+    def receive(self) -> Request | None:
+        """The next request, None where there is none."""
+        if self._lost.is_set():
+            raise Lost("the server does not know this node any more")
+        if self._outgoing is not None:
+            self._push()
+        self._fetching = True
+        response = self._call(self._client.PullMessages, PullMessagesRequest(node=self._node))
+        if not response.messages_list:
+            self._fetching = False
+            return None
+        message = message_from_proto(response.messages_list[0])
+        tree, run = response.message_object_trees[0], message.metadata.run_id
+        fetch = make_pull_object_fn_protobuf(
+            lambda request: self._call(self._client.PullObject, request, REFUSED) or PullObjectResponse(),
+            self._node,
+            run,
+        )
+        try:
+            contents = pull_objects(
+                [part.object_id for part in iterate_object_tree(tree)], fetch, max_time=60
+            )
+            inflated: Any = inflate_object_from_contents(tree.object_id, contents)
+            parts = from_content(inflated.content)
+        except Lost:
+            raise
+        except Exception as error:
+            log.warning("a request could not be read: %s", error)
+            self._fetching = False
+            return None
+        self._fetching = False
+        confirm = ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=tree.object_id)
+        with contextlib.suppress(Lost):  # the reply will notice
+            self._call(self._client.ConfirmMessageReceived, confirm, REFUSED)
+        inflated.metadata.__dict__["_message_id"] = message.metadata.message_id
+        return Request(inflated, parts)
+
+    def reply(self, request: Request, parts: Parts) -> None:
+        """Return the reply to a request; where the server cannot be reached, once it can be again."""
+        self._outgoing = Message(to_content(parts), reply_to=request.message)
+        with no_object_id_recompute():
+            self._outgoing.metadata.__dict__["_message_id"] = self._outgoing.object_id
+        self._push()
+
+    def _push(self) -> None:
+        reply = self._outgoing
+        with no_object_id_recompute():
+            tree, pieces = get_object_tree(reply), get_all_nested_objects(reply)
+            response = self._call(
+                self._client.PushMessages,
+                PushMessagesRequest(
+                    node=self._node,
+                    messages_list=[message_to_proto(remove_content_from_message(reply))],
+                    message_object_trees=[tree],
+                ),
+                REFUSED,
+            )
+            if response is None:
+                self._outgoing = None
+                return  # the server does not wait for it any more
+            put = make_push_object_fn_protobuf(
+                lambda request: self._call(self._client.PushObject, request),
+                self._node,
+                reply.metadata.run_id,
+                response.session_id,
+            )
+            try:
+                push_objects(pieces, put, object_ids_to_push=set(response.objects_to_push))
+            except Lost:
+                raise
+            except Exception as error:
+                log.warning("a reply could not be returned: %s", error)
+        self._outgoing = None
+
+    def close(self) -> None:
+        """Leave."""
+        self._closing.set()
+        if self._node is not None:
+            with contextlib.suppress(Lost, Refused):
+                self._call(self._client.DeactivateNode, DeactivateNodeRequest(node_id=self.known), REFUSED)
+        self._client.close()
+
+    def _beat(self) -> None:
+        while not self._closing.wait(HEARTBEAT / 3):
+            try:
+                if not self._heard():
+                    self._lost.set()
+            except (Lost, Refused):
+                pass  # it is tried again, and requests notice too
+
+    def _heard(self) -> bool:
+        """Whether the server knows that this node is there."""
+        request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=HEARTBEAT)
+        response = self._call(self._client.SendNodeHeartbeat, request, REFUSED)
+        return response is not None and bool(response.success)
+
+    def _call(self, function: Callable[[Any], Any], request: Any, tolerated: Sequence[int] = ()) -> Any:
+        """A call of the server; None for an answer of these kinds."""
+        try:
+            return function(request)
+        except httpx.HTTPStatusError as error:
+            if REASON in error.response.headers:
+                told = "the server does not know this node's key, which must be among its --nodes"
+                raise Refused(f"{self._address}: {told}") from None
+            if error.response.status_code in tolerated:
+                return None
+            raise Lost(
+                f"the server answers {error.response.status_code} {error.response.text[:200]}"
+            ) from None
+        except (httpx.HTTPError, OSError, RuntimeError) as error:
+            raise Lost(str(error) or type(error).__name__) from None
+
+
+def _quiet() -> None:
+    """Flower's own lines are for its developers; what matters is told by this package."""
+    for name in ("flwr", "uvicorn", "uvicorn.error", "httpx", "httpcore", "alembic"):
+        logging.getLogger(name).setLevel(logging.CRITICAL if name == "flwr" else logging.ERROR)

@@ -1,0 +1,213 @@
+"""Requests to nodes and their replies, one by one.
+
+How messages travel is the business of a :class:`Grid`. :class:`Post` puts a secret into every request, which
+its reply must bring back, and takes of a reply only what the request has asked for. Whatever else comes is a
+:class:`Failed` of its sender.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from sartor.remote.messages import BadMessage, Parts, Spec, decode, encode, read_header, size_of, version
+
+PAUSE = 0.005
+"""Seconds between two looks for replies."""
+MOST_UNKNOWN = 16 << 20
+"""Bytes of a reply whose tensors the server does not know beforehand: an introduction."""
+MOST_FORGED = 3
+"""Replies without the secret after which a node is not asked once more."""
+
+
+class Failed(Exception):
+    """A node gave no reply that can be used; ``kind`` names the fault for counters."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Grid(Protocol):
+    """Carries messages to nodes and their replies back.
+
+    One that is ``lasting`` keeps messages beyond the end of the server's process, each with a note.
+    """
+
+    lasting: bool
+
+    def nodes(self) -> set[int]:
+        """The nodes that are there."""
+
+    def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+        """Put a message on its way; what the reply can be asked for by."""
+
+    def poll(self, message: str, most: int) -> Parts | None:
+        """The reply, None where it is not there yet; :class:`Failed` where there will be none.
+
+        A reply of more than ``most`` bytes is refused unseen.
+        """
+
+    def forget(self, message: str) -> None:
+        """The reply is not wanted any more."""
+
+    def caught(self) -> list[tuple[int, Failed]]:
+        """What nodes have tried since the last call and were refused, besides their replies."""
+
+    def left(self) -> dict[str, tuple[int, str, bool]]:
+        """Messages that an earlier process of the server has sent: node, note, and whether it has replied."""
+
+    def take_up(self, message: str, node: int, lifetime: float) -> None:
+        """Wait for the reply to a message that an earlier process of the server has sent."""
+
+
+Groups = Mapping[str, Mapping[str, Tensor]]
+Expected = Mapping[str, Mapping[str, Spec]]
+Answer = tuple[dict[str, Any], dict[str, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Left:
+    """A request that an earlier process of the server has sent, with what it noted of it."""
+
+    message: str
+    node: int
+    answered: bool
+    process: str
+    """The node's process that was asked: another one does not know of it."""
+    digest: str
+    """Of what was asked."""
+    nonce: str
+    exchange: int
+    client: int
+    """One of the clients that were asked."""
+
+
+@dataclass
+class Letter:
+    """A request under way."""
+
+    node: int
+    header: Mapping[str, Any]
+    groups: Groups | None
+    expected: Expected | None
+    """The tensors of the reply; None where they are not known beforehand."""
+    due: float
+    message: str = ""
+    note: dict[str, Any] = field(default_factory=dict)
+    """What a later process of the server must know to wait for the reply."""
+    forged: int = 0
+    """Replies to it that did not bring its secret back."""
+    exchange: int = 0
+    places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    settled: tuple[int, ...] = ()
+    declared: tuple[str, ...] = ()
+
+
+class Post:
+    """Requests to nodes and their replies; each request has a secret that its reply must bring back."""
+
+    def __init__(self, grid: Grid, deadline: float) -> None:
+        self.grid, self.deadline = grid, deadline
+        self._caught: list[tuple[int, Failed]] = []
+
+    def send(
+        self,
+        node: int,
+        header: Mapping[str, Any],
+        groups: Groups | None = None,
+        expected: Expected | None = None,
+        note: Mapping[str, Any] | None = None,
+    ) -> Letter:
+        """Send a request to a node; one with a note can be taken up by a later process of the server."""
+        told = {**header, "nonce": secrets.token_hex(16), "version": version()}
+        letter = Letter(node, told, groups, expected, time.monotonic() + self.deadline)
+        if note is not None and self.grid.lasting:
+            letter.note = {**note, "nonce": told["nonce"]}
+        self._carry(letter)
+        return letter
+
+    def left(self) -> list[Left]:
+        """The requests that an earlier process of the server has sent, as far as they have a note."""
+        found = []
+        for message, (node, note, answered) in self.grid.left().items():
+            try:
+                found.append(Left(message=message, node=node, answered=answered, **json.loads(note)))
+            except (ValueError, TypeError):
+                self.grid.forget(message)
+        return found
+
+    def take_up(
+        self, left: Left, header: Mapping[str, Any], groups: Groups | None, expected: Expected
+    ) -> Letter:
+        """Wait for the reply to a request of before, which asked the same."""
+        told = {**header, "nonce": left.nonce, "exchange": left.exchange, "version": version()}
+        letter = Letter(left.node, told, groups, expected, time.monotonic() + self.deadline, left.message)
+        self.grid.take_up(left.message, left.node, self.deadline)
+        return letter
+
+    def look(self, letter: Letter) -> Answer | None:
+        """The reply, None where it is not there yet; :class:`Failed` where none can be used."""
+        try:
+            parts = self.grid.poll(letter.message, _bytes_of(letter.expected))
+            if parts is None:
+                if time.monotonic() > letter.due:
+                    raise Failed("late", f"no reply within {self.deadline:g} s")
+                return None
+            genuine = read_header(parts).get("nonce") == letter.header["nonce"]
+            header, groups = decode(parts, letter.expected) if genuine else ({}, {})
+        except BadMessage as error:
+            self.grid.forget(letter.message)
+            raise Failed(error.kind, str(error)) from None
+        except Failed:
+            self.grid.forget(letter.message)
+            raise
+        self.grid.forget(letter.message)
+        if not genuine:
+            self._ask_again(letter)
+            return None
+        if "error" in header:
+            raise Failed("closed" if header.get("closed") else "failed", str(header["error"])[:500])
+        return header, groups
+
+    def wait(self, letter: Letter) -> Answer:
+        """Wait for the reply."""
+        while (answer := self.look(letter)) is None:
+            time.sleep(PAUSE)
+        return answer
+
+    def caught(self) -> list[tuple[int, Failed]]:
+        """What nodes have tried since the last call and what came of it to nothing."""
+        caught, self._caught = [*self._caught, *self.grid.caught()], []
+        return caught
+
+    def _ask_again(self, letter: Letter) -> None:
+        """Somebody answered who does not know the secret, and the reply of who does has no place any more.
+
+        Whoever is asked the same twice answers the same.
+        """
+        error = Failed("forged", "a reply does not bring back the secret of the request it answers")
+        letter.forged += 1
+        if letter.forged > MOST_FORGED:
+            raise error
+        self._caught.append((letter.node, error))
+        self._carry(letter)
+
+    def _carry(self, letter: Letter) -> None:
+        left = max(letter.due - time.monotonic(), 0.0)
+        note = json.dumps(letter.note) if letter.note else ""
+        letter.message = self.grid.send(letter.node, encode(letter.header, letter.groups), left, note)
+
+
+def _bytes_of(expected: Expected | None) -> int:
+    """The size of a reply's tensors; of one whose tensors are not known, the most that is taken."""
+    if expected is None:
+        return MOST_UNKNOWN
+    return sum(size_of(spec) for held in expected.values() for spec in held.values())

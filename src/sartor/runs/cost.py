@@ -1,0 +1,196 @@
+"""Cost before the run: what an experiment will take, measured on as many of its clients as is quick.
+
+One round is played with a few of the clients, then with four times as many, and so on until all take part or
+the next would take longer than a few seconds. Where all took part the figures are measured; else they are
+drawn out from the last two in proportion to the work.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sartor.data.clients import ClientData, Split
+from sartor.errors import SartorError
+from sartor.runs.evaluation import evaluate
+from sartor.runs.experiment import Experiment
+from sartor.federation.exchange import NobodyAnswered
+from sartor.client.local import Batches
+from sartor.runs.runner import Setup, draw_cohort, open_federation, set_up, tensors_of
+from sartor.model.task import Task
+
+PATIENCE = 3.0
+"""Seconds that one more measurement may take."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What a round and an evaluation took with so many clients in the federation and in the cohort."""
+
+    clients: int
+    cohort: int
+    steps: float
+    """Steps of all clients of the cohort together."""
+    round_seconds: float
+    evaluation_seconds: float
+    bytes_down: int
+    bytes_up: int
+    state_bytes: int
+    """Of one client."""
+    server_bytes: int
+
+
+def estimate(
+    experiment: Experiment, *, data: ClientData | None = None, task: Task | None = None
+) -> dict[str, Any]:
+    """Clients, parameters, steps, bytes, memory and time of an experiment; nothing is stored."""
+    setup = set_up(experiment, data=data, task=task)
+    experiment, data = setup.experiment, setup.data
+    clients, size = data.clients, setup.task.size
+    cohort = len(draw_cohort(experiment.seed, 1, clients, experiment.cohort))
+    steps = _steps(experiment, data.train.count)
+    whole = float(steps.mean()) * cohort
+    last, before = _measure(setup, cohort)
+    rounds, every = experiment.rounds, experiment.evaluate.every
+    evaluations = 1 if rounds == 0 or every == 0 else rounds // every + (rounds % every > 0)
+    down = _drawn_out(last.bytes_down, last.cohort, cohort)
+    up = _drawn_out(last.bytes_up, last.cohort, cohort)
+    round_seconds = last.round_seconds * max(1.0, whole / max(last.steps, 1.0))
+    evaluation_seconds = last.evaluation_seconds * clients / last.clients
+    dtype_bytes = setup.task.dtype.itemsize
+    return {
+        "algorithm": experiment.algorithm,
+        "data": data.name,
+        "clients": clients,
+        "cohort": cohort,
+        "rounds": rounds,
+        "model": setup.task.name,
+        "parameters": size,
+        "engine": experiment.engine.name,
+        "device": experiment.engine.device,
+        "steps_per_client": {
+            "least": int(steps.min()),
+            "mean": float(steps.mean()),
+            "most": int(steps.max()),
+        },
+        "bytes_per_round": {"down": down, "up": up},
+        "bytes": {"down": down * rounds, "up": up * rounds},
+        "memory": {
+            "model": size * dtype_bytes,
+            "cohort_models": size * dtype_bytes * cohort,
+            "server": _server_bytes(last, before, clients),
+            "client_states": last.state_bytes * clients,
+            "data": _data_bytes(data),
+        },
+        "seconds_per_round": round_seconds,
+        "seconds_per_evaluation": evaluation_seconds,
+        "seconds": rounds * round_seconds + evaluations * evaluation_seconds,
+        "quadratic": setup.algorithm.quadratic,
+        "measured_clients": last.clients,
+    }
+
+
+def _steps(experiment: Experiment, counts: np.ndarray) -> np.ndarray:
+    local = experiment.local
+    batches = Batches("train", local.batch, local.epochs, local.steps)
+    return np.asarray(batches.count(np.asarray(counts, dtype=np.int64)))
+
+
+def _measure(setup: Setup, cohort: int) -> tuple[_Measured, _Measured | None]:
+    """The measurement with the most clients and the one before it."""
+    clients = setup.data.clients
+    last: _Measured | None = None
+    before: _Measured | None = None
+    count = 2
+    while True:
+        count = min(count, clients)
+        share = max(1, round(cohort * count / clients))
+        begin = time.perf_counter()
+        try:
+            last, before = _play(setup, count, share), last
+        except SartorError:
+            if count == clients:  # with fewer a method may have too few, with all of them it may not
+                raise
+        taken = time.perf_counter() - begin
+        if count == clients or (before is not None and taken * 4 > PATIENCE):
+            break
+        count *= 4
+    assert last is not None
+    return last, before
+
+
+def _play(setup: Setup, count: int, share: int) -> _Measured:
+    """One round and one evaluation with some of the clients, after others that warm up."""
+    experiment, algorithm = setup.experiment, setup.algorithm
+    data = _some(setup.data, count)
+    federation = open_federation(experiment, setup.task, data)
+    server = algorithm.start(federation)
+    cohort = np.arange(count - share, count)  # the largest: a round waits for them
+    seconds = evaluating = 0.0
+    for round in (1, 2):
+        begin, traffic = time.perf_counter(), replace(federation.traffic)
+        federation.round = round
+        with suppress(NobodyAnswered):
+            server = algorithm.round(server, federation, cohort)
+        _wait(federation.device)
+        seconds = time.perf_counter() - begin
+        evaluate(algorithm, server, federation, experiment.evaluate)
+        _wait(federation.device)
+        evaluating = time.perf_counter() - begin - seconds
+    one = np.zeros(1, dtype=np.int64)
+    states = sum(int(federation.states.rows(name, one).nbytes) for name in federation.states)
+    return _Measured(
+        clients=count,
+        cohort=share,
+        steps=float(_steps(experiment, data.train.count[cohort]).sum()),
+        round_seconds=seconds,
+        evaluation_seconds=evaluating,
+        bytes_down=federation.traffic.down - traffic.down,
+        bytes_up=federation.traffic.up - traffic.up,
+        state_bytes=states,
+        server_bytes=sum(int(value.nbytes) for _, value in tensors_of(server)),
+    )
+
+
+def _some(data: ClientData, count: int) -> ClientData:
+    """So many of the clients, evenly from the smallest to the largest."""
+    by_size = np.argsort(data.train.count, kind="stable")
+    chosen = by_size[np.linspace(0, data.clients - 1, count).round().astype(np.int64)]
+
+    def of(split: Split) -> Split:
+        return replace(split, start=split.start[chosen], count=split.count[chosen])
+
+    validation = None if data.validation is None else of(data.validation)
+    names = tuple(data.names[number] for number in chosen)
+    return replace(data, names=names, train=of(data.train), test=of(data.test), validation=validation)
+
+
+def _drawn_out(value: int, measured: int, wanted: int) -> int:
+    return round(value * wanted / measured)
+
+
+def _server_bytes(last: _Measured, before: _Measured | None, clients: int) -> int:
+    """The size of the server's state with all clients: on the line through the last two measurements."""
+    if before is None or last.clients == clients:
+        return last.server_bytes
+    slope = (last.server_bytes - before.server_bytes) / (last.clients - before.clients)
+    return round(last.server_bytes + slope * (clients - last.clients))
+
+
+def _data_bytes(data: ClientData) -> int:
+    tensors = [data.pooled_x, data.pooled_y]
+    for split in (data.train, data.test, data.validation):
+        if split is not None:
+            tensors += [split.x, split.y]
+    sizes = {tensor.data_ptr(): int(tensor.nbytes) for tensor in tensors}  # the pooled test set may be theirs
+    return sum(sizes.values())
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

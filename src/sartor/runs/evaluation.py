@@ -1,0 +1,191 @@
+"""Evaluation is a matrix: {shared model, personal model} × {a client's own test data, the pooled test data}.
+
+Clients evaluate and send counts, so that the same code serves real federations. Every client is evaluated,
+drawn or not, and every client's result is kept; ``evaluate.clients`` leaves it at some of them. A cell is
+named ``shared_local``, ``shared_pooled``, ``personal_local`` or ``personal_pooled``; with validation data
+there are ``shared_validation`` and ``personal_validation`` too. Where a method has several shared models,
+the shared cells are those of the best of them on the pooled test data, and ``shared_pooled`` holds each
+one's accuracy and their mean beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, wraps
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sartor import random
+from sartor.algorithms.base import Algorithm
+from sartor.runs.experiment import Evaluate
+from sartor.federation.federation import Federation
+from sartor.federation.exchange import Call, ClientFunction, Reply
+from sartor.client.local import Client
+from sartor.federation.functions import maker
+from sartor.runs.metrics import scores, spread
+
+CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
+POOLED_BUDGET = 10**11
+"""``evaluate.personal_pooled = auto`` stops at this many clients × pooled samples × parameters."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix: for each client its samples, mean loss and scores."""
+
+    n: np.ndarray
+    loss: np.ndarray
+    scores: dict[str, np.ndarray]
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What the summary has besides."""
+
+    def summary(self) -> dict[str, Any]:
+        """Plain means over clients, the sample-weighted accuracy, and how the accuracies are spread."""
+        here = self.n > 0
+        if not here.any():
+            return {"accuracy": None, "loss": None}
+        result: dict[str, Any] = {name: float(values[here].mean()) for name, values in self.scores.items()}
+        result.setdefault("accuracy", None)
+        result["loss"] = float(self.loss[here].mean())
+        if "accuracy" in self.scores:
+            spread_out = asdict(spread(self.scores["accuracy"][here], self.n[here]))
+            result["accuracy_weighted"] = spread_out.pop("weighted_mean")
+            spread_out.pop("mean")
+            result["accuracy_spread"] = spread_out
+        return {**result, **self.extra}
+
+
+def evaluated_clients(federation: Federation, settings: Evaluate) -> np.ndarray:
+    """The numbers of the clients that are evaluated, sorted; the same in every round and for every method."""
+    if not 0 < settings.clients < federation.clients:
+        return np.arange(federation.clients)
+    return np.array(random.choose(federation.stream("evaluate"), federation.clients, settings.clients))
+
+
+def evaluate(
+    algorithm: Algorithm, server: Any, federation: Federation, settings: Evaluate
+) -> dict[str, Cell]:
+    """All cells the method has a model for."""
+    clients = evaluated_clients(federation, settings)
+    cells: dict[str, Cell] = {}
+    models = algorithm.shared(server)
+    if models is not None:
+        statistics = federation.mean_buffers if federation.policy == "local" else None
+        more = {} if statistics is None else {"statistics": statistics}
+        rows = models[None] if models.dim() == 1 else models
+        pooled = [_pooled(federation, Call(shared_model, {"w": w, **more}), clients[:1]) for w in rows]
+        best = max(range(len(rows)), key=lambda place: (_accuracy(pooled[place]), -place))
+        cells["shared_pooled"] = pooled[best] if models.dim() == 1 else _best_of(pooled, best)
+        shared = Call(shared_model, {"w": rows[best]})
+        cells["shared_local"] = _ask(federation, shared, clients, "test")
+        if "validation" in federation.samples:
+            # The best by its own: which one is best on test data must not be seen here.
+            judged = [_ask(federation, Call(shared_model, {"w": w}), clients, "validation") for w in rows]
+            cells["shared_validation"] = max(judged, key=_accuracy)
+    personal = algorithm.personalize(server, clients)
+    if personal is not None:
+        cells["personal_local"] = _ask(federation, personal, clients, "test")
+        if _worth_pooling(federation, settings, len(clients)):
+            cells["personal_pooled"] = _ask(federation, personal, clients, "pooled")
+        if "validation" in federation.samples:
+            cells["personal_validation"] = _ask(federation, personal, clients, "validation")
+    return cells
+
+
+def shared_model(client: Client, hyper: Any, w: Tensor, statistics: Tensor | None = None) -> Reply:
+    """The shared model; ``statistics`` stand in for buffers that clients keep to themselves."""
+    if statistics is not None:
+        client.buffers = statistics
+    return Reply(w=w)
+
+
+def _accuracy(cell: Cell) -> float:
+    """What models are ranked by: accuracy, or the loss downwards where there are no classes."""
+    values, here = cell.scores.get("accuracy", -cell.loss), cell.n > 0
+    return float(values[here].mean()) if here.any() else 0.0
+
+
+def _best_of(cells: list[Cell], best: int) -> Cell:
+    """The best cell of several models, with what each of them has and the means over them."""
+    each = {name: [float(cell.scores[name][0]) for cell in cells] for name in cells[0].scores}
+    each["loss"] = [float(cell.loss[0]) for cell in cells]
+    means = {name: sum(values) / len(values) for name, values in each.items()}
+    return replace(cells[best], extra={"best_model": best, "each": each, "mean_over_models": means})
+
+
+@maker
+@lru_cache(maxsize=1024)
+def evaluation_of(function: ClientFunction, split: str) -> ClientFunction:
+    """The client function that makes a model by ``function`` and evaluates it on a split."""
+
+    @wraps(function)
+    def evaluated(client: Client, hyper: Any, **arguments: Any) -> Reply:
+        model = function(client, hyper, **arguments).sent["w"]
+        return Reply(**client.evaluate(model, split))
+
+    evaluated.made_by = ("evaluation_of", split)  # type: ignore[attr-defined]
+    return evaluated
+
+
+@maker
+@lru_cache(maxsize=1024)
+def model_of(function: ClientFunction) -> ClientFunction:
+    """The client function that makes a model by ``function`` and sends it with its float buffers.
+
+    A model that is a function has no vector to send: the tensors that stand beside it in the reply are sent.
+    """
+
+    @wraps(function)
+    def made(client: Client, hyper: Any, **arguments: Any) -> Reply:
+        sent = function(client, hyper, **arguments).sent
+        parts = {name: value for name, value in sent.items() if isinstance(value, Tensor)}
+        return Reply(**parts) if client.buffers is None else Reply(**parts, buffers=client.buffers)
+
+    made.made_by = ("model_of",)  # type: ignore[attr-defined]
+    return made
+
+
+def _ask(federation: Federation, call: Call, clients: np.ndarray, split: str) -> Cell:
+    return _cell(_answers(federation, call, clients, split))
+
+
+def _pooled(federation: Federation, call: Call, one: np.ndarray) -> Cell:
+    """The shared model on the pooled test data.
+
+    Those are the same for every client, so one of them is asked; where nobody has them all, every client
+    is asked for its own share, and what they count is added up.
+    """
+    if federation.pools:
+        return _ask(federation, call, one, "pooled")
+    answers = _answers(federation, call, np.arange(federation.clients), "test")
+    return _cell({name: values.sum(axis=0, keepdims=True) for name, values in answers.items()})
+
+
+def _answers(federation: Federation, call: Call, clients: np.ndarray, split: str) -> dict[str, np.ndarray]:
+    """What clients count on a split, one row each; a client that is gone has counted nothing."""
+    replies = federation.ask(evaluation_of(call.function, split), clients, call.shared, call.each)
+    answers = {name: value.double().cpu().numpy() for name, value in replies.values.items()}
+    if len(replies) == len(clients):
+        return answers
+    places = np.flatnonzero(np.isin(clients, replies.clients))
+    filled = {name: np.zeros((len(clients), *rows.shape[1:])) for name, rows in answers.items()}
+    for name, rows in answers.items():
+        filled[name][places] = rows
+    return filled
+
+
+def _cell(answers: dict[str, np.ndarray]) -> Cell:
+    n = answers["n"]
+    loss = answers["loss"] / np.maximum(n, 1)
+    return Cell(n, loss, scores(answers["confusion"]) if "confusion" in answers else {})
+
+
+def _worth_pooling(federation: Federation, settings: Evaluate, clients: int) -> bool:
+    if not federation.pools:
+        return False
+    if settings.personal_pooled != "auto":
+        return settings.personal_pooled == "yes"
+    pooled = int(federation.samples["pooled"].counts[0])
+    return clients * pooled * federation.task.size <= POOLED_BUDGET

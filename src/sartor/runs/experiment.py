@@ -1,0 +1,451 @@
+"""An experiment: everything a run depends on, as frozen dataclasses that are checked before anything starts.
+
+It is written as TOML, one table per concern, and every key has a default, so an empty file is an experiment
+too. ``partition``, ``features`` and ``model`` are chosen by name and take the settings of what they name;
+``hyper`` takes those of the algorithm.
+
+>>> experiment = from_mapping({"rounds": 5, "data": {"clients": 4}})
+>>> experiment.data.clients, experiment.local.batch
+(4, 32)
+>>> from_mapping({"data": {"clinets": 4}})
+Traceback (most recent call last):
+    ...
+sartor.errors.SettingError: data.clinets: unknown key; did you mean data.clients?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sartor.algorithms import registered
+from sartor.data.features import FEATURES
+from sartor.data.partitions import PARTITIONS
+from sartor.data.sources import SOURCES
+from sartor.errors import SettingError
+from sartor.federation.clock import AVAILABILITY, DELAYS
+from sartor.model.networks import MODELS
+from sartor.client.settings import Local
+from sartor.data.settings import Data, FeaturesChoice, OWN_DATA, PartitionChoice
+from sartor.engines.settings import Engine
+from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
+from sartor.model.networks import ModelChoice
+from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+BESIDE = ("compare", "search")
+"""Tables that may stand in an experiment's file for the commands of these names; a run has none of them."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """When and on what the models are evaluated."""
+
+    every: int = setting(1, "rounds between evaluations; 0: only at the end", low=0)
+    personal_pooled: str = setting(
+        "auto",
+        "whether personal models are also evaluated on the pooled test data",
+        choices=("auto", "yes", "no"),
+    )
+    clients: int = setting(
+        0, "clients that are evaluated, the same ones every time, drawn by the seed; 0: all", low=0
+    )
+    batch: int = setting(500, "samples per evaluation step", low=1)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """How often the state of a run is stored, to continue from after an interruption."""
+
+    every: int = setting(0, "rounds between checkpoints; 0: as often as takes little of the time", low=0)
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where a run is shown besides its folder; it is no part of what identifies a run."""
+
+    loggers: tuple[str, ...] = setting(
+        (), "where the run is shown while it goes", choices=("tensorboard", "mlflow", "wandb")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A whole experiment, checked. Made by :func:`load` or :func:`from_mapping`, never changed."""
+
+    algorithm: str = setting("fedavg", "the algorithm; `sartor algorithms` lists them")
+    rounds: int = setting(30, "number of rounds", low=0)
+    seed: int = setting(0, "the one seed everything random follows from", low=0, high=2**63 - 1)
+    data: Data
+    partition: PartitionChoice
+    features: FeaturesChoice
+    model: ModelChoice
+    local: Local
+    cohort: Cohort
+    availability: AvailabilityChoice
+    delay: DelayChoice
+    replies: Replies
+    evaluate: Evaluate
+    checkpoint: Checkpoints
+    engine: Engine
+    tracking: Tracking
+    hyper: Any
+
+    def __post_init__(self) -> None:
+        """Settings that are right one by one but not together."""
+        if self.data.path is None:
+            for key in ("client_column", "label_column"):
+                if getattr(self.data, key) is not None:
+                    raise SettingError(f"data.{key}: only for own data; give data.path too")
+            if self.cohort.count > self.data.clients:
+                most = f"at most data.clients = {self.data.clients}"
+                raise SettingError(f"cohort.count: must be {most}, got {self.cohort.count}")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the list of all settings."""
+
+    key: str
+    type: str
+    default: Any
+    range: str
+    meaning: str
+    symbol: str = ""
+    only_for: str = ""  # the choice that has this setting, e.g. "partition.name = dirichlet"
+
+
+_TOP = ("algorithm", "rounds", "seed")
+_SECTIONS: dict[str, type] = {
+    "data": Data,
+    "partition": PartitionChoice,
+    "features": FeaturesChoice,
+    "model": ModelChoice,
+    "local": Local,
+    "cohort": Cohort,
+    "availability": AvailabilityChoice,
+    "delay": DelayChoice,
+    "replies": Replies,
+    "evaluate": Evaluate,
+    "checkpoint": Checkpoints,
+    "engine": Engine,
+    "tracking": Tracking,
+}
+_CHOICES = ("partition", "features", "model", "availability", "delay")
+
+
+def _registry(section: str) -> Mapping[str, Any]:
+    """Name -> dataclass of settings for what a section chooses from."""
+    if section == "algorithm":
+        return {name: algorithm.Hyper for name, algorithm in registered().items()}
+    chosen: dict[str, Mapping[str, Any]] = {
+        "data": SOURCES,
+        "partition": PARTITIONS,
+        "features": FEATURES,
+        "model": MODELS,
+        "availability": AVAILABILITY,
+        "delay": DELAYS,
+    }
+    return chosen[section]
+
+
+def load(path: Path | str | None = None, overrides: Sequence[str] = (), **top: Any) -> Experiment:
+    """The experiment of a TOML file (none: the defaults), changed by ``key=value`` texts and by keywords.
+
+    A keyword is a key with its value, a dotted one given as ``**{"data.clients": 5}``; None means not given.
+
+    >>> load(None, ["data.clients=4", "partition.name=dirichlet"], rounds=3).rounds
+    3
+    """
+    return from_mapping(collect(path, overrides, **top))
+
+
+def collect(path: Path | str | None = None, overrides: Sequence[str] = (), **top: Any) -> dict[str, Any]:
+    """What :func:`load` makes an experiment of: only what was given, as nested dicts, not yet checked."""
+    mapping = {} if path is None else read_toml(path)
+    given: dict[str, Any] = {}
+    for key, value in [*map(_parse_override, overrides), *top.items()]:
+        if value is None:
+            continue
+        if key in given and not (type(given[key]) is type(value) and given[key] == value):
+            raise SettingError(
+                f"{key}: given twice, as {shown(given[key])} and as {shown(value)}; give it once"
+            )
+        given[key] = value
+    for key, value in given.items():
+        _assign(mapping, key, value)
+    return mapping
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
+    """The experiment of nested mappings as TOML gives them; a key that is missing or None has its default."""
+    if not isinstance(mapping, Mapping):
+        raise SettingError(f"an experiment is a table of settings, got {shown(mapping)}")
+    mapping = {key: value for key, value in mapping.items() if key not in BESIDE}
+    tables = {section: _table(mapping, section) for section in (*_SECTIONS, "hyper")}
+    names = {section: _name(tables[section].get("name"), section) for section in _CHOICES}
+    names["algorithm"] = _name(mapping.get("algorithm"), "algorithm")
+    kinds = {section: _registry(section)[names[section]] for section in _CHOICES}
+    kinds["hyper"] = _registry("algorithm")[names["algorithm"]]
+
+    _refuse_unknown(mapping, tables, names, kinds)
+    parts: dict[str, Any] = {"hyper": build(kinds["hyper"], tables["hyper"], "hyper")}
+    for section, cls in _SECTIONS.items():
+        values = tables[section]
+        if section in _CHOICES:
+            common = _common(cls)
+            own = {key: value for key, value in values.items() if key not in common}
+            values = {key: value for key, value in values.items() if key in common}
+            values["settings"] = build(kinds[section], own, section)
+        parts[section] = build(cls, values, section)
+    if parts["data"].path is None and parts["data"].name != OWN_DATA:
+        _name(parts["data"].name, "data")
+    top = {key: value for key, value in mapping.items() if key in _TOP and value is not None}
+    experiment = build(Experiment, {**top, **parts}, "")
+    to_mapping(experiment)  # what cannot be written down cannot be run again
+    return experiment
+
+
+def to_mapping(experiment: Experiment) -> dict[str, Any]:
+    """Nested plain values that :func:`from_mapping` turns back into an equal experiment; None is left out."""
+    mapping: dict[str, Any] = {key: getattr(experiment, key) for key in _TOP}
+    for section in (*_SECTIONS, "hyper"):
+        values = _values(getattr(experiment, section))
+        values.update(_values(values.pop("settings")) if section in _CHOICES else {})
+        mapping[section] = {
+            key: _plain(value, f"{section}.{key}") for key, value in values.items() if value is not None
+        }
+    return mapping
+
+
+def to_toml(experiment: Experiment) -> str:
+    """The experiment as TOML, every setting written out; reading it back gives an equal experiment."""
+    return toml_text(to_mapping(experiment))
+
+
+def toml_text(mapping: Mapping[str, Any]) -> str:
+    """Nested plain values as TOML: values first, then a table for every dict.
+
+    >>> print(toml_text({"local": {"batch": 8}, "rounds": 3}), end="")
+    rounds = 3
+    <BLANKLINE>
+    [local]
+    batch = 8
+    """
+    lines = []
+    for key, value in sorted(mapping.items(), key=lambda item: isinstance(item[1], dict)):
+        if isinstance(value, dict):
+            lines += ["", f"[{key}]"]
+            lines += [f"{_toml_key(name)} = {_toml(entry)}" for name, entry in value.items()]
+        else:
+            lines.append(f"{key} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def fingerprint(experiment: Experiment) -> str:
+    """A SHA-256 of all settings but ``tracking``: equal experiments, and only they, have equal ones."""
+    mapping = {key: value for key, value in to_mapping(experiment).items() if key != "tracking"}
+    canonical = json.dumps(mapping, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def describe_settings() -> list[Setting]:
+    """Every setting there is, with its type, default, range and meaning, for help and documentation."""
+    rows = list(_rows(Experiment, "", skip=(*_SECTIONS, "hyper")))
+    for section, cls in _SECTIONS.items():
+        rows += _rows(cls, section, skip=("settings",))
+        if section in _CHOICES:
+            for name, kind in _registry(section).items():
+                rows += _rows(kind, section, only_for=f"{section}.name = {name}")
+    for name, kind in _registry("algorithm").items():
+        rows += _rows(kind, "hyper", only_for=f"algorithm = {name}")
+    return rows
+
+
+def describe_class(cls: type, section: str) -> list[Setting]:
+    """The settings of one dataclass, such as an algorithm's hyper-parameters."""
+    return list(_rows(cls, section))
+
+
+def _rows(cls: type, section: str, skip: Sequence[str] = (), only_for: str = "") -> Iterator[Setting]:
+    """One row per field of a settings dataclass."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in skip or not meaning(field).text:  # without one it is for Python alone
+            continue
+        key = f"{section}.{field.name}" if section else field.name
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        allowed = meaning(field).allowed()
+        if key in ("algorithm", "data.name", *(f"{choice}.name" for choice in _CHOICES)):
+            allowed = "one of " + ", ".join(_registry(section or "algorithm"))
+        yield Setting(
+            key=key,
+            type=type_words(hints[field.name]),
+            default=None if default is dataclasses.MISSING or default is None else _plain(default, key),
+            range=allowed,
+            meaning=meaning(field).text,
+            symbol=meaning(field).symbol,
+            only_for=only_for,
+        )
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
+    """A TOML file as nested dicts, or an error that names the file and, for bad syntax, the line."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+        return tomllib.loads(text)
+    except UnicodeDecodeError as error:
+        raise SettingError(
+            f"{path}: not UTF-8 text (byte {error.start}); save the experiment as UTF-8"
+        ) from None
+    except FileNotFoundError:
+        raise SettingError(f"{path}: no such experiment file") from None
+    except OSError as error:
+        raise SettingError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except RecursionError:
+        raise SettingError(f"{path}: values are nested too deeply") from None
+    except ValueError as error:  # bad syntax, a number of too many digits, a null character in the path
+        raise SettingError(f"{ascii(str(path))[1:-1]}: not a TOML experiment: {error}") from None
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    """``key=value`` as key and value: a TOML value where it is one, otherwise the bare text."""
+    key, equals, raw = text.partition("=")
+    key, raw = key.strip(), raw.strip()
+    if not equals or not all(part.strip() for part in key.split(".")):
+        raise SettingError(f"{shown(text)}: expected key=value, as in local.epochs=5")
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except (ValueError, RecursionError):
+        return key, raw
+    return key, parsed["value"] if len(parsed) == 1 else raw
+
+
+def _assign(mapping: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``a.b.c`` in nested dicts, making the tables on the way."""
+    if key in _SECTIONS or key == "hyper":
+        raise SettingError(f"{key}: is a table; set its keys one by one, as in {key}.KEY=VALUE")
+    *tables, last = key.split(".")
+    for depth, table in enumerate(tables):
+        inner = mapping.setdefault(table, {})
+        if not isinstance(inner, dict):
+            raise SettingError(f"{key}: {'.'.join(tables[: depth + 1])} is not a table, it is {shown(inner)}")
+        mapping = inner
+    mapping[last] = value
+
+
+def _table(mapping: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """A section of the experiment, empty where it is not given; None stands for a key's default."""
+    table = mapping.get(section)
+    if table is None:
+        return {}
+    if not isinstance(table, Mapping):
+        raise SettingError(
+            f"{section}: expected a table, got {shown(table)}; write [{section}] and its keys below"
+        )
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def _name(value: Any, section: str) -> str:
+    """The name a section chooses, or its default; an error lists or guesses what there is."""
+    cls, key, place = (
+        (Experiment, "algorithm", "algorithm")
+        if section == "algorithm"
+        else (_SECTIONS[section], "name", f"{section}.name")
+    )
+    field = next(field for field in dataclasses.fields(cls) if field.name == key)
+    name: str = check(field.default if value is None else value, str, meaning(field), place)
+    known = _registry(section)
+    if name not in known:
+        raise unknown(place, name, known, what="name")
+    return name
+
+
+def _common(cls: type) -> set[str]:
+    """The keys of a chosen section that do not belong to what is chosen."""
+    return {field.name for field in dataclasses.fields(cls)} - {"settings"}
+
+
+def _refuse_unknown(
+    mapping: Mapping[str, Any],
+    tables: Mapping[str, Mapping[str, Any]],
+    names: Mapping[str, str],
+    kinds: Mapping[str, type],
+) -> None:
+    """An error for the first key nobody knows; a key that belongs to another section is told so."""
+    known: dict[str, set[str]] = {"": {*_TOP, *_SECTIONS, "hyper"}}
+    for section, cls in _SECTIONS.items():
+        known[section] = _common(cls)
+    for section, kind in kinds.items():
+        known[section] = known.get(section, set()) | {field.name for field in dataclasses.fields(kind)}
+    for section, table in {"": mapping, **tables}.items():
+        for key in table:
+            if key in known[section]:
+                continue
+            word = key if isinstance(key, str) else shown(key)
+            homes = [other for other in known if other and word in known[other]]
+            if word in _TOP:
+                homes = [""]
+            if homes:
+                place = f"{section}.{word}" if section else word
+                home = f"{homes[0]}.{word}" if homes[0] else word
+                raise SettingError(f"{place}: unknown key; did you mean {home}?")
+            error = unknown(section, word, known[section])
+            if section in _CHOICES:
+                raise SettingError(f"{error} ({section}.name is {names[section]})")
+            if section == "hyper":
+                raise SettingError(f"{error} (algorithm is {names['algorithm']})")
+            raise error
+
+
+def _values(instance: Any) -> dict[str, Any]:
+    """Field -> value of a dataclass instance, without going into its values."""
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance) if field.init}
+
+
+def _plain(value: Any, place: str) -> Any:
+    """A setting's value in the types TOML and JSON share; an error where it has none."""
+    try:
+        if isinstance(value, (list, tuple)):
+            return [_plain(entry, place) for entry in value]
+        if isinstance(value, Mapping):
+            return {check(key, str, Meaning(""), place): _plain(entry, place) for key, entry in value.items()}
+    except RecursionError:
+        raise SettingError(f"{place}: nested too deeply") from None
+    if hasattr(value, "tolist"):  # an array
+        return _plain(value.tolist(), place)
+    kind = next((kind for kind in (bool, int, float) if isinstance(value, kind)), str)
+    return check(value, kind, Meaning(""), place)
+
+
+def _toml_key(key: str) -> str:
+    """A key as TOML writes it."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):  # JSON's escapes are TOML's too, but for the delete character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return "{" + ", ".join(f"{_toml_key(key)} = {_toml(entry)}" for key, entry in value.items()) + "}"

@@ -1,0 +1,204 @@
+"""Runs of many experiments under one folder, where a run that was made earlier is not made again.
+
+A run's folder is named ``<algorithm>-s<seed>-<fingerprint>`` after its experiment, with a number behind it
+where that is taken. A finished run is used again, and one that was interrupted goes on, if its experiment,
+its data and the version of Sartor are the same. Runs of a model given in Python are always made anew:
+nothing tells whether its code is the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sartor.api import Inputs
+from sartor.engines.lockstep import fit_together
+from sartor.errors import DataError, SartorError, SettingError
+from sartor.runs.checkpoint import latest
+from sartor.runs.experiment import Experiment, fingerprint
+from sartor.runs.record import CONFIG, RunFolder, environment
+from sartor.runs.runner import (
+    execute,
+    execute_setup,
+    execute_together,
+    load_data,
+    may_share,
+    resume,
+    seeds_at_once,
+    set_up,
+)
+
+
+@dataclass(frozen=True)
+class KeptRun:
+    """A finished run, made now or earlier."""
+
+    folder: Path
+    experiment: Experiment
+    reused: bool
+    summary: dict[str, Any]
+    rounds: list[dict[str, Any]]
+    clients: dict[str, list[Any]]
+    """The client rows of the last evaluation, as columns."""
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows of the rounds that were evaluated."""
+        return [row for row in self.rounds if "evaluation" in row]
+
+    def cell(self, split: str) -> str:
+        """The name of the main cell on a split: the personal model's where there is one, else the shared."""
+        cells = self.evaluations[-1]["evaluation"]
+        for kind in ("personal", "shared"):
+            if f"{kind}_{split}" in cells:
+                return f"{kind}_{split}"
+        raise SartorError(f"{self.folder}: the run has evaluated no model on {split} data")
+
+    def score(self, cell: str) -> str:
+        """What a cell is judged by: accuracy, or the loss where there are no classes."""
+        result = self.evaluations[-1]["evaluation"][cell]
+        return "loss" if result.get("accuracy") is None else "accuracy"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that came to no end, such as one whose loss grew beyond all bounds."""
+
+    label: str
+    algorithm: str
+    seed: int
+    message: str
+
+
+class Runs:
+    """The runs under one folder. All experiments asked for differ in seed, algorithm and hyper-parameters."""
+
+    def __init__(self, out: Path, progress: bool = False, together: str = "auto") -> None:
+        if "MASTER_ADDR" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise SartorError("many runs are made by one process; start them without torchrun")
+        if out.exists() and not out.is_dir():
+            raise SartorError(f"{out}: is a file; give a folder")
+        if (out / CONFIG).exists():
+            raise SartorError(f"{out}: holds a run ({CONFIG}); give another folder to hold many runs")
+        self.out = out
+        self.progress = progress
+        self.together = together
+        self._hashes: dict[int, str] = {}
+        self._made: dict[str, tuple[Path, SartorError | None]] = {}
+        """What was made together with an earlier run and not yet asked for, by fingerprint."""
+
+    def get(self, inputs: Inputs, later: Iterable[Inputs] = ()) -> KeptRun:
+        """The run of an experiment: an earlier one, or made now.
+
+        ``later`` are the same experiment's other seeds that will be asked for next: those that are missing
+        may be made together with this one.
+        """
+        experiment = inputs.experiment
+        made = self._made.pop(fingerprint(experiment), None)
+        if made is None:
+            folder = self._folder(inputs)
+            if folder.exists():
+                run = RunFolder.open(folder)
+                reused = run.finished
+                if not reused:
+                    resume(folder, data=inputs.data, progress=self.progress)
+                return _read(run, experiment, reused)
+            made = self._make(inputs, folder, later)
+        folder, error = made
+        if error is not None:
+            raise error
+        return _read(RunFolder.open(folder), experiment, reused=False)
+
+    def attempt(self, inputs: Inputs, label: str, later: Iterable[Inputs] = ()) -> KeptRun | Failure:
+        """:meth:`get`, or how the run failed; what the settings or the data are at fault for is raised."""
+        try:
+            return self.get(inputs, later)
+        except (SettingError, DataError):
+            raise
+        except SartorError as error:
+            return Failure(label, inputs.experiment.algorithm, inputs.experiment.seed, str(error))
+
+    def _make(self, inputs: Inputs, folder: Path, later: Iterable[Inputs]) -> tuple[Path, SartorError | None]:
+        """Make a run, and other seeds with it where that is faster."""
+        if self.together == "no" or not may_share(inputs.experiment):
+            data, task = inputs.data, inputs.task
+            execute(inputs.experiment, data=data, task=task, out=folder, progress=self.progress)
+            return folder, None
+        setups = [set_up(inputs.experiment, data=inputs.data, task=inputs.task)]
+        missing = ((other, place) for other in later if not (place := self._folder(other)).exists())
+        wanted = [(inputs, folder), *islice(missing, seeds_at_once(setups[0], self.together) - 1)]
+        setups += [set_up(each.experiment, data=each.data, task=each.task) for each, _ in wanted[1:]]
+        if len(setups) == 1 or not fit_together([(setup.task, setup.data) for setup in setups]):
+            execute_setup(setups[0], out=folder, progress=self.progress)
+            return folder, None
+        outcomes = execute_together(setups, [place for _, place in wanted], progress=self.progress)
+        for (each, place), outcome in zip(wanted, outcomes, strict=True):
+            error = outcome if isinstance(outcome, SartorError) else None
+            self._made[fingerprint(each.experiment)] = (place, error)
+        return self._made.pop(fingerprint(inputs.experiment))
+
+    def _folder(self, inputs: Inputs) -> Path:
+        """The folder that holds the run of an experiment, finished or not, or the one to make it in."""
+        for folder in self._candidates(inputs.experiment):
+            if not folder.exists() or (inputs.task is None and self._is_same(folder, inputs)):
+                return folder
+        raise AssertionError("folder names do not end")
+
+    def _candidates(self, experiment: Experiment) -> Iterator[Path]:
+        """The folders a run of the experiment may lie in, in the order they are taken."""
+        name = f"{experiment.algorithm}-s{experiment.seed}-{fingerprint(experiment)[:12]}"
+        yield self.out / name
+        number = 2
+        while True:
+            yield self.out / f"{name}-{number}"
+            number += 1
+
+    def _is_same(self, folder: Path, inputs: Inputs) -> bool:
+        """Whether a folder holds the run of this experiment, data and version, finished or not."""
+        try:
+            run = RunFolder.open(folder)
+            stored = run.experiment
+            if run.environment["sartor"] != environment()["sartor"]:
+                return False
+            if fingerprint(_decided(inputs.experiment, stored)) != fingerprint(stored):
+                return False
+            if run.finished:
+                return bool(run.summary["partition_hash"] == self._hash(inputs))
+            saved = latest(run)
+        except (SartorError, KeyError):  # damaged, or of settings that are no more
+            return False
+        return saved is None or saved.data == self._hash(inputs)
+
+    def _hash(self, inputs: Inputs) -> str:
+        """The hash of the data, read once for each seed: files may have changed since a run."""
+        if inputs.data is not None:
+            return inputs.data.hash
+        seed = inputs.experiment.seed
+        if seed not in self._hashes:
+            self._hashes[seed] = load_data(inputs.experiment)[0].hash
+        return self._hashes[seed]
+
+
+def _decided(asked: Experiment, stored: Experiment) -> Experiment:
+    """The experiment with what it leaves to ``auto`` decided as a stored run of it decided."""
+    engine, model = asked.engine, asked.model
+    if engine.name == "auto":
+        engine = replace(engine, name=stored.engine.name)
+    if engine.compile == "auto":
+        engine = replace(engine, compile=stored.engine.compile)
+    if model.buffers == "auto":
+        model = replace(model, buffers=stored.model.buffers)
+    return replace(asked, engine=engine, model=model)
+
+
+def _read(run: RunFolder, experiment: Experiment, reused: bool) -> KeptRun:
+    """What a finished run has stored."""
+    columns = run.clients
+    last = max(columns["round"])
+    rows = [row for row, round in enumerate(columns["round"]) if round == last]
+    clients = {name: [values[row] for row in rows] for name, values in columns.items()}
+    return KeptRun(run.path, experiment, reused, run.summary, run.rounds, clients)

@@ -1,0 +1,537 @@
+"""The papers' tables and figures, run again: our numbers beside theirs.
+
+The entries are the TOML files of :mod:`sartor.studies.papers`. Each is run in the paper's setting
+(``paper``) or in a small one (``small``) that two cores do in minutes. Numbers of the small setting do not
+compare with the paper's in size, only in the order of the methods, which Kendall's τ measures: 1 for the
+same order, −1 for the opposite one. Runs go through :func:`sartor.studies.comparison.compare`, so what was
+run before is found again.
+
+A number lies *within a band* if it is at most two standard deviations from the band's mean, or half a point
+(of a hundred) where that is more: the paper's band where it prints deviations, ours where we have measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sartor.errors import SartorError, SettingError
+from sartor.runs.experiment import read_toml
+from sartor.runs.record import RunFolder, write_json
+from sartor.settings import build, setting, unknown
+from sartor.studies import papers, presets
+from sartor.studies.comparison import Comparison, Estimate, compare, estimate
+from sartor.studies.library import Failure
+
+FILE = "reproduction.json"
+SCALES = ("small", "paper")
+LEAST_BAND = 0.005
+"""Half the width of the narrowest band: numbers are printed with few digits, and of few seeds."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, or one of the panels of a figure."""
+
+    label: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    hyper: dict[str, Any] = field(default_factory=dict)
+    """By method."""
+    round: int = 0
+    """The state after so many rounds; 0: at the end."""
+    cell: str = ""
+    score: str = ""
+    paper: str = ""
+    """For a small setting, the paper's column whose order of methods is compared."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method of a table."""
+
+    algorithm: str
+    title: str = ""
+    """As the paper prints it."""
+    hyper: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Band:
+    """Numbers by method, one per column, None where there is none; in the unit of the print."""
+
+    values: dict[str, tuple[float | None, ...]]
+    deviations: dict[str, tuple[float | None, ...]]
+
+    def at(self, method: str, place: int) -> tuple[float | None, float | None]:
+        """Mean and deviation of a method in a column."""
+        mean, deviation = self.values.get(method), self.deviations.get(method)
+        return mean[place] if mean else None, deviation[place] if deviation else None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What we have measured, and how."""
+
+    date: str
+    hardware: str
+    seeds: str
+    command: str
+    band: Band
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run at one scale."""
+
+    experiment: dict[str, Any]
+    columns: tuple[Column, ...]
+    methods: dict[str, Row]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table or a figure of a paper."""
+
+    name: str
+    title: str
+    paper: str
+    place: str
+    note: str
+    same_as: str
+    cannot: str
+    cell: str
+    score: str
+    when: str
+    percent: bool
+    seeds: int
+    source: str
+    scales: dict[str, Setting]
+    band: Band
+    measured: dict[str, Measured]
+
+    @property
+    def status(self) -> str:
+        """In a few words what there is to compare with."""
+        if self.same_as:
+            return f"see {self.same_as}"
+        if self.cannot:
+            return "not run"
+        return f"measured ({', '.join(self.measured)})" if self.measured else "not measured yet"
+
+
+@dataclass(frozen=True)
+class _File:
+    """The keys of an entry's file."""
+
+    title: str
+    paper: str
+    place: str
+    note: str = ""
+    same_as: str = ""
+    cannot: str = ""
+    preset: str = ""
+    experiment: dict[str, Any] = field(default_factory=dict)
+    cell: str = "local"
+    score: str = "accuracy"
+    when: str = setting("last", "", choices=("last", "best"))
+    percent: bool = True
+    seeds: int = 0
+    columns: tuple[Any, ...] = ()
+    methods: dict[str, Any] = field(default_factory=dict)
+    source: str = setting("printed", "", choices=("printed", "stated", "drawn"))
+    values: dict[str, Any] = field(default_factory=dict)
+    deviations: dict[str, Any] = field(default_factory=dict)
+    small: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Small:
+    """The keys of ``small``."""
+
+    preset: str = ""
+    experiment: dict[str, Any] = field(default_factory=dict)
+    hyper: dict[str, Any] = field(default_factory=dict)
+    columns: tuple[Any, ...] = ()
+    methods: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The keys of a table of ``measured``."""
+
+    date: str
+    hardware: str
+    seeds: str
+    command: str
+    values: dict[str, Any]
+    deviations: dict[str, Any] = field(default_factory=dict)
+
+
+def entries() -> list[Entry]:
+    """All tables and figures there are.
+
+    >>> [entry.title for entry in entries() if entry.name == "comfed/table4"]
+    ['Sixteen pairs of client mechanism and server optimizer, CIFAR-10']
+    """
+    return [entry(name) for name in papers.names()]
+
+
+@cache
+def entry(name: str) -> Entry:
+    """One of them, read and checked."""
+    file = build(_File, read_toml(papers.path(name)), name)
+    columns = _columns(file.columns, f"{name}.columns")
+    methods = {label: build(Row, table, f"{name}.methods.{label}") for label, table in file.methods.items()}
+    scales: dict[str, Setting] = {}
+    if methods:
+        scales["paper"] = Setting(_experiment(file.preset, file.experiment), columns, methods)
+    if file.small:
+        small = build(_Small, file.small, f"{name}.small")
+        for label in [*small.methods, *small.hyper]:
+            if label not in methods:
+                raise unknown(f"{name}.small", label, methods)
+        rows = {label: methods[label] for label in small.methods or methods}
+        rows = {
+            label: replace(row, hyper={**row.hyper, **small.hyper.get(label, {})})
+            for label, row in rows.items()
+        }
+        chosen = _columns(small.columns, f"{name}.small.columns") or columns
+        experiment = _experiment(small.preset, small.experiment)
+        scales["small"] = Setting(experiment, chosen, rows)
+    measured = {}
+    for scale, table in file.measured.items():
+        kept = build(_Measured, table, f"{name}.measured.{scale}")
+        place = f"{name}.measured.{scale}"
+        band = _band(kept.values, kept.deviations, scales[scale], place)
+        measured[scale] = Measured(kept.date, kept.hardware, kept.seeds, kept.command, band)
+    return Entry(
+        name=name,
+        title=file.title,
+        paper=file.paper,
+        place=file.place,
+        note=file.note,
+        same_as=file.same_as,
+        cannot=file.cannot,
+        cell=file.cell,
+        score=file.score,
+        when=file.when,
+        percent=file.percent,
+        seeds=file.seeds,
+        source=file.source,
+        scales=scales,
+        band=_band(file.values, file.deviations, scales.get("paper"), name),
+        measured=measured,
+    )
+
+
+def _columns(tables: Sequence[Any], place: str) -> tuple[Column, ...]:
+    return tuple(build(Column, table, f"{place}[{number}]") for number, table in enumerate(tables))
+
+
+def _experiment(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return merged(read_toml(presets.path(preset)) if preset else {}, settings)
+
+
+def _band(values: Mapping[str, Any], deviations: Mapping[str, Any], at: Setting | None, place: str) -> Band:
+    """Numbers of a file, as many as there are columns for methods there are."""
+    made = []
+    for table in (values, deviations):
+        rows = {}
+        for label, numbers in table.items():
+            if at is None or label not in at.methods or len(numbers) != len(at.columns):
+                raise SettingError(f"{place}: {label} is no method, or has not one number for every column")
+            rows[label] = tuple(None if math.isnan(number) else float(number) for number in numbers)
+        made.append(rows)
+    return Band(*made)
+
+
+def merged(first: Mapping[str, Any], *more: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings, later ones winning; where a table names another choice, the old one's keys go.
+
+    >>> merged({"partition": {"name": "parts", "k": 6}}, {"partition": {"name": "iid"}})
+    {'partition': {'name': 'iid'}}
+    """
+    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in first.items()}
+    for settings in more:
+        for key, value in settings.items():
+            if not isinstance(value, Mapping):
+                result[key] = value
+                continue
+            before = result.get(key, {})
+            if "name" in value and key != "data" and value["name"] != before.get("name"):
+                before = {}
+            result[key] = {**before, **value}
+    return result
+
+
+# Running ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Number:
+    """What came out for a method in a column, beside the paper's number and ours from before."""
+
+    method: str
+    column: str
+    ours: Estimate
+    paper: float | None
+    paper_deviation: float | None
+    difference: float | None
+    """Ours minus the paper's; None in the small setting, where the two do not compare in size."""
+    within_paper: bool | None
+    """None where the paper prints no deviation."""
+    measured: float | None
+    measured_deviation: float | None
+    within_measured: bool | None
+
+
+@dataclass(frozen=True)
+class Order:
+    """How alike two orders of methods are in a column."""
+
+    column: str
+    paper: str
+    """The paper's column."""
+    methods: int
+    tau: float | None
+    """Kendall's τ; None where all are equal in one of the two."""
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """The result of :func:`reproduce`, as it is stored."""
+
+    name: str
+    scale: str
+    percent: bool
+    seeds: tuple[int, ...]
+    numbers: tuple[Number, ...]
+    orders: tuple[Order, ...]
+    failed: tuple[Failure, ...]
+    comparisons: tuple[str, ...]
+    """The folders of the comparisons behind the numbers."""
+    out: Path
+
+    def to_mapping(self) -> dict[str, Any]:
+        """What ``reproduction.json`` holds."""
+        values = asdict(self)
+        del values["out"]
+        return values
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Columns and methods that one comparison serves: equal settings and hyper-parameters."""
+
+    name: str
+    """Of its folder: the same for the same settings, whatever else is asked for."""
+    settings: dict[str, Any]
+    tables: dict[str, dict[str, Any]]
+    columns: list[Column]
+
+
+def reproduce(
+    name: str,
+    *,
+    scale: str = "small",
+    seeds: int | Sequence[int] | None = None,
+    methods: Iterable[str] | None = None,
+    columns: Iterable[str] | None = None,
+    device: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    progress: bool = False,
+) -> Reproduction:
+    """Run a table or figure of a paper and put our numbers beside the paper's.
+
+    ``scale`` is ``small`` or ``paper``; ``seeds`` a number or a list, left out: as many as the paper has
+    (small: one). ``methods`` and ``columns`` leave it at some of them; ``settings`` win over the entry's.
+
+    >>> short = {"rounds": 5}
+    >>> result = reproduce("comfed/table4", methods=["fedavg"], columns=["5"], settings=short, out="r")
+    >>> [(number.method, number.column) for number in result.numbers]
+    [('fedavg', '5')]
+    """
+    chosen = entry(name)
+    if chosen.same_as:
+        chosen = entry(chosen.same_as)
+    if scale not in SCALES:
+        raise unknown("scale", scale, SCALES, what="name")
+    if chosen.cannot:
+        raise SartorError(f"{name}: is not run: {chosen.cannot}")
+    if scale not in chosen.scales:
+        known = " or ".join(chosen.scales)
+        raise SartorError(f"{name}: has no setting {scale!r}; run it with --scale {known}")
+    at = _some(chosen.scales[scale], methods, columns)
+    if seeds is None:
+        seeds = 1 if scale == "small" else max(1, chosen.seeds)
+    folder = Path("reproductions") / f"{chosen.name.replace('/', '-')}-{scale}" if out is None else Path(out)
+    found: dict[tuple[str, str], Estimate] = {}
+    failed: list[Failure] = []
+    compared: list[str] = []
+    used: tuple[int, ...] = ()
+    for group in _groups(at, settings or {}):
+        place = folder / group.name
+        try:
+            result = compare(
+                group.tables,
+                experiment=group.settings,
+                seeds=seeds,
+                references=False,
+                device=device,
+                out=place,
+                progress=progress,
+            )
+        except SettingError as error:
+            raise SettingError(f"{name}, {scale}: {error}") from None
+        used = result.seeds
+        compared.append(place.name)
+        failed += result.failed
+        found.update(_numbers(result, group, chosen))
+    full = chosen.scales[scale]
+    made = [
+        _beside(chosen, scale, full, label, column, found[label, column.label])
+        for column in at.columns
+        for label in at.methods
+        if (label, column.label) in found
+    ]
+    reproduction = Reproduction(
+        name=chosen.name,
+        scale=scale,
+        percent=chosen.percent,
+        seeds=used,
+        numbers=tuple(made),
+        orders=tuple(_orders(made, at.columns)),
+        failed=tuple(failed),
+        comparisons=tuple(compared),
+        out=folder,
+    )
+    write_json(folder / FILE, reproduction.to_mapping())
+    return reproduction
+
+
+def _some(at: Setting, methods: Iterable[str] | None, columns: Iterable[str] | None) -> Setting:
+    """What is asked for of a setting; everything where nothing is."""
+    labels = [column.label for column in at.columns]
+    for kind, asked, known in (("method", methods, list(at.methods)), ("column", columns, labels)):
+        for word in asked or ():
+            if word not in known:
+                raise unknown(kind, word, known, what="name")
+    wanted = set(labels if columns is None else columns)
+    return Setting(
+        at.experiment,
+        tuple(column for column in at.columns if column.label in wanted),
+        {label: at.methods[label] for label in at.methods if methods is None or label in set(methods)},
+    )
+
+
+def _groups(at: Setting, settings: Mapping[str, Any]) -> list[_Group]:
+    """The comparisons that are needed, as few as there can be."""
+    groups: dict[str, _Group] = {}
+    for column in at.columns:
+        for label, row in at.methods.items():
+            own = merged(at.experiment, column.settings, row.settings, settings)
+            key = json.dumps([own, column.hyper], sort_keys=True, default=str)
+            group = groups.setdefault(key, _Group(hashlib.sha256(key.encode()).hexdigest()[:8], own, {}, []))
+            hyper = {**row.hyper, **column.hyper.get(label, {})}
+            group.tables[label] = {"algorithm": row.algorithm, **hyper}
+            if column not in group.columns:
+                group.columns.append(column)
+    return list(groups.values())
+
+
+def _numbers(result: Comparison, group: _Group, chosen: Entry) -> dict[tuple[str, str], Estimate]:
+    """By method and column what the runs of a comparison give."""
+    found = {}
+    for method in result.methods:
+        runs = [RunFolder.open(result.out / run.folder).rounds for run in method.runs]
+        for column in group.columns:
+            values = [number_of(rounds, column, chosen) for rounds in runs]
+            scale = 100.0 if chosen.percent else 1.0
+            found[method.label, column.label] = estimate(
+                None if value is None else scale * value for value in values
+            )
+    return found
+
+
+def number_of(rounds: Sequence[Mapping[str, Any]], column: Column, chosen: Entry) -> float | None:
+    """The number a column shows, from the rows of a run; None where the run does not have it."""
+    cell, score = column.cell or chosen.cell, column.score or chosen.score
+    rows = [row for row in rounds if column.round == 0 or row["round"] <= column.round]
+    found = []
+    for row in rows:
+        if cell == "observed":
+            value = row.get("observed", {}).get(score)
+        else:
+            cells = row.get("evaluation", {})
+            own = "personal_local" if "personal_local" in cells else "shared_local"
+            value = cells.get(own if cell == "local" else cell, {}).get(score)
+        if value is not None:
+            found.append(float(value))
+    if not found:
+        return None
+    return max(found) if chosen.when == "best" else found[-1]
+
+
+def _beside(chosen: Entry, scale: str, full: Setting, label: str, column: Column, ours: Estimate) -> Number:
+    """A number with what it is compared with."""
+    paper, deviation = None, None
+    same = column.label if scale == "paper" else column.paper
+    labels = [each.label for each in chosen.scales["paper"].columns]
+    if same in labels:
+        paper, deviation = chosen.band.at(label, labels.index(same))
+    ours_before, ours_deviation = None, None
+    if scale in chosen.measured:
+        place = [each.label for each in full.columns].index(column.label)
+        ours_before, ours_deviation = chosen.measured[scale].band.at(label, place)
+    comparable = scale == "paper" and paper is not None and ours.mean is not None
+    return Number(
+        method=label,
+        column=column.label,
+        ours=ours,
+        paper=paper,
+        paper_deviation=deviation,
+        difference=ours.mean - paper if comparable and paper is not None and ours.mean is not None else None,
+        within_paper=within(ours.mean, paper, deviation, chosen.percent) if comparable else None,
+        measured=ours_before,
+        measured_deviation=ours_deviation,
+        within_measured=within(ours.mean, ours_before, ours_deviation, chosen.percent),
+    )
+
+
+def within(
+    value: float | None, mean: float | None, deviation: float | None, percent: bool = True
+) -> bool | None:
+    """Whether a value lies in a band; None where there is no band.
+
+    >>> within(95.0, 97.0, 1.0), within(94.9, 97.0, 1.0), within(96.6, 97.0, 0.1), within(96.6, 97.0, None)
+    (True, False, True, None)
+    """
+    if value is None or mean is None or deviation is None:
+        return None
+    width = max(2 * deviation, LEAST_BAND * (100 if percent else 1))
+    return abs(value - mean) <= width + 1e-9
+
+
+def _orders(numbers: Sequence[Number], columns: Sequence[Column]) -> Iterable[Order]:
+    """Kendall's τ in every column that has two methods or more with both numbers."""
+    from scipy.stats import kendalltau
+
+    for column in columns:
+        both = [
+            (number.ours.mean, number.paper)
+            for number in numbers
+            if number.column == column.label and number.paper is not None and number.ours.mean is not None
+        ]
+        if len(both) > 1:
+            tau = float(kendalltau(*zip(*both, strict=True)).statistic)
+            place = column.paper or column.label
+            yield Order(column.label, place, len(both), None if math.isnan(tau) else tau)

@@ -1,0 +1,372 @@
+"""The command line: words become the right experiment, results go where they belong, errors are brief."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import sartor as sartor_package
+from sartor.algorithms import registered
+from sartor.commands.main import app
+from sartor.data.partitions import describe, make_partition
+from sartor.data.sources import load_source
+from sartor.errors import SartorError
+from sartor.runs.experiment import Experiment, describe_settings, from_mapping
+
+cli = CliRunner()
+SOURCE = str(Path(sartor_package.__file__).resolve().parent.parent)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])}
+
+SUMMARY: dict[str, Any] = {
+    "algorithm": "fedavg",
+    "data": "digits",
+    "clients": 20,
+    "rounds": 30,
+    "last": {
+        "shared_local": {
+            "accuracy": 0.75,
+            "accuracy_weighted": 0.5,
+            "accuracy_spread": {"worst_decile": 0.25},
+            "loss": 1.5,
+        },
+        "personal_local": None,
+    },
+    "best_by_validation": {"shared_local": None, "personal_local": None},
+    "best_on_test": {"shared_local": {"accuracy": 0.875, "round": 3}, "personal_local": None},
+    "bytes_down": 1000,
+    "bytes_up": 1000,
+    "seconds": float("nan"),
+}
+
+
+def call(*arguments: str) -> Any:
+    return cli.invoke(app, list(arguments), prog_name="sartor")
+
+
+def sartor(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sartor", *arguments]
+    options = {"env": ENVIRONMENT, "text": True, "timeout": 120, "check": False, **options}
+    return subprocess.run(command, capture_output=True, **options)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Experiment, Path | None]]:
+    """The experiments handed to the runner, which does not run them."""
+    calls: list[tuple[Experiment, Path | None]] = []
+
+    def execute(experiment: Experiment, *, out: Path | None, progress: bool) -> Any:
+        calls.append((experiment, out))
+        return SimpleNamespace(summary=SUMMARY, folder=Path("runs/a"))
+
+    monkeypatch.setattr("sartor.runs.runner.execute", execute)
+    return calls
+
+
+# -- run -----------------------------------------------------------------------------------------------
+
+
+def test_flags_and_settings_may_stand_anywhere(started: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "experiment.toml"
+    path.write_text("rounds = 3\nseed = 1\n[data]\nclients = 7\n[local]\nepochs = 2\n")
+    wanted = from_mapping(
+        {
+            "rounds": 5,
+            "seed": 1,
+            "data": {"clients": 9, "name": "digits"},
+            "local": {"epochs": 2, "batch": 8},
+            "engine": {"name": "loop", "device": "cpu"},
+        }
+    )
+    flags = ["--rounds", "5", "--clients=9", "--data", "digits", "--engine", "loop", "--device", "cpu"]
+    for words in (
+        ["fedavg", str(path), "local.batch=8", *flags],
+        [*flags, "fedavg", str(path), "local.batch=8"],
+        [*flags[:2], "fedavg", *flags[2:], "local.batch=8", str(path)],
+        [str(path), "fedavg", "local.batch=8", *flags],
+        [str(path), "local.batch=8", *flags],
+    ):
+        result = call("run", *words, "--out", str(tmp_path / "out"))
+        assert result.exit_code == 0, result.output
+        assert started.pop() == (wanted, tmp_path / "out")
+
+
+def test_the_algorithm_named_wins_over_the_file(started: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "experiment.toml"
+    path.write_text('algorithm = "fedavg"\n')
+    call("run", "separate", str(path))
+    call("run", str(path))
+    assert [experiment.algorithm for experiment, _ in started] == ["separate", "fedavg"]
+
+
+def test_json_is_the_last_line_and_strict(started: list[Any]) -> None:
+    result = call("run", "fedavg", "--json")
+    assert json.loads(result.stdout.splitlines()[-1]) == {**SUMMARY, "seconds": None}
+
+
+def test_a_table_shows_the_result_and_the_folder(started: list[Any]) -> None:
+    result = call("run", "fedavg")
+    assert ["shared", "local", "0.75", "0.5", "0.25", "1.5", "-", "0.875"] in [
+        line.split() for line in result.stdout.splitlines()
+    ]
+    assert "personal" not in result.stdout
+    assert result.stdout.splitlines()[-1] == f"run folder: {Path('runs/a')}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fedvag"], "algorithm = 'fedvag': unknown name; did you mean fedavg?"),
+        (["fedavg", "data.clinets=3"], "data.clinets: unknown key; did you mean data.clients?"),
+        (["fedavg", "--clients", "0"], "data.clients: must be at least 1, got 0"),
+        (["fedavg", "--rounds", "3", "rounds=4"], "rounds: given twice, as 4 and as 3; give it once"),
+        (
+            ["fedavg", "algorithm=separate"],
+            "algorithm: given twice, as 'separate' and as 'fedavg'; give it once",
+        ),
+        (["fedavg", "nowhere.toml"], "nowhere.toml: no such experiment file"),
+        (
+            ["fedavg", "separate"],
+            "'separate': expected one algorithm, one experiment (a .toml file or a preset), and key=value",
+        ),
+        (
+            ["a.toml", "b.toml"],
+            "'b.toml': expected one algorithm, one experiment (a .toml file or a preset), and key=value",
+        ),
+        (["rounds=3"], "name an algorithm or an experiment file, as in `sartor run fedavg`"),
+        (["fedavg", "--engine", "stakced"], "engine.name: must be one of auto, loop, stacked, got 'stakced'"),
+    ],
+)
+def test_a_mistake_is_one_message_and_nothing_starts(
+    started: list[Any], words: list[str], message: str
+) -> None:
+    result = call("run", *words)
+    assert (result.exit_code, result.stderr, result.stdout) == (2, f"sartor: {message}\n", "")
+    assert not started
+
+
+def test_the_same_setting_given_twice_alike_is_fine(started: list[Any]) -> None:
+    assert call("run", "fedavg", "--rounds", "4", "rounds=4").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["run"], ["rum"], ["run", "fedavg", "--clients", "x"], ["run", "fedavg", "--nope"]]
+)
+def test_wrong_usage_ends_with_status_2(words: list[str]) -> None:
+    result = call(*words)
+    assert result.exit_code == 2
+    assert "Error" in result.stderr
+
+
+def failing(error: BaseException) -> Any:
+    def execute(*arguments: Any, **keywords: Any) -> Any:
+        raise error
+
+    return execute
+
+
+def test_an_error_while_running_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sartor.runs.runner.execute", failing(SartorError("round 3: the disk is full")))
+    result = call("run", "fedavg")
+    assert (result.exit_code, result.stderr) == (2, "sartor: round 3: the disk is full\n")
+
+
+def test_an_interruption_is_a_short_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sartor.runs.runner.execute", failing(KeyboardInterrupt()))
+    result = call("run", "fedavg")
+    assert (result.exit_code, result.stderr) == (130, "sartor: stopped\n")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ZeroDivisionError("a bug")
+    monkeypatch.setattr("sartor.runs.runner.execute", failing(error))
+    assert call("run", "fedavg").exception is error
+
+
+# -- the program itself --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_stores_what_it_prints(tmp_path: Path) -> None:
+    words = ("run", "fedavg", "--rounds", "2", "--clients", "3", "--out", "run", "--json")
+    done = sartor(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert json.loads(done.stdout.splitlines()[-1]) == stored
+    again = sartor(*words, cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert (
+        again.stderr == "sartor: run: already holds a run (config.toml); give another folder or remove it\n"
+    )
+
+
+def test_an_error_in_the_process_has_no_traceback() -> None:
+    done = sartor("run", "fedavg", "data.path=\udcff")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("sartor: data.path: expected a text")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends an interrupt signal")
+def test_ctrl_c_stops_a_run_with_status_130(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sartor", "run", "fedavg", "rounds=1000000", "--out", "run"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "run" / "rounds.jsonl").exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the run did not get to its first round"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert messages.splitlines()[-1].startswith("sartor: stopped; `sartor resume run` goes on after round ")
+    assert "Traceback" not in messages
+    assert (tmp_path / "run" / "clients.parquet").exists()
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['sartor', '--help']\n"
+        "try: runpy.run_module('sartor', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'numpy', 'pyarrow', 'sklearn', 'matplotlib', 'pooch', 'safetensors'}\n"
+        "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("run", "algorithms", "settings", "data"))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_symbols_do_not_end_a_run_on_a_plain_terminal(encoding: str) -> None:
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": encoding}
+    done = sartor("algorithms", "fedavg", env=environment, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert ("η" in done.stdout) == (encoding == "utf-8")
+
+
+# -- lists ---------------------------------------------------------------------------------------------
+
+
+def test_algorithms_lists_each_one_with_what_it_keeps_where() -> None:
+    cards = json.loads(call("algorithms", "--json").stdout)
+    assert [card["name"] for card in cards] == sorted(registered())
+    table = call("algorithms").stdout
+    for card in cards:
+        assert card["name"] in table
+        assert all(
+            card[key] for key in ("summary", "family", "paper", "server_keeps", "client_keeps", "traffic")
+        )
+
+
+@pytest.mark.parametrize("name", sorted(registered()))
+def test_an_algorithm_shows_its_hyper_parameters(name: str) -> None:
+    card = json.loads(call("algorithms", name, "--json").stdout)
+    rows = [row for row in describe_settings() if row.only_for == f"algorithm = {name}"]
+    assert [(row["key"], row["default"]) for row in card["hyper"]] == [(row.key, row.default) for row in rows]
+    table = call("algorithms", name).stdout
+    assert all(row.key in table for row in rows)
+
+
+def test_an_unknown_algorithm_is_guessed() -> None:
+    result = call("algorithms", "fedvag")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "sartor: algorithm = 'fedvag': unknown name; did you mean fedavg?\n",
+    )
+
+
+def test_settings_lists_every_setting_or_those_of_a_section() -> None:
+    rows = json.loads(call("settings", "--json").stdout)
+    assert [row["key"] for row in rows] == [row.key for row in describe_settings()]
+    some = json.loads(call("settings", "local", "--json").stdout)
+    assert some == [row for row in rows if row["key"].startswith("local.")]
+    assert [row["key"] for row in json.loads(call("settings", "rounds", "--json").stdout)] == ["rounds"]
+    table = call("settings").stdout
+    assert all(row["key"] in table for row in rows)
+    assert call("settings", "lokal").stderr == "sartor: lokal: unknown key; did you mean local?\n"
+
+
+# -- data ----------------------------------------------------------------------------------------------
+
+
+def test_data_shows_the_partition_a_run_would_use(tmp_path: Path) -> None:
+    picture = tmp_path / "dots.png"
+    scheme = {"name": "dirichlet", "alpha": 0.1}
+    partition = make_partition(load_source("digits"), scheme, clients=4, seed=3)
+    flags = ["--partition", "dirichlet", "--clients", "4", "--seed", "3", "--json"]
+    for words in (
+        ["digits", "--alpha", "0.1", "--plot", str(picture), *flags],
+        ["--alpha=0.1", "digits", *flags],
+        [*flags, "digits", "partition.alpha=0.1"],
+    ):
+        result = call("data", *words)
+        assert result.exit_code == 0, result.stderr
+        shown = json.loads(result.stdout)
+        assert shown["hash"] == partition.hash
+        assert shown["clients"] == describe(partition)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_data_shows_a_stored_partition(tmp_path: Path) -> None:
+    partition = make_partition(load_source("digits"), "iid", clients=3, seed=5)
+    partition.save(tmp_path / "mine.npz")
+    result = call("data", "digits", f"partition.file={tmp_path / 'mine.npz'}")
+    assert result.stdout.splitlines()[-1] == f"digits: 3 clients, hash {partition.hash}"
+
+
+def test_a_folder_named_like_a_data_set_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert call("data", "digits", "--json").exit_code == 0
+
+
+def test_data_shows_own_data(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text(
+        "site,a,y\n" + "".join(f"{site},{row},{row % 2}\n" for site in "ns" for row in range(10))
+    )
+    columns = ("data.client_column=site", "data.label_column=y")
+    shown = json.loads(call("data", str(table), *columns, "--json").stdout)
+    assert [(row["client"], row["train"] + row["test"]) for row in shown["clients"]] == [("n", 10), ("s", 10)]
+    missing = call("data", str(table), columns[0])
+    assert (missing.exit_code, missing.stderr.count("\n")) == (2, 1)
+    assert "data.label_column" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dgits"], "data.name = 'dgits': unknown name; did you mean digits?"),
+        (
+            ["digits", "mnist"],
+            "name one data set, as in `sartor data digits`; settings are given as key=value",
+        ),
+        (["digits", "--alpha"], "--alpha: expected a value, as in --alpha 0.1"),
+        (["digits", "--alpha", "-1"], "partition.alpha: must be above 0, got -1.0"),
+        (
+            ["digits", "--alpha", "1", "partition.alpha=2"],
+            "partition.alpha: given twice, as 1 and as 2; give it once",
+        ),
+        (["digits", "--alhpa", "1"], "partition.alhpa: unknown key; did you mean partition.alpha?"),
+    ],
+)
+def test_a_mistake_about_data_is_one_message(words: list[str], message: str) -> None:
+    result = call("data", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"sartor: {message}")
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,68 @@
+"""The code in the README and the docs runs, each page from top to bottom in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+README = ROOT / "README.md"
+BLOCK = re.compile(r"^```(python|sh|toml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def run_block(kind: str, code: str, page: Path, module: ModuleType) -> None:
+    if kind == "python":
+        exec(compile(code, str(page), "exec", dont_inherit=True), module.__dict__)
+    elif kind == "toml":
+        Path("experiment.toml").write_text(code, encoding="utf-8")
+    else:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        command = ["bash", "-euc", code]
+        done = subprocess.run(
+            command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{code}\n{done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(DOCS))
+)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look their module up
+    for kind, code in blocks(page):
+        run_block(kind, code, page, module)
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    for kind, code in blocks(README):
+        if kind == "python":
+            run_block(kind, code, README, module)
+
+
+def test_the_example_of_an_algorithm_is_short() -> None:
+    (example,) = [code for _, code in blocks(README) if "@register" in code]
+    assert len(example.splitlines()) < 40
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [README, *PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#:=\s]+?)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

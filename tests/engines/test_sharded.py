@@ -1,0 +1,338 @@
+"""One run over several processes gives what one process gives, and ends well when a process does not."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_engines import assert_close, assert_same, ended, network, plain, vectors
+from torch import Tensor
+
+from helpers import classification, federation_of
+from sartor.client.local import Client
+from sartor.engines import sharded as distributed
+from sartor.errors import SartorError
+from sartor.federation import Federation, Reply
+
+RANKS = 2
+METHODS = ("fedavg", "scaffold", "separate")
+ODD = [[5, 0, 3], [1], [4, 2, 0, 1, 3]]
+
+
+def federations() -> dict[str, Callable[[], Federation]]:
+    """Federations whose engines, buffers and clients without samples are all different."""
+    empty = classification((9, 0, 12, 0, 5, 8), shape=(5,), classes=4, dtype=torch.float64)
+
+    def make(engine: str, **settings: Any) -> Callable[[], Federation]:
+        data = settings.pop("data", None) or vectors()
+        task = settings.pop("task", None) or network()
+        return lambda: federation_of(engine, task, data, local={"batch": 8}, **settings)
+
+    return {
+        "loop": make("loop"),
+        "loop local": make("loop", buffers="local"),
+        "loop freeze": make("loop", buffers="freeze"),
+        "loop empty": make("loop", data=empty),
+        "loop disk": make("loop", task=plain(), states="disk"),
+        "stacked": make("stacked", task=plain(), chunk=1),
+        "stacked together": make("stacked", task=plain()),
+    }
+
+
+def all_left() -> dict[str, Tensor]:
+    """What every federation of the list is left with by every method of the list, by name."""
+    left = {}
+    for name, make in federations().items():
+        for method in METHODS if name == "loop" else ("scaffold",):
+            found = ended(method, make(), ODD)
+            left |= {f"{name}/{method}/{key}": value.contiguous() for key, value in found.items()}
+    return left
+
+
+def fails_at_three(client: Client, hyper: Any) -> Reply:
+    """A client function that fails at one client, and so at one rank."""
+    if int(client.number) == 3:
+        raise SartorError("client 3 has no power")
+    return Reply(number=client.number)
+
+
+def said(work: Callable[[], Any]) -> str:
+    """The message that a piece of work ends with."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def number_of(client: Client, hyper: Any) -> Reply:
+    """A reply that says who sent it, in several types."""
+    one = client.number
+    return Reply(number=one, even=one % 2 == 0, half=one.to(torch.bfloat16) / 2, many=one.repeat(3).double())
+
+
+def join(rank: int, port: int, timeout: float) -> None:
+    """Join as a process that torchrun has started."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    distributed.join("cpu", timeout)
+
+
+def sleepy_worker(rank: int, port: int, folder: str) -> None:
+    """One of two processes, of which the second does not answer any more."""
+    join(rank, port, timeout=20)
+    distributed.agree("data", "the same")
+    if rank == 1:
+        time.sleep(90)
+    begin = time.monotonic()
+    message = said(lambda: distributed.agree("data", "the same"))
+    Path(folder, "waited.json").write_text(json.dumps([message, time.monotonic() - begin]))
+    os._exit(3)
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    """One of two processes: everything is done in the same order at both."""
+    join(rank, port, timeout=60)
+    save_file(all_left(), f"{folder}/left-{rank}.safetensors")
+    federation = federations()["loop"]()
+    messages = {
+        "client": said(lambda: federation.map(fails_at_three, [0, 3, 4])),
+        "program": said(lambda: distributed.together(lambda: 1 // rank)),
+        "set up": said(lambda: distributed.together(lambda: refuse_at(rank, 1))),
+        "first": said(lambda: distributed.first_alone(lambda: refuse_at(rank, 0))),
+        "agreed": said(lambda: distributed.agree("data", "the same")),
+        "disagreed": said(lambda: distributed.agree("data", f"hash {rank}")),
+    }
+    # Whatever failed, all ranks are still in step.
+    replies = federation.map(number_of, [4, 2, 5])
+    messages["order"] = str([replies[name].tolist() for name in ("number", "even", "half", "many")])
+    messages["nobody"] = said(lambda: federation.ask(number_of, []))
+    order = Path(folder, "order.txt")
+    distributed.first_alone(lambda: order.write_text(order.read_text() + "b" if order.exists() else "a"))
+    messages["turns"] = order.read_text()
+    Path(folder, f"messages-{rank}.json").write_text(json.dumps(messages))
+    if rank == 1:
+        os._exit(7)  # without a word
+    lost = said(lambda: [distributed.agree("data", "the same") for _ in range(3)])
+    Path(folder, "lost.txt").write_text(lost)
+    os._exit(0)
+
+
+def cuda_worker(rank: int, port: int, folder: str) -> None:
+    """One of two processes that share a GPU, which only Gloo can let them do."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
+    left = ended("scaffold", on_cuda(), ODD)
+    save_file(
+        {key: value.cpu().contiguous() for key, value in left.items()}, f"{folder}/left-{rank}.safetensors"
+    )
+
+
+def on_cuda() -> Federation:
+    return federation_of("stacked", plain(), vectors(), local={"batch": 8}, device="cuda")
+
+
+def refuse_at(rank: int, wrong: int) -> None:
+    if rank == wrong:
+        raise SartorError("no such file")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def start(target: Callable[[int, int, str], None], folder: Path) -> list[int | None]:
+    """Run two processes to their ends; their exit codes."""
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    workers = [context.Process(target=target, args=(rank, port, str(folder))) for rank in range(RANKS)]
+    for process in workers:
+        process.start()
+    workers[0].join(120)
+    for process in workers:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode for process in workers]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes wrote that ran together."""
+    folder = tmp_path_factory.mktemp("ranks")
+    assert start(worker, folder) == [0, 7]
+    return folder
+
+
+def test_two_processes_are_left_with_what_one_is(together: Path) -> None:
+    expected = all_left()
+    found = [load_file(together / f"left-{rank}.safetensors") for rank in range(RANKS)]
+    assert_same(found[0], found[1])
+    # Where clients are trained one by one the arithmetic is the same; in one batch its size differs.
+    exact = {key: value for key, value in expected.items() if not key.startswith("stacked together")}
+    assert_same(exact, {key: found[0][key] for key in exact})
+    assert_close(expected, found[0], 1e-12)
+
+
+def test_a_failure_at_one_process_is_the_same_failure_at_all(together: Path) -> None:
+    first, second = (json.loads((together / f"messages-{rank}.json").read_text()) for rank in range(RANKS))
+    # Clients 0, 3 and 4 have 5, 64 and 7 samples: the largest and the smallest go to rank 0.
+    assert first["client"] == "OtherRank: client 3 has no power"
+    assert second["client"] == first["client"]
+    assert first["program"].startswith("ZeroDivisionError: ")  # with its traceback
+    assert second["program"].startswith("OtherRank: ZeroDivisionError: ")
+    assert first["set up"] == second["set up"] == "OtherRank: rank 1: no such file"
+    assert first["first"] == second["first"] == "OtherRank: no such file"
+    assert first["agreed"] == second["agreed"] == "nothing"
+    expected = "OtherRank: rank 1 has another data than rank 0; give all processes the same"
+    assert first["disagreed"] == second["disagreed"] == expected
+
+
+def test_replies_of_any_type_come_in_cohort_order_and_nobody_is_nobody(together: Path) -> None:
+    first, second = (json.loads((together / f"messages-{rank}.json").read_text()) for rank in range(RANKS))
+    rows = [[4, 2, 5], [True, True, False], [2.0, 1.0, 2.5], [[4.0] * 3, [2.0] * 3, [5.0] * 3]]
+    assert first["order"] == second["order"] == str(rows)
+    assert first["nobody"] == second["nobody"] == "nothing"
+    assert first["turns"] == second["turns"] == "ab"
+
+
+def test_a_process_that_has_ended_is_missed_at_once(together: Path) -> None:
+    lost = (together / "lost.txt").read_text()
+    assert lost.startswith("SartorError: another process of this run has ended or does not answer (")
+    assert "`sartor resume` continues from the last checkpoint" in lost
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_device_two_processes_are_left_with_what_one_is(tmp_path: Path) -> None:
+    assert start(cuda_worker, tmp_path) == [0, 0]
+    found = [load_file(tmp_path / f"left-{rank}.safetensors") for rank in range(RANKS)]
+    assert_same(found[0], found[1])
+    expected = {key: value.cpu() for key, value in ended("scaffold", on_cuda(), ODD).items()}
+    assert_close(expected, found[0], 1e-9)
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_waited_for_as_long_as_was_said(tmp_path: Path) -> None:
+    assert start(sleepy_worker, tmp_path) == [3, -signal.SIGKILL]
+    message, seconds = json.loads((tmp_path / "waited.json").read_text())
+    assert message.startswith("SartorError: another process of this run has ended or does not answer (")
+    assert 15 < seconds < 45
+
+
+def test_without_torchrun_there_is_one_process() -> None:
+    distributed.join("cpu", 1)
+    assert (distributed.rank(), distributed.world()) == (0, 1)
+    assert distributed.together(lambda: 3) == distributed.first_alone(lambda: 3) == 3
+    with pytest.raises(SartorError, match="no such file"):
+        distributed.together(lambda: refuse_at(0, 0))
+
+
+# The command line under torchrun ---------------------------------------------------------------------------
+
+EXPERIMENT = [
+    "scaffold",
+    "data.clients=4",
+    "model.name=softmax",
+    "local.steps=2",
+    "evaluate.every=0",
+    "checkpoint.every=1",
+    "engine.name=loop",
+    "engine.states=disk",
+]
+
+
+def command(*arguments: str, ranks: int = RANKS) -> list[str]:
+    module = ["-m", "sartor", *arguments]
+    if ranks == 1:
+        return [sys.executable, *module]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *launcher, *module]
+
+
+def sha_of(folder: Path) -> str:
+    sha: str = json.loads((folder / "summary.json").read_text())["model_sha256"]
+    return sha
+
+
+def rank_pids(launcher: int) -> dict[int, int]:
+    """The processes that torchrun has started, by rank."""
+    found = {}
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                found[int(entry[5:])] = int(child)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
+def test_a_killed_rank_ends_the_run_which_is_then_resumed_to_the_same_numbers(tmp_path: Path) -> None:
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    rounds = ["--rounds", "120"]
+    ended = subprocess.run(
+        command("run", *EXPERIMENT, *rounds, "--out", str(alone), ranks=1), capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    run = subprocess.Popen(
+        command("run", *EXPERIMENT, *rounds, "--out", str(shared)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    begin = time.monotonic()
+    while not (shared / "rounds.jsonl").exists() or len(read_lines(shared)) < 3:
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < begin + 60
+        time.sleep(0.01)
+    os.kill(rank_pids(run.pid)[1], signal.SIGKILL)
+    output, errors = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert "sartor: another process of this run has ended or does not answer" in errors
+    assert "run folder" not in output
+    assert len(read_lines(shared)) < 120
+    resumed = subprocess.run(command("resume", str(shared)), capture_output=True, text=True, timeout=120)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.count("run folder: ") == 1  # rank 0 alone prints
+    assert sha_of(shared) == sha_of(alone)
+    assert [row["round"] for row in map(json.loads, read_lines(shared))] == list(range(1, 121))
+
+
+def read_lines(folder: Path) -> list[str]:
+    return (folder / "rounds.jsonl").read_text().splitlines()
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_data_is_told_once_and_ends_all_ranks(tmp_path: Path) -> None:
+    run = subprocess.run(
+        command("run", "fedavg", f"data.path={tmp_path}", "--out", str(tmp_path / "out")),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode != 0
+    assert run.stderr.count("sartor: ") == 1
+    assert str(tmp_path) in run.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,142 @@
+"""A federation of nodes in one process: real nodes and real messages as bytes, but no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sartor.data.clients import ClientData, Split
+from sartor.model.task import Task
+from sartor.remote.admission import Reception, assemble
+from sartor.remote.messages import Parts, read_header
+from sartor.remote.node import Node
+from sartor.remote.requests import Failed, Post
+from sartor.remote.server import FlowerFederation
+from sartor.runs.experiment import from_mapping
+
+Change = Callable[[int, Parts], "Parts | None"]
+
+
+class HereGrid:
+    """Hands messages to nodes in this process. ``change`` may alter a node's replies, or lose them (None).
+
+    Work is answered in the order in which it was sent.
+    """
+
+    lasting = False
+
+    def __init__(self, nodes: dict[int, Node], change: Change | None = None) -> None:
+        self.at, self.gone = nodes, set[int]()
+        self.change = change or (lambda node, parts: parts)
+        self.requests: dict[str, tuple[int, Parts]] = {}
+        self.replies: dict[str, Parts | None] = {}
+        self.sent: list[tuple[int, Parts]] = []
+        self.number = 0
+
+    def nodes(self) -> set[int]:
+        return set(self.at) - self.gone
+
+    def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+        self.number += 1
+        message = str(self.number)
+        self.requests[message] = (node, carried(parts))
+        self.sent.append((node, parts))
+        return message
+
+    def poll(self, message: str, most: int) -> Parts | None:
+        node, parts = self.requests[message]
+        if node in self.gone:
+            raise Failed("gone", "the node is offline")
+        if work(parts) and any(work(other) for _, other in before(self.requests, message)):
+            return None
+        if message not in self.replies:
+            reply = self.change(node, carried(self.at[node].handle(parts)))
+            self.replies[message] = reply
+        reply = self.replies[message]
+        if reply is not None and sum(len(part) for name, part in reply.items() if name != "header") > most:
+            raise Failed("oversized", "too large")
+        return reply
+
+    def forget(self, message: str) -> None:
+        self.requests.pop(message, None)
+        self.replies.pop(message, None)
+
+    def caught(self) -> list[tuple[int, Failed]]:
+        return []
+
+    def left(self) -> dict[str, tuple[int, str, bool]]:
+        return {}
+
+    def take_up(self, message: str, node: int, lifetime: float) -> None:
+        raise AssertionError("there is nothing to take up")
+
+
+def work(parts: Parts) -> bool:
+    """Whether a request is of a round, and not of its evaluation."""
+    return bool(read_header(parts).get("keeps"))
+
+
+def before(requests: dict[str, tuple[int, Parts]], message: str) -> list[tuple[int, Parts]]:
+    """The requests that were sent before this one and are not answered yet."""
+    return [request for other, request in requests.items() if int(other) < int(message)]
+
+
+def carried(parts: Parts) -> Parts:
+    """Parts as they are after a journey: other objects of the same bytes."""
+    return {name: bytes(bytearray(part)) for name, part in parts.items()}
+
+
+def part_of(data: ClientData, numbers: Sequence[int]) -> ClientData:
+    """Some clients' data alone."""
+
+    def some(split: Split) -> Split:
+        rows = np.concatenate([np.arange(split.start[n], split.start[n] + split.count[n]) for n in numbers])
+        count = split.count[list(numbers)]
+        return Split(split.x[rows], split.y[rows], np.cumsum(count) - count, count)
+
+    names = tuple(data.names[number] for number in numbers)
+    test = some(data.test)
+    return ClientData(
+        names,
+        some(data.train),
+        test,
+        None if data.validation is None else some(data.validation),
+        test.x,
+        test.y,
+        data.classes,
+        f"{data.hash} {numbers}",
+        data.name,
+    )
+
+
+def experiment_of(name: str, **tables: Any) -> Any:
+    """An experiment on data that is not normalised, by the loop engine."""
+    return from_mapping(
+        {"algorithm": name, "data": {"normalise": False}, "engine": {"name": "loop"}, **tables}
+    )
+
+
+def nodes_of(
+    data: ClientData, task: Task, blocks: Sequence[Sequence[int]], folder: Path | None = None
+) -> dict[int, Node]:
+    """Nodes, each with some of the clients."""
+
+    def loads(block: Sequence[int]) -> Callable[[Any], ClientData]:
+        own = part_of(data, block)
+        return lambda experiment: own
+
+    return {
+        place: Node(loads(block), None if folder is None else folder / str(place), task=task)
+        for place, block in enumerate(blocks, 1)
+    }
+
+
+def federation_on(grid: HereGrid, experiment: Any, task: Task, **settings: Any) -> FlowerFederation:
+    """A federation of the nodes of a grid, who are greeted first."""
+    reception = Reception(Post(grid, 5.0), experiment)
+    met = {node: reception.greet(node) for node in sorted(grid.nodes())}
+    settings = {"local": experiment.local, "seed": experiment.seed, "deadline": 5.0, **settings}
+    return FlowerFederation(grid, met, experiment, task, assemble(met), **settings)

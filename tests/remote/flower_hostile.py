@@ -1,0 +1,109 @@
+"""A node that joins a federation and then answers whatever it likes, another thing every round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.supercore.inflatable.inflatable_object import get_object_tree
+
+from sartor.remote import flower as flwr_adapter
+from sartor.remote.deploy import _own_key, loader
+from sartor.remote.flower import FleetLink, Lost, Request
+from sartor.remote.messages import Parts, decode, encode, read_header
+from sartor.remote.node import Node
+
+ROUNDS = [
+    "honest",
+    "malformed",
+    "lying",
+    "oversized",
+    "unfinished",
+    "misshapen",
+    "bad",
+    "replayed",
+    "garbage",
+]
+"""What it does in round 1, 2, …"""
+
+
+def joined(address: str, state: Path) -> FleetLink:
+    """A link to the server, once it is there, with a key in this new folder."""
+    state.mkdir(parents=True)
+    link = FleetLink(address, _own_key(state / "key.pem"), insecure=True)
+    while not link.known:
+        try:
+            link.connect()
+        except Lost:  # the server is not there yet
+            time.sleep(0.1)
+    return link
+
+
+def main(words: Sequence[str]) -> None:
+    address, data, state = words[0], Path(words[1]), Path(words[2])
+    link = joined(address, state)
+    node = Node(loader(data, None, None, None), state / "runs")
+    remembered: Parts = {}
+    while not node.done:
+        request = link.receive()
+        if request is None:
+            time.sleep(0.02)
+            continue
+        header = read_header(request.parts)
+        honest = node.handle(request.parts)
+        if header["kind"] != "call":
+            link.reply(request, honest)
+            continue
+        mode = ROUNDS[header["round"] - 1] if header["keeps"] else "bad"
+        print(header["round"], mode, flush=True)
+        if mode == "honest":
+            remembered = honest
+            link.reply(request, honest)
+        elif mode == "unfinished":
+            announce(link, request, honest)
+        elif mode == "garbage":
+            original = flwr_adapter.to_content
+            flwr_adapter.to_content = lambda parts: RecordDict({"x": ConfigRecord({"y": 1})})
+            link.reply(request, honest)
+            flwr_adapter.to_content = original
+        else:
+            link.reply(request, changed(mode, honest, remembered))
+
+
+def changed(mode: str, honest: Parts, remembered: Parts) -> Parts:
+    """A dishonest reply."""
+    if mode == "replayed":
+        return remembered
+    if mode == "malformed":
+        return {**honest, "header": b"\xff" + honest["header"]}
+    header, groups = decode(honest)
+    if mode == "lying":  # a header that claims 10^12 numbers
+        text = encode({**header, "tensors": {"sent": [["w", "float32", [10**12]]]}})["header"]
+        text = text.replace(b'"tensors": {}', b'"tensors": {"sent": [["w", "float32", [1000000000000]]]}')
+        return {**honest, "header": text}
+    if mode == "oversized":
+        return encode(header, {"sent": {"w": torch.zeros(8_000_000)}})
+    sent = groups["sent"]
+    if mode == "misshapen":
+        return encode(header, {"sent": {name: value[..., :-1] for name, value in sent.items()}})
+    wrong = {name: value * torch.nan if value.is_floating_point() else value for name, value in sent.items()}
+    return encode(header, {**groups, "sent": wrong})
+
+
+def announce(link: FleetLink, request: Request, parts: Parts) -> None:
+    """Tell of a reply that is never uploaded."""
+    reply = Message(flwr_adapter.to_content(parts), reply_to=request.message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    link._client.PushMessages(
+        PushMessagesRequest(
+            node=link._node,
+            messages_list=[message_to_proto(remove_content_from_message(reply))],
+            message_object_trees=[get_object_tree(reply)],
+        )
+    )

@@ -1,0 +1,351 @@
+"""A federation of nodes gives what a simulation gives: real nodes and messages, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flower_grid import HereGrid, experiment_of, federation_on, nodes_of
+from test_engines import COHORTS, as_allowed, network, plain, vectors
+from torch import Tensor
+
+from helpers import federation_of, model_task
+from sartor.algorithms import make, registered
+from sartor.errors import SartorError
+from sartor.federation import Federation
+from sartor.federation.functions import find_function, qualified_name
+from sartor.remote.admission import Reception, misfit
+from sartor.remote.messages import Parts, decode, encode, read_header
+from sartor.remote.node import Node
+from sartor.remote.requests import MOST_FORGED, Post
+from sartor.remote.server import FlowerFederation
+from sartor.runs.checkpoint import pack, unpack
+from sartor.runs.evaluation import evaluate, evaluation_of, model_of, shared_model
+from sartor.runs.experiment import Evaluate
+from sartor.runs.runner import tensors_of
+
+BLOCKS = [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("name", sorted(registered()))
+def test_nodes_give_what_a_simulation_gives(name: str) -> None:
+    # Answers that arrive one by one move the server's float buffers one by one; a simulation's come together.
+    data, task = vectors(), plain() if name == "fedbuff" else network()
+    policy = registered()[name].buffers
+    made: list[tuple[HereGrid, FlowerFederation]] = []
+
+    def simulated(local: dict[str, float]) -> Federation:
+        return federation_of("loop", task, data, local={"batch": 8, **local}, buffers=policy, workers=1)
+
+    def deployed(local: dict[str, float]) -> Federation:
+        grid = HereGrid(nodes_of(data, task, BLOCKS))
+        experiment = experiment_of(name, local={"batch": 8, **local})
+        made.append((grid, federation_on(grid, experiment, task, buffers=policy)))
+        return made[-1][1]
+
+    expected = as_allowed(name, simulated)
+    found = as_allowed(name, deployed)
+    grid, federation = made[-1]
+    federation.farewell()
+    found |= {key: kept(grid, key[len("state.") :]) for key in expected if key.startswith("state.")}
+    assert found.keys() == expected.keys()
+    for key in expected:
+        assert torch.equal(found[key], expected[key]), key
+
+
+def kept(grid: HereGrid, name: str) -> Tensor:
+    """A state of all clients, from their nodes, who are told first what counts."""
+    rows = {number: row for node in grid.at.values() for number, row in node.states(name).items()}
+    return torch.stack([rows[number] for number in sorted(rows)])
+
+
+# Faults: a reply that is not used has not been given -------------------------------------------------------
+
+
+def rounds_on(federation: Federation, name: str, cohorts: Any = COHORTS, server: Any = None) -> Any:
+    """Some rounds, from the federation's on; ``server`` continues an earlier state."""
+    algorithm = make(registered()[name], lr=0.05)
+    federation.hyper = algorithm.hyper
+    server = algorithm.start(federation) if server is None else server
+    for cohort in cohorts:
+        federation.round += 1
+        server = algorithm.round(server, federation, np.array(cohort))
+    return server
+
+
+def deployed(name: str, grid: HereGrid, task: Any, **settings: Any) -> FlowerFederation:
+    return federation_on(grid, experiment_of(name, local={"batch": 8}), task, **settings)
+
+
+def simulation(answers: Any = None) -> Federation:
+    return federation_of("loop", plain(), vectors(), local={"batch": 8}, workers=1, answers=answers)
+
+
+def lose(parts: Parts) -> None:
+    return None
+
+
+def fail(parts: Parts) -> Parts:
+    return encode({"nonce": read_header(parts)["nonce"], "error": "the disk is full"})
+
+
+def forge(parts: Parts) -> Parts:
+    header, groups = decode(parts)
+    return encode({**header, "nonce": "0" * 32}, groups)
+
+
+def cut(parts: Parts) -> Parts:
+    header, groups = decode(parts)
+    return encode(header, {"sent": {name: value[:, :-1] for name, value in groups["sent"].items()}})
+
+
+def grow(parts: Parts) -> Parts:
+    header, groups = decode(parts)
+    return encode(header, {**groups, "more": {"w": torch.zeros(100)}})
+
+
+def spoil(parts: Parts) -> Parts:
+    header, groups = decode(parts)
+    return encode(header, {"sent": {name: value / 0 for name, value in groups["sent"].items()}})
+
+
+def scramble(parts: Parts) -> Parts:
+    return {**parts, "header": parts["header"][:-1]}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lose, "late"),
+        (fail, "failed"),
+        (forge, "forged"),
+        (cut, "misshapen"),
+        (grow, "oversized"),
+        (spoil, "bad"),
+        (scramble, "malformed"),
+    ],
+)
+def test_a_node_whose_reply_cannot_be_used_has_not_moved(
+    change: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the second round the node with clients 1 and 4 errs: it might as well have been gone."""
+    expected = rounds_on(gone := simulation(lambda round, n: (round != 2) | ~np.isin(n, [1, 4])), "scaffold")
+
+    def changed(node: int, parts: Parts) -> Parts | None:
+        errs = node == 2 and federation is not None and federation.round == 2
+        reply: Parts | None = change(parts) if errs else parts
+        return reply
+
+    federation: FlowerFederation | None = None
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS), changed)
+    federation = deployed("scaffold", grid, plain(), deadline=0.2)
+    noted = []
+    server = None
+    for cohort in COHORTS:
+        server = rounds_on(federation, "scaffold", [cohort], server)
+        noted.append(federation.notes.get(kind, 0))
+    federation.farewell()
+    assert torch.equal(server.w, expected.w)
+    assert torch.equal(kept(grid, "c_i"), gone.states["c_i"])
+    # Bad replies are counted by clients; one without the secret may be another's, so the node is asked again.
+    assert noted == [0, {"bad": 2, "forged": 1 + MOST_FORGED}.get(kind, 1), 0]
+    assert caplog.text.count("round 2") == (2 if kind == "forged" else 1)
+    assert ("not finite" if kind == "bad" else f"{kind}: ") in caplog.text
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_a_reply_that_another_has_forged_costs_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """On a grid that cannot tell who answers: every first answer of a node is another's, also to a greeting.
+
+    The node has done its work and staged its states by then, and is asked the same once more.
+    """
+    expected = rounds_on(undisturbed := simulation(), name)
+    asked: set[str] = set()
+
+    def changed(node: int, parts: Parts) -> Parts:
+        nonce = read_header(parts)["nonce"]
+        if node != 2 or nonce in asked:
+            return parts
+        asked.add(nonce)
+        return forge(parts)
+
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS), changed)
+    federation = deployed(name, grid, plain(), quorum=3)
+    server = rounds_on(federation, name)
+    federation.farewell()
+    assert torch.equal(server.w, expected.w)
+    if name == "scaffold":
+        assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
+    assert len(asked) > 4
+    assert "node 2 (client 1, client 4): forged: " in caplog.text
+
+
+def test_a_quorum_that_cannot_be_reached_ends_the_run() -> None:
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS))
+    federation = deployed("fedavg", grid, plain(), quorum=3)
+    grid.change = lambda node, parts: fail(parts) if node == 2 and "exchange" in read_header(parts) else parts
+    with pytest.raises(SartorError, match="2 of 3 nodes answered, 3 must: the disk is full"):
+        rounds_on(federation, "fedavg", [[0, 1, 2]])
+
+
+def test_a_node_started_anew_goes_on_with_what_it_has_stored(tmp_path: Path) -> None:
+    """Before the second round, and in the middle of the third when it has answered but was not told that it
+    counts.
+    """
+    expected = rounds_on(undisturbed := simulation(), "scaffold")
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS, tmp_path))
+    federation = deployed("scaffold", grid, plain(), quorum=3)
+    server = rounds_on(federation, "scaffold", COHORTS[:1])
+    grid.at |= {2: nodes_of(vectors(), plain(), BLOCKS, tmp_path)[2]}
+    server = rounds_on(federation, "scaffold", COHORTS[1:], server)
+    grid.at |= {3: nodes_of(vectors(), plain(), BLOCKS, tmp_path)[3]}
+    evaluate(make(registered()["scaffold"]), server, federation, Evaluate())
+    federation.farewell()
+    assert torch.equal(server.w, expected.w)
+    assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
+
+
+class Forgetful:
+    """A node of which nothing but its folder lasts from one request to the next."""
+
+    def __init__(self, place: int, folder: Path) -> None:
+        self.place, self.folder = place, folder
+
+    def node(self) -> Node:
+        node = nodes_of(vectors(), plain(), BLOCKS, self.folder)[self.place]
+        node.recall()
+        return node
+
+    def handle(self, parts: Parts) -> Parts:
+        return self.node().handle(parts)
+
+    def states(self, name: str) -> dict[int, Tensor]:
+        return self.node().states(name)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_nodes_that_live_for_one_request_give_the_same(tmp_path: Path, normalise: bool) -> None:
+    """As where Flower starts a process for every message."""
+    experiment = experiment_of("scaffold", local={"batch": 8}, data={"normalise": normalise})
+    left = []
+    for nodes in (
+        nodes_of(vectors(), plain(), BLOCKS, tmp_path / "lasting"),
+        {place: Forgetful(place, tmp_path / "forgetful") for place in (1, 2, 3)},
+    ):
+        grid = HereGrid(nodes)  # type: ignore[arg-type]
+        federation = federation_on(grid, experiment, plain())
+        server = rounds_on(federation, "scaffold")
+        federation.farewell()
+        left.append((server.w, kept(grid, "c_i")))
+    assert torch.equal(left[0][0], left[1][0])
+    assert torch.equal(left[0][1], left[1][1])
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedbuff", "fedper"])
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_server_that_continues_takes_the_nodes_back(tmp_path: Path, name: str, anew: bool) -> None:
+    """After the checkpoint of round 1 a round was played that is forgotten; nodes had used its replies."""
+    algorithm = make(registered()[name], lr=0.05)
+    expected = rounds_on(simulation(), name)
+    nodes = nodes_of(vectors(), plain(), BLOCKS, tmp_path)
+    first = deployed(name, HereGrid(nodes), plain())
+    server = rounds_on(first, name, COHORTS[:1])
+    structure, tensors = pack({"server": dict(tensors_of(server)), "federation": first.snapshot()}, "saved")
+    rounds_on(first, name, [COHORTS[2], COHORTS[0]], server)
+    if anew:
+        nodes = nodes_of(vectors(), plain(), BLOCKS, tmp_path)
+    second = deployed(name, HereGrid(nodes), plain())
+    algorithm.start(second)
+    second.restore(unpack(structure, tensors, {}, torch.device("cpu"))["federation"])
+    second.round = 1
+    found = rounds_on(second, name, COHORTS[1:], server)
+    for (key, value), (_, wanted) in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert torch.equal(value, wanted), key
+
+
+def test_a_node_goes_back_however_often_the_server_did_before_it_was_asked_again(tmp_path: Path) -> None:
+    """Of the second server, which goes back, the third node hears nothing; the third server takes it back."""
+    name, algorithm = "scaffold", make(registered()["scaffold"], lr=0.05)
+    everybody, some = [0, 1, 2, 3, 4, 5], [0, 1, 3, 4]
+    expected = rounds_on(undisturbed := simulation(), name, [everybody, some, some, some, everybody])
+    nodes = nodes_of(vectors(), plain(), BLOCKS, tmp_path)
+    grid = HereGrid(nodes)
+    federation = deployed(name, grid, plain())
+    server = rounds_on(federation, name, [everybody])
+    for cohorts, lost in (([some] * 3, [everybody] * 2), ([everybody], [some])):
+        done = federation.round
+        saved = pack({"server": dict(tensors_of(server)), "federation": federation.snapshot()}, "saved")
+        rounds_on(federation, name, lost, server)  # forgotten, though nodes have used it
+        grid = HereGrid(nodes)
+        federation = deployed(name, grid, plain())
+        algorithm.start(federation)
+        federation.restore(unpack(*saved, {}, torch.device("cpu"))["federation"])
+        federation.round = done
+        server = rounds_on(federation, name, cohorts, server)
+    federation.farewell()
+    assert torch.equal(server.w, expected.w)
+    assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
+
+
+def test_a_refused_node_knows_why() -> None:
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS))
+    reception = Reception(Post(grid, 5.0), experiment_of("fedavg"))
+    while len(met := reception.met(grid.nodes())) < 3:
+        pass
+    assert misfit(met[1], [met[2], met[3]]) is None
+    double = replace(met[1], names=met[2].names)
+    told = "client 'client 1' is at another node already; give each client a name of its own"
+    assert misfit(double, [met[3], met[2]]) == told
+    other = replace(met[1], shape=(7,))
+    assert "float64 [7] in test, train, validation" in str(misfit(other, [met[2]]))
+    reception.refuse(1, "go\x1b[2J home")
+    assert reception.met({1}) == {}  # it is not greeted again, and has been told
+    assert [node.refusal for node in grid.at.values()] == ["go[2J home", "", ""]  # nothing for a terminal
+    assert not grid.requests
+    reception.met(set())
+    assert reception.met({1}).keys() == {1}  # it has been away
+
+
+# What is said of a run -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbn", "fedper", "ma-fsvrg"])
+def test_evaluation_is_that_of_a_simulation(name: str) -> None:
+    """Pooled results are sums over the clients' own test data, which together are the pooled data."""
+    data, task, policy = vectors(), network(), registered()[name].buffers
+    cohorts = [[0, 1, 2, 3, 4, 5]] * 2
+    simulated = federation_of("loop", task, data, local={"batch": 8}, buffers=policy, workers=1)
+    grid = HereGrid(nodes_of(data, task, BLOCKS))
+    real = deployed(name, grid, task, buffers=policy)
+    algorithm = make(registered()[name], lr=0.05)
+    cells = [
+        evaluate(algorithm, rounds_on(federation, name, cohorts), federation, Evaluate())
+        for federation in (simulated, real)
+    ]
+    assert set(cells[1]) == set(cells[0]) - {"personal_pooled"}  # nobody holds all test data
+    for cell in cells[1]:
+        a, b = cells[0][cell].summary(), cells[1][cell].summary()
+        assert b["accuracy"] == a["accuracy"], cell
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-12), cell
+    assert (real.traffic, real.updates) == (simulated.traffic, simulated.updates)
+
+
+def test_messages_are_as_large_as_what_is_declared() -> None:
+    data = vectors(torch.float32)
+    task = model_task("mlp", data, hidden=2000)
+    grid = HereGrid(nodes_of(data, task, [[number] for number in range(6)]))
+    federation = deployed("fedavg", grid, task)
+    rounds_on(federation, "fedavg")
+    down = sum(sum(map(len, parts.values())) for _, parts in grid.sent)
+    assert federation.traffic.down <= down <= 1.05 * federation.traffic.down
+
+
+def test_evaluations_have_names() -> None:
+    for function in (evaluation_of(shared_model, "test"), model_of(shared_model), shared_model):
+        assert find_function(qualified_name(function)) is function
+    with pytest.raises(SartorError, match="no such client function"):
+        find_function("wraps/sartor.runs.evaluation:shared_model")

@@ -1,0 +1,368 @@
+"""What a node answers, what it keeps, and what it refuses; the form of messages."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flower_grid import experiment_of, nodes_of, part_of
+from hypothesis import given
+from hypothesis import strategies as st
+from test_engines import plain, vectors
+from torch import Tensor
+
+from sartor.data.clients import Moments, prepare
+from sartor.errors import DataError, SartorError, SettingError
+from sartor.remote.deploy import Service, loader, make_keys, read_key, read_public_keys, split_address
+from sartor.remote.journal import MOST_FILES, Ledger
+from sartor.remote.messages import DTYPES, BadMessage, Parts, decode, encode, spec_of, version
+from sartor.remote.node import Node
+from sartor.runs.experiment import from_mapping, to_mapping
+
+# Messages --------------------------------------------------------------------------------------------------
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=4),
+    dtypes=st.lists(st.sampled_from(sorted(DTYPES)), min_size=4, max_size=4),
+)
+def test_what_is_encoded_is_decoded(shapes: list[list[int]], dtypes: list[str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        str(place): (10 * torch.rand(shape, generator=generator)).to(DTYPES[dtype])
+        for place, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
+    }
+    expected = {"all": {name: spec_of(value) for name, value in values.items()}}
+    header, groups = decode(encode({"round": 3}, {"all": values, "none": {}}), expected)
+    assert header["round"] == 3
+    found = groups.get("all", {})
+    assert found.keys() == values.keys()
+    for name, value in values.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value)
+
+
+def tampered(**header: Any) -> Parts:
+    parts = encode({}, {"sent": {"w": torch.zeros(3)}})
+    return {**parts, "header": json.dumps({**json.loads(parts["header"]), **header}).encode()}
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind"),
+    [
+        ({}, "malformed"),
+        ({"header": b"\xff\xfe"}, "malformed"),
+        ({"header": b"[1]"}, "malformed"),
+        ({"header": b'{"tensors": NaN}'}, "malformed"),
+        ({"header": b"[" * 100_000}, "malformed"),
+        ({"header": b" " * (17 << 20)}, "oversized"),
+        (tampered(tensors={}), "malformed"),
+        (tampered(tensors={"sent": [["w", "float32", [10**12]]]}), "malformed"),
+        (tampered(tensors={"sent": [["w", "float32", [-3]]]}), "malformed"),
+        (tampered(tensors={"sent": [["w", "float32", [True, 3]]]}), "malformed"),
+        (tampered(tensors={"sent": [["w", "object", [3]]]}), "malformed"),
+        (tampered(tensors={"sent": [["w", "float32", [2]]]}), "malformed"),
+        (tampered(tensors={"sent": "w"}), "malformed"),
+        (tampered(tensors={"sent": [["w", "int32", [3]]]}), "misshapen"),
+        (tampered(tensors={"sent": [["w", "float32", [3, 1]]]}), "misshapen"),
+        (tampered(tensors={"sent": [["v", "float32", [3]]]}), "misshapen"),
+    ],
+)
+def test_messages_that_are_not_what_is_expected_are_refused(parts: Parts, kind: str) -> None:
+    with pytest.raises(BadMessage) as refused:
+        decode(parts, {"sent": {"w": ("float32", (3,))}})
+    assert refused.value.kind == kind
+    assert len(str(refused.value)) < 200
+
+
+# States ----------------------------------------------------------------------------------------------------
+
+
+def rows(*pairs: tuple[int, float]) -> dict[str, tuple[Tensor, Tensor]]:
+    numbers, values = zip(*pairs, strict=True)
+    return {"c": (torch.tensor(numbers), torch.tensor(values))}
+
+
+def kept(ledger: Ledger) -> dict[int, float]:
+    if "c" not in ledger.states():
+        return {}
+    numbers, values = ledger.states()["c"]
+    return dict(zip(numbers.tolist(), values.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_state_counts_when_it_was_used(tmp_path: Path, stored: bool) -> None:
+    ledger = Ledger(tmp_path if stored else None)
+
+    def again() -> Ledger:
+        return Ledger(tmp_path) if stored else ledger
+
+    ledger.stage(1, rows((4, 1.0), (7, 2.0)))
+    assert kept(again()) == {}
+    assert ledger.settle(1, [4, 7])["c"][1].tolist() == [1.0, 2.0]
+    ledger.stage(2, rows((4, 3.0), (7, 4.0)))
+    assert kept(again()) == {4: 1.0, 7: 2.0}
+    assert ledger.settle(2, [7])["c"][0].tolist() == [7]
+    ledger.stage(3, rows((4, 5.0)))
+    assert ledger.settle(3, []) == {}
+    assert ledger.settle(2, [4, 7]) == {}  # it is settled
+    assert ledger.settle(9, [4]) == {}  # it was never staged
+    assert kept(again()) == {4: 1.0, 7: 4.0}
+
+
+def test_states_go_back_to_an_exchange(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for exchange in range(1, 6):
+        ledger.stage(exchange, rows((exchange % 2, float(exchange))))
+        ledger.settle(exchange, [exchange % 2])
+    ledger.stage(6, rows((0, 6.0)))
+    ledger = Ledger(tmp_path)
+    ledger.go_back(4)
+    assert kept(ledger) == {0: 4.0, 1: 3.0}
+    ledger.go_back(4, without=[3])  # which was in flight at the checkpoint
+    assert kept(Ledger(tmp_path)) == {0: 4.0, 1: 1.0}
+    assert ledger.settle(6, [0]) == {}
+
+
+def test_old_exchanges_are_merged_and_can_be_gone_back_to(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for exchange in range(1, 101):
+        ledger.stage(exchange, rows((exchange % 3, float(exchange))))
+        ledger.settle(exchange, [exchange % 3])
+        ledger.merge(exchange - 10)
+    assert len(list(tmp_path.iterdir())) <= MOST_FILES + 11
+    assert kept(Ledger(tmp_path)) == {0: 99.0, 1: 100.0, 2: 98.0}
+    ledger.go_back(90)
+    assert kept(Ledger(tmp_path)) == {0: 90.0, 1: 88.0, 2: 89.0}
+    with pytest.raises(SartorError, match="later time than the checkpoint"):
+        ledger.go_back(5)
+
+
+def test_a_crash_while_files_are_merged_loses_nothing(tmp_path: Path) -> None:
+    """A file of merged states is there, and those it was made of are not removed yet."""
+    ledger = Ledger(tmp_path)
+    for exchange in (1, 2):
+        ledger.stage(exchange, rows((0, float(exchange))))
+        ledger.settle(exchange, [0])
+    ledger._write(2, "base", ledger.states())
+    (tmp_path / "000000000003.staged.safetensors.new").write_bytes(b"half")
+    assert kept(Ledger(tmp_path)) == {0: 2.0}
+    assert not (tmp_path / "000000000002.used.safetensors").exists()
+
+
+# Requests --------------------------------------------------------------------------------------------------
+
+
+def asked(node: Node, kind: str, groups: Any = None, **header: Any) -> dict[str, Any]:
+    header = {"nonce": "n", "version": version(), "run": "r", "settled": [], "floor": 0, **header}
+    return decode(node.handle(encode({"kind": kind, **header}, groups)))[0]
+
+
+def opened(folder: Path | None = None) -> Node:
+    """A node with clients 1 and 4 of six."""
+    node = nodes_of(vectors(), plain(), [[1, 4]], folder)[1]
+    told = asked(node, "hello", experiment=to_mapping(experiment_of("fedavg")))
+    assert told["names"] == ["client 1", "client 4"]
+    assert told["counts"]["train"] == [17, 7]
+    settings = {
+        "clients": 6,
+        "numbers": [1, 4],
+        "classes": 4,
+        "buffers": "average",
+        "at": 0,
+        "without": [],
+        "keep": [],
+    }
+    assert "error" not in asked(node, "open", **settings)
+    return node
+
+
+CALL = {
+    "exchange": 1,
+    "function": "sartor.algorithms.references.fedavg:local_training",
+    "algorithm": "fedavg",
+    "hyper": {"lr": 0.1},
+    "round": 1,
+    "numbers": [1],
+    "rounds": [1],
+    "keeps": True,
+}
+
+
+def test_a_node_answers_with_what_its_clients_send() -> None:
+    node, w = opened(), plain().initial()
+    header, groups = decode(
+        node.handle(
+            encode(
+                {
+                    "kind": "call",
+                    "nonce": "n",
+                    "version": version(),
+                    "run": "r",
+                    "settled": [],
+                    "floor": 0,
+                    **CALL,
+                },
+                {"shared": {"w": w}},
+            )
+        )
+    )
+    assert header["nonce"] == "n"
+    assert [value.shape[0] for value in groups["sent"].values()] == [1]
+    assert not any(torch.equal(value[0], w) for value in groups["sent"].values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"version": "0.0.1"}, "the server has sartor 0.0.1, this node .*; install the same version"),
+        ({"function": "os:system"}, "no such client function"),
+        ({"function": "sartor.runs.runner:execute"}, "no such client function"),
+        ({"function": "sartor.remote.journal:write"}, "no such client function"),
+        ({"function": "sartor.remote.node:Node"}, "no such client function"),
+        (
+            {"function": "sartor.algorithms.references.fedavg:local_training.__globals__"},
+            "no such client function",
+        ),
+        ({"function": "evaluation_of/sartor.runs.evaluation:shared_model"}, "no such client function"),
+        ({"algorithm": "nothing"}, "'nothing': not installed at this node"),
+        ({"hyper": {"lr": -1.0}}, "hyper.lr: must be at least 0"),
+        ({"hyper": {"rl": 1.0}}, "hyper.rl: unknown key"),
+        ({"numbers": [0]}, "asks clients that are not at this node"),
+        ({"numbers": [6]}, "no such clients"),
+        ({"numbers": [-1]}, "no such clients"),
+        ({"numbers": []}, "no such clients"),
+        ({"numbers": "all"}, "ValueError"),
+        ({"kind": "eval"}, "no such request: 'eval'"),
+        ({"run": "other"}, "started anew"),
+    ],
+)
+def test_a_node_refuses_what_it_should_not_do(wrong: dict[str, Any], message: str) -> None:
+    node = opened()
+    kind = wrong.pop("kind", "call")
+    reply = asked(node, kind, {"shared": {"w": plain().initial()}}, **{**CALL, **wrong})
+    assert re.search(message, reply["error"]), reply
+
+
+def test_a_node_that_was_not_told_of_the_run_says_so() -> None:
+    node = nodes_of(vectors(), plain(), [[1, 4]])[1]
+    reply = asked(node, "call", {"shared": {"w": plain().initial()}}, **CALL)
+    assert reply["closed"] is True
+    assert reply["nonce"] == "n"
+
+
+# Normalising without seeing all samples --------------------------------------------------------------------
+
+
+def test_moments_of_parts_add_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 3, 4, 4, generator=generator) * 5 + 100
+    whole = Moments.of(x)
+    parts = [Moments.of(part) for part in (x[:7], x[7:8], x[8:8], x[8:])]
+    total = parts[0] + parts[1] + parts[2] + parts[3]
+    assert total.number == whole.number == 50 * 16
+    assert torch.allclose(total.mean, whole.mean, rtol=1e-14)
+    assert torch.allclose(total.squares, whole.squares, rtol=1e-12)
+    assert torch.allclose(
+        whole.squares / whole.number, x.double().var(dim=(0, 2, 3), correction=0), rtol=1e-12
+    )
+
+
+def test_parts_are_normalised_as_the_whole() -> None:
+    data = vectors(torch.float32)
+    halves = [part_of(data, [0, 1, 2]), part_of(data, [3, 4, 5])]
+    moments = Moments.of(halves[0].train.x) + Moments.of(halves[1].train.x)
+    whole = prepare(data, normalise=True)
+    for half, rows in zip(halves, (slice(0, 55), slice(55, None)), strict=True):
+        found = prepare(half, normalise=True, like=moments).train.x
+        assert torch.allclose(found, whole.train.x[rows], rtol=1e-6, atol=1e-7)
+
+
+# A node's own data, and its keys ---------------------------------------------------------------------------
+
+
+def test_a_node_reads_a_file_a_folder_or_a_table(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(size=(10, 3)), np.arange(10) % 2
+    np.savez(tmp_path / "north.npz", x=x, y=y)
+    (tmp_path / "table.csv").write_text(
+        "who,a,label\n" + "".join(f"w{i % 2},{i},{i % 2}\n" for i in range(20))
+    )
+    experiment = from_mapping({})
+    assert loader(tmp_path / "north.npz", None, None, None)(experiment).names == ("north",)
+    assert loader(tmp_path / "north.npz", "pole", None, None)(experiment).names == ("pole",)
+    assert loader(tmp_path, None, None, None)(experiment).names == ("north",)
+    assert loader(tmp_path / "table.csv", None, "who", "label")(experiment).names == ("w0", "w1")
+    with pytest.raises(SettingError, match="needs --client-column and --label-column"):
+        loader(tmp_path / "table.csv", None, None, None)
+    with pytest.raises(DataError, match="no such file"):
+        loader(tmp_path / "south.npz", None, None, None)
+
+
+def test_keys_are_made_once_and_are_for_their_owner_alone(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    made = make_keys(tmp_path / "keys", ["127.0.0.1", "fl.example.org"], ["north", "south"])
+    assert {path.name for path in made} == {p.name for p in (tmp_path / "keys").iterdir()}
+    for name in ("server.key", "north.key", "south.key"):
+        assert (tmp_path / "keys" / name).stat().st_mode & 0o077 == 0
+    assert len(read_public_keys(tmp_path / "keys" / "nodes.pub")) == 2
+    assert read_key(tmp_path / "keys" / "north.key").curve.name == "secp384r1"
+    with pytest.raises(SettingError, match="exists already"):
+        make_keys(tmp_path / "keys", ["127.0.0.1"], ["west"])
+    with pytest.raises(DataError, match="no private key"):
+        read_key(tmp_path / "keys" / "ca.crt")
+    with pytest.raises(DataError, match="entry 1 is no public key"):
+        read_public_keys(tmp_path / "keys" / "ca.crt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, "travel readable"),
+        ({"certificate": Path("a"), "key": Path("b")}, "anybody who reaches the port could join"),
+        ({"nodes": Path("a")}, "travel readable"),
+        ({"certificate": Path("a")}, "belong together"),
+    ],
+)
+def test_other_machines_are_not_served_in_the_open(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SettingError, match=reason):
+        Service("0.0.0.0", 8000, **settings)
+    assert Service("0.0.0.0", 8000, insecure=True).port == 8000
+    assert Service("127.0.0.1", 8000).port == Service("::1", 8000).port
+
+
+@pytest.mark.parametrize("address", ["", "8000", "host", "host:", ":8000", "host:99999", "host:x"])
+def test_an_address_has_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(SettingError, match="expected an address"):
+        split_address(address)
+    assert split_address("[::1]:80") == ("::1", 80)
+
+
+@pytest.mark.parametrize("missing", ["flwr.app", "flwr.supernode.fleet_http_client"])
+def test_a_flower_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Where it is not installed, and where a version has not what is used of it."""
+    for module in ("sartor.remote.flower", "sartor.remote.flower_app"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SartorError, match=r"need Flower, flwr>=.*; install it with `pip install 'sartor"):
+        importlib.import_module("sartor.remote.flower")
+
+
+def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
+    from sartor.remote.deploy import check_issued, make_keys
+
+    for name in ("ours", "theirs"):
+        make_keys(tmp_path / name, ["localhost"], ["one"])
+    check_issued(tmp_path / "ours" / "server.crt", tmp_path / "ours" / "ca.crt")
+    with pytest.raises(SettingError, match=r"was not issued by .*nodes would refuse the server"):
+        check_issued(tmp_path / "ours" / "server.crt", tmp_path / "theirs" / "ca.crt")
+    with pytest.raises(SettingError, match=r"server\.key: no certificate in PEM form"):
+        check_issued(tmp_path / "ours" / "server.key", tmp_path / "ours" / "ca.crt")
+    with pytest.raises(SettingError, match="cannot be read"):
+        check_issued(tmp_path / "none.crt", tmp_path / "ours" / "ca.crt")
