@@ -43,13 +43,13 @@ import numpy as np
 from torch import nn
 
 from sartor.algorithms import registered
-from sartor.api import Inputs, merge_settings, prepare_inputs
 from sartor.data.clients import ClientData
 from sartor.data.settings import OWN_DATA
 from sartor.errors import SartorError, SettingError
 from sartor.model.task import Task
 from sartor.runs.evaluation import CELLS
 from sartor.runs.experiment import Experiment, fingerprint, from_mapping, to_mapping
+from sartor.runs.inputs import Inputs, merge_settings, prepare_inputs
 from sartor.runs.metrics import spread
 from sartor.runs.record import environment, write_json
 from sartor.settings import build, check, meaning, setting, shown, unknown

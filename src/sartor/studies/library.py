@@ -15,11 +15,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sartor.api import Inputs
 from sartor.engines.lockstep import fit_together
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.runs.checkpoint import latest
 from sartor.runs.experiment import Experiment, fingerprint
+from sartor.runs.inputs import Inputs
 from sartor.runs.record import CONFIG, RunFolder, environment
 from sartor.runs.runner import (
     execute,

@@ -42,11 +42,11 @@ from torch import nn
 
 from sartor import random
 from sartor.algorithms import registered
-from sartor.api import merge_settings
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError, SettingError
 from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, toml_text
+from sartor.runs.inputs import merge_settings
 from sartor.runs.record import environment, write_json, write_text
 from sartor.runs.runner import load_data
 from sartor.settings import build, setting, unknown
