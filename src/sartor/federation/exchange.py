@@ -68,6 +68,20 @@ class Replies:
         return len(self.clients)
 
     @property
+    def index(self) -> Tensor:
+        """The numbers of those who answered, to take or to put rows of a table by."""
+        return to_device(self.clients, self.device)
+
+    @property
+    def age(self) -> Tensor:
+        """The ages of those who answered, as a tensor."""
+        return to_device(self.ages, self.device)
+
+    def into(self, table: Tensor, values: Tensor) -> Tensor:
+        """The table with these values, one row for each who answered, in the rows of those clients."""
+        return table.index_copy(0, self.index, values)
+
+    @property
     def n(self) -> Tensor:
         """n_i of those who answered."""
         return to_device(self.counts, self.device).to(self.dtype)

@@ -157,6 +157,31 @@ class Federation(ABC):
         """n_i of every client."""
         return self.samples["train"].count
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The parts that the clients' data have: train, test, and validation where there is any."""
+        return tuple(name for name in self.samples if name != "pooled")
+
+    def initial(self) -> Tensor:
+        """The model that a run starts from."""
+        return self.task.initial(self.device)
+
+    def initial_buffers(self) -> Tensor:
+        """The float buffers that a run starts from; of length 0 for a model without any."""
+        return self.task.initial_buffers(self.device)
+
+    def tensor(self, values: Any) -> Tensor:
+        """Numbers as a tensor where the server computes, as in ``models[federation.tensor(cohort)]``."""
+        return self._tensor(values)
+
+    def table(self, *width: int, fill: float | bool = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+        """One row for every client, all of one value; a number for each where no width is given."""
+        return torch.full((self.clients, *width), fill, dtype=dtype, device=self.device)
+
+    def blank_sample(self) -> Tensor:
+        """One sample of zeros in the shape of the clients', to find out what a model makes of such."""
+        return torch.zeros_like(self.samples["train"].x[:1])
+
     def seconds(self) -> float:
         """A clock for what this run takes."""
         return time.perf_counter()
@@ -644,6 +669,8 @@ class Federation(ABC):
     def _tensor(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):
             return value.to(self.device)
+        if isinstance(value, np.ndarray):
+            return to_device(value, self.device)
         return torch.as_tensor(
             value, dtype=self.task.dtype if isinstance(value, float) else None, device=self.device
         )
