@@ -57,7 +57,7 @@ class Algorithm(ABC):
 
     def start(self, federation: Federation) -> Any:
         """The server's first state; declares the clients' states."""
-        return Server(federation.task.initial(federation.device))
+        return Server(federation.initial())
 
     @abstractmethod
     def round(self, server: Any, federation: Federation, cohort: np.ndarray) -> Any:

@@ -10,13 +10,18 @@ from typing import Any
 from torch import Tensor
 
 from sartor.data.clients import ClientData
-from sartor.engines.loop import LoopFederation
-from sartor.engines.sharded import ShardedLoop, ShardedStacked, world
-from sartor.engines.stacked.engine import StackedFederation
-from sartor.federation.federation import Federation
+from sartor.engines.base import LocalEngine, Origins
+from sartor.engines.loop import LoopEngine
+from sartor.engines.sharded import ShardedEngine, world
+from sartor.engines.stacked.engine import StackedEngine
+from sartor.federation.engine import Engine
+from sartor.federation.federation import Answers, Federation
+from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
 
-__all__ = ["choose_engine", "make_federation"]
+__all__ = ["choose_engine", "make_engine", "make_federation"]
+
+ENGINES: dict[str, type[LocalEngine]] = {"loop": LoopEngine, "stacked": StackedEngine}
 
 
 def choose_engine(name: str, task: Task, device: str, x: Tensor, y: Tensor) -> str:
@@ -33,9 +38,17 @@ def choose_engine(name: str, task: Task, device: str, x: Tensor, y: Tensor) -> s
     return "loop" if task.why_not_stackable(x[:2], y[:2]) else "stacked"
 
 
-def make_federation(engine: str, task: Task, data: ClientData, **settings: Any) -> Federation:
-    """A federation on the named engine, over all processes of a run; ``settings`` are those of its class."""
-    kinds: dict[str, type[Federation]] = {"loop": LoopFederation, "stacked": StackedFederation}
-    if world() > 1:
-        kinds = {"loop": ShardedLoop, "stacked": ShardedStacked}
-    return kinds[engine](task, data, **settings)
+def make_engine(
+    name: str, task: Task, data: ClientData, settings: FederationSettings, origins: Origins | None = None
+) -> Engine:
+    """The named engine, over all processes of a run."""
+    engine = ENGINES[name](task, data, settings, origins)
+    return ShardedEngine(engine) if world() > 1 else engine
+
+
+def make_federation(
+    engine: str, task: Task, data: ClientData, *, answers: Answers | None = None, **settings: Any
+) -> Federation:
+    """A federation on the named engine; ``settings`` are those of :class:`FederationSettings`."""
+    made = FederationSettings(**settings)
+    return Federation(task, make_engine(engine, task, data, made), made, answers=answers)

@@ -24,42 +24,30 @@ import torch
 from torch import Tensor
 
 from sartor.data.clients import ClientData, Split
-from sartor.engines.stacked.engine import StackedFederation
-from sartor.federation.exchange import Outcome, Work
-from sartor.federation.federation import Federation
-from sartor.federation.samples import Samples
-from sartor.kernels.device import digits
+from sartor.engines.base import Origins
+from sartor.engines.samples import Samples
+from sartor.engines.stacked.engine import StackedEngine
+from sartor.federation.engine import Engine
+from sartor.federation.exchange import NOBODY, Outcome, Work
+from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
 
 Value = TypeVar("Value")
 
 
-class SeedFederation(Federation):
-    """The federation of one seed: all is its own but the engine."""
+class SeedEngine(Engine):
+    """The engine of one seed: it hands its work to the engine that all of them share."""
 
-    engine = "stacked"
+    name = "stacked"
 
-    def __init__(
-        self,
-        seat: _Seat,
-        task: Task,
-        data: ClientData,
-        *,
-        chunk: int,
-        lanes: int,
-        compile: bool,
-        precision: str,
-        **settings: Any,
-    ) -> None:
-        # Digits are a setting of the whole device: the shared engine makes it, where nobody interrupts it.
-        super().__init__(task, data, **settings)
-        self.data = data
-        self.engine_settings: dict[str, Any] = {
-            "chunk": chunk,
-            "lanes": lanes,
-            "compile": compile,
-            "precision": precision,
-        }
+    def __init__(self, seat: _Seat, task: Task, data: ClientData, settings: FederationSettings) -> None:
+        self.task, self.data, self.settings = task, data, settings
+        self.device = torch.device(settings.device)
+        self.names = tuple(data.names)
+        splits = {"train": data.train, "test": data.test, "validation": data.validation}
+        counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
+        self.counts = {**counts, "pooled": np.full(data.clients, len(data.pooled_y), dtype=np.int64)}
+        self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
         self.first = 0
         """The number of its first client in the shared engine."""
         self._seat = seat
@@ -68,12 +56,13 @@ class SeedFederation(Federation):
         """What this run has taken: its even share of the time that several runs took together."""
         return self._seat.watch.read()
 
-    def _run(self, work: Work) -> Outcome:
-        return self._seat.ask(self, work) if len(work.numbers) else Outcome({}, {}, None)
+    def run(self, work: Work) -> Outcome:
+        """Stand still until the shared engine has done it."""
+        return self._seat.ask(self, work) if len(work.numbers) else NOBODY
 
 
-Maker = Callable[..., SeedFederation]
-"""Makes a run's federation, with the arguments of the stacked engine's."""
+Maker = Callable[[Task, ClientData, FederationSettings], Engine]
+"""Makes a run's engine."""
 
 
 def in_lockstep(runs: Sequence[Callable[[Maker], Value]]) -> list[Value | BaseException]:
@@ -95,7 +84,7 @@ def in_lockstep(runs: Sequence[Callable[[Maker], Value]]) -> list[Value | BaseEx
             for group in _alike(living):
                 try:
                     if engine is None:
-                        engine = _Shared([seat.federation for seat in seats if seat.federation is not None])
+                        engine = _Shared([seat.engine for seat in seats if seat.engine is not None])
                     answers: Sequence[Any] = engine.answers([seat.asked for seat in group if seat.asked])
                 except Exception as error:  # what is wrong with the call is wrong for all who asked
                     answers = [error] * len(group)
@@ -130,8 +119,8 @@ class _Seat:
 
     def __init__(self, run: Callable[[Maker], Any], watch: _Watch) -> None:
         self.watch = watch
-        self.federation: SeedFederation | None = None
-        self.asked: tuple[SeedFederation, Work] | None = None
+        self.engine: SeedEngine | None = None
+        self.asked: tuple[SeedEngine, Work] | None = None
         self.answer: Outcome | BaseException | None = None
         self.outcome: Any = None
         self.ended = False
@@ -153,9 +142,9 @@ class _Seat:
             self.go_on()
         self._thread.join()
 
-    def ask(self, federation: SeedFederation, work: Work) -> Outcome:
+    def ask(self, engine: SeedEngine, work: Work) -> Outcome:
         """In the run's thread: stand still until there is an answer."""
-        self.asked = federation, work
+        self.asked = engine, work
         self._stands.release()
         self._told.acquire()
         answer, self.answer, self.asked = self.answer, None, None
@@ -175,9 +164,9 @@ class _Seat:
         self.ended = True
         self._stands.release()
 
-    def _open(self, *arguments: Any, **settings: Any) -> SeedFederation:
-        self.federation = SeedFederation(self, *arguments, **settings)
-        return self.federation
+    def _open(self, task: Task, data: ClientData, settings: FederationSettings) -> SeedEngine:
+        self.engine = SeedEngine(self, task, data, settings)
+        return self.engine
 
 
 def _alike(seats: Sequence[_Seat]) -> list[list[_Seat]]:
@@ -195,33 +184,22 @@ def _alike(seats: Sequence[_Seat]) -> list[list[_Seat]]:
 class _Shared:
     """The engine that several runs share."""
 
-    def __init__(self, federations: Sequence[SeedFederation]) -> None:
-        first = federations[0]
-        counts = [federation.clients for federation in federations]
-        for federation, end in zip(federations, np.cumsum(counts).tolist(), strict=True):
-            federation.first = end - federation.clients
-        data = [federation.data for federation in federations]
-        engine = StackedFederation(
-            first.task,
-            _one_after_the_other(data),
-            local=first.local,
-            hyper=first.hyper,
-            device=str(first.device),
-            buffers=first.policy,
-            evaluation_batch=first.evaluation_batch,
-            **first.engine_settings,
-        )
-        engine.samples["pooled"] = _pooled(data, first.device)
-        seeds = np.array([federation.seed for federation in federations], dtype=np.int64)
-        engine.share(np.concatenate([np.arange(count) for count in counts]), np.repeat(seeds, counts))
-        self._engine = engine
+    def __init__(self, engines: Sequence[SeedEngine]) -> None:
+        first = engines[0]
+        counts = [len(engine.names) for engine in engines]
+        for engine, end in zip(engines, np.cumsum(counts).tolist(), strict=True):
+            engine.first = end - len(engine.names)
+        data = [engine.data for engine in engines]
+        seeds = np.array([engine.settings.seed for engine in engines], dtype=np.int64)
+        numbers = np.concatenate([np.arange(count) for count in counts])
+        origins = Origins(numbers, np.repeat(seeds, counts))
+        self._engine = StackedEngine(first.task, _one_after_the_other(data), first.settings, origins)
+        self._engine.samples["pooled"] = _pooled(data, first.device)
 
-    def answers(self, asked: Sequence[tuple[SeedFederation, Work]]) -> list[Outcome]:
+    def answers(self, asked: Sequence[tuple[SeedEngine, Work]]) -> list[Outcome]:
         """Do what several runs ask for in one call."""
-        engine = self._engine
-        engine.round = asked[0][0].round
         counts = [len(work.numbers) for _, work in asked]
-        numbers = np.concatenate([federation.first + work.numbers for federation, work in asked])
+        numbers = np.concatenate([engine.first + work.numbers for engine, work in asked])
         rounds = np.concatenate([work.rounds for _, work in asked])
         works = [work for _, work in asked]
         joined = replace(works[0], numbers=numbers, rounds=rounds)
@@ -233,10 +211,12 @@ class _Shared:
                 own={name: torch.cat([own[name] for own, _ in rows]) for name in rows[0][0]},
                 buffers=None if works[0].buffers is None else torch.cat([buffers for _, buffers in rows]),
             )
-        with torch.no_grad(), digits(engine.precision):
-            whole = engine._run(joined)
+        whole = self._engine.run(joined)
         ends = np.cumsum(counts).tolist()
-        return [whole.rows(slice(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+        return [
+            replace(whole.rows(slice(end - len(work.numbers), end)), clients=work.numbers)
+            for end, work in zip(ends, works, strict=True)
+        ]
 
 
 def _rows(work: Work) -> tuple[dict[str, Tensor], Tensor]:

@@ -19,25 +19,30 @@ from torch import Tensor
 
 from sartor import random
 from sartor.client.local import Batches, Client
+from sartor.data.clients import ClientData
+from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.schedule import plan, scan_table
 from sartor.errors import SartorError
-from sartor.federation.exchange import ClientError, Outcome, Work
-from sartor.federation.federation import Federation
+from sartor.federation.exchange import NOBODY, ClientError, Outcome, Work, checked_reply
 from sartor.federation.functions import name_of
-from sartor.model.task import Batch
+from sartor.federation.settings import FederationSettings
+from sartor.kernels.device import digits
+from sartor.model.task import Batch, Task
 
 log = logging.getLogger(__name__)
 
 
-class LoopFederation(Federation):
+class LoopEngine(LocalEngine):
     """Runs client functions one client after the other, or ``workers`` at once on a CPU."""
 
-    engine = "loop"
+    name = "loop"
 
-    def __init__(self, *arguments: Any, workers: int = 0, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
+    def __init__(
+        self, task: Task, data: ClientData, settings: FederationSettings, origins: Origins | None = None
+    ) -> None:
+        super().__init__(task, data, settings, origins)
         threads = torch.get_num_threads()
-        self.workers = (workers or threads) if self.device.type == "cpu" else 1
+        self.workers = (settings.workers or threads) if self.device.type == "cpu" else 1
         train = self.samples["train"].x
         if self.device.type == "cpu" and train.dim() == 4 and self._takes(_channels_last(train[:2])):
             # A CPU pools and convolves images faster that way: 1.1 to 1.4 times on the papers' networks.
@@ -48,10 +53,15 @@ class LoopFederation(Federation):
         """Whether the model can be fed with these samples; one that uses ``view`` may want another layout."""
         try:
             with torch.no_grad():
-                self.task.outputs(self.task.initial().to(self.device), x, self.buffers)
+                self.task.outputs(self.task.initial().to(self.device), x)
         except RuntimeError:
             return False
         return True
+
+    def run(self, work: Work) -> Outcome:
+        """Run the function at one client after the other."""
+        with torch.no_grad(), digits(self.settings.precision):
+            return self._run(work)
 
     def _run(self, work: Work) -> Outcome:
         clients = len(work.numbers)
@@ -65,14 +75,14 @@ class LoopFederation(Federation):
 
         results = self._each(one, work.numbers)
         if not results:
-            return Outcome({}, {}, None)
+            return NOBODY
         sent, kept, after = zip(*results, strict=True)
         sent, kept = self._alike(work, sent), self._alike(work, kept)
         if given is None or all(row is None for row in after):
-            return Outcome(_stack(sent), _stack(kept), None)
+            return Outcome(work.numbers, _stack(sent), _stack(kept), None)
         # A client without samples took no step: its buffers are those it was given.
         trained = [before if row is None else row for row, before in zip(after, given, strict=True)]
-        return Outcome(_stack(sent), _stack(kept), torch.stack(trained))
+        return Outcome(work.numbers, _stack(sent), _stack(kept), torch.stack(trained))
 
     def _alike(self, work: Work, rows: tuple[dict[str, Tensor], ...]) -> tuple[dict[str, Tensor], ...]:
         """The rows, where one of another shape than most have is a bad reply."""
@@ -81,11 +91,11 @@ class LoopFederation(Federation):
         for number, row in zip(work.numbers.tolist(), rows, strict=True):
             wrong = next((name for name, shape in usual.items() if row[name].shape != shape), None)
             if wrong is not None:
-                method, client = self.method or name_of(work.function), self.names[number]
-                who = f"{method}, round {self.round}, client {client!r}"
+                method, client = self.settings.method or name_of(work.function), self.names[number]
+                who = f"{method}, round {work.round}, client {client!r}"
                 shapes = f"has shape {list(row[wrong].shape)}, others have {list(usual[wrong])}"
                 told = f"{who}: {wrong!r} of its reply {shapes}"
-                if self.conditions.on_bad_reply == "stop":
+                if self.settings.conditions.on_bad_reply == "stop":
                     raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
                 log.warning("%s", told)
                 row = {name: _unfit(row[name], usual[name]) for name in usual}
@@ -110,54 +120,60 @@ class LoopFederation(Federation):
         self, work: Work, place: int, arguments: dict[str, Tensor], buffers: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         number = int(work.numbers[place])
+        known = number if self.origins is None else int(self.origins.numbers[number])
         client = Client(
             task=self.task,
-            local=self.local,
-            scan=self._scan,
-            number=torch.tensor(number, device=self.device),
+            local=self.settings.local,
+            scan=partial(self._scan, number),
+            number=torch.tensor(known, device=self.device),
             round=torch.tensor(int(work.rounds[place]), device=self.device),
             counts={split: samples.count[number] for split, samples in self.samples.items()},
             buffers=buffers,
-            frozen=self.policy == "freeze",
-            evaluation_batch=self.evaluation_batch,
+            frozen=self.settings.buffers == "freeze",
+            evaluation_batch=self.settings.evaluation_batch,
         )
         try:
             with torch.no_grad():
-                reply = self._reply(work.function, work.function(client, work.hyper, **arguments))
+                result = work.function(client, work.hyper, **arguments)
+            reply = checked_reply(work.function, result, self.task.dtype, self.device)
         except SartorError:
             raise
         except Exception as error:
             who = f"client {self.names[number]!r} (number {number})"
-            raise ClientError(f"{name_of(work.function)}, round {self.round}, {who}: {error}") from error
+            raise ClientError(f"{name_of(work.function)}, round {work.round}, {who}: {error}") from error
         trained = client.buffers if buffers is not None and client.buffers is not buffers else None
         return reply.sent, reply.kept, trained
 
-    def _scan(self, client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches) -> Any:
-        number, samples = int(client.number), self.samples[batches.split]
-        shape = plan(batches, samples.counts[number : number + 1]).shape
+    def _scan(
+        self, place: int, client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches
+    ) -> Any:
+        """Carry out a scan of the client that is at this place here."""
+        samples = self.samples[batches.split]
+        shape = plan(batches, samples.counts[place : place + 1]).shape
         if shape.steps == 0:
             return carry
-        x, y, start = samples.of(number)
-        size = samples.count[number : number + 1]
+        x, y, start = samples.of(place)
+        size = samples.count[place : place + 1]
         turns = torch.arange(shape.steps, device=self.device)
         places = torch.arange(shape.places, device=self.device)
         rows = torch.zeros_like(turns)
         table, real = scan_table(
             batches,
-            self.stream(batches.stream),
+            random.stream(self.settings.seed, batches.stream),
             shape.width,
             places,
             client.round,
-            client.number[None],
+            torch.tensor([place], device=self.device),
             start,
             size,
             rows,
             turns,
+            client.number[None],
         )
         for turn, (index, count) in enumerate(zip(table, real.tolist(), strict=True)):
             index = index[:count]
             key = (
-                random.stream(self.seed, "layers", client.round, client.number, turns[turn])
+                random.stream(self.settings.seed, "layers", client.round, client.number, turns[turn])
                 if self.task.draws
                 else 0
             )

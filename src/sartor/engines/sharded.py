@@ -12,7 +12,6 @@ import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -21,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sartor.engines.loop import LoopFederation
-from sartor.engines.stacked.engine import StackedFederation
+from sartor.engines.base import LocalEngine
 from sartor.errors import SartorError, SettingError
-from sartor.federation.exchange import Outcome, Work
-from sartor.federation.federation import Federation
+from sartor.federation.engine import Engine
+from sartor.federation.exchange import NOBODY, Outcome, Work
 from sartor.kernels.device import to_device
 
 Value = TypeVar("Value")
@@ -102,21 +100,28 @@ def agree(what: str, value: str) -> None:
             raise OtherRank(f"rank {other} has another {what} than rank 0; give all processes the same")
 
 
-class _Sharded(Federation):
-    """An engine that trains this rank's share of the clients and receives the rest from the others."""
+class ShardedEngine(Engine):
+    """Trains this rank's share of the clients by another engine, and receives the rest from the others."""
 
-    def _run(self, work: Work) -> Outcome:
+    def __init__(self, engine: LocalEngine) -> None:
+        self.inner = engine
+        self.name, self.device, self.names = engine.name, engine.device, engine.names
+        self.counts, self.blank = engine.counts, engine.blank
+
+    def run(self, work: Work) -> Outcome:
+        """Run a share of the work here, and gather what the ranks have done."""
         clients, ranks = len(work.numbers), world()
         if not clients:
-            return super()._run(work)  # type: ignore[safe-super]
+            return NOBODY
         # Clients of all sizes to every rank. Shares are filled up with a copy of the first client to one
         # length, so that all ranks have the same to exchange.
-        order = np.argsort(-self.samples["train"].counts[work.numbers], kind="stable")
+        order = np.argsort(-self.counts["train"][work.numbers], kind="stable")
         length = -(-clients // ranks)
         filled = np.concatenate([order, np.repeat(order[:1], length * ranks - clients)])
-        share = self._share(work, filled[rank() :: ranks])
+        places = filled[rank() :: ranks]
+        share = work.rows(places, to_device(places, self.device))
         try:
-            own = super()._run(share)  # type: ignore[safe-super]
+            own = self.inner.run(share)
         except Exception as error:
             _fail(error)
         after = own.buffers
@@ -130,26 +135,7 @@ class _Sharded(Federation):
         gathered = iter(_gather(rows, to_device(place, self.device)))
         sent = {name: next(gathered) for name in own.sent}
         kept = {name: next(gathered) for name in own.kept}
-        return Outcome(sent, kept, None if after is None else next(gathered))
-
-    def _share(self, work: Work, places: np.ndarray) -> Work:
-        index = to_device(places, self.device)
-        buffers = work.buffers
-        return replace(
-            work,
-            numbers=work.numbers[places],
-            rounds=work.rounds[places],
-            own={name: value[index] for name, value in work.own.items()},
-            buffers=buffers if buffers is None or buffers.dim() == 1 else buffers[index],
-        )
-
-
-class ShardedLoop(_Sharded, LoopFederation):
-    """The loop engine over ranks."""
-
-
-class ShardedStacked(_Sharded, StackedFederation):
-    """The stacked engine over ranks."""
+        return Outcome(work.numbers, sent, kept, None if after is None else next(gathered))
 
 
 def _gather(rows: list[Tensor], index: Tensor) -> list[Tensor]:

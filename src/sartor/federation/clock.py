@@ -273,8 +273,10 @@ class Job:
     """The number that keys its randomness in place of the round."""
     started: float
     finish: float
-    order: Any
+    call: Any
     """What the client was asked to do, shared by all jobs of one dispatch."""
+    buffers: Any = None
+    """The server's float buffers at that time."""
     each: dict[str, Any] = field(default_factory=dict)
     result: Any = None
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sartor.errors import SartorError
+from sartor.federation.functions import name_of
 from sartor.kernels.device import to_device
 
 Arguments = Mapping[str, Any]
@@ -129,28 +130,35 @@ class Work:
     hyper: Any
     numbers: np.ndarray
     rounds: np.ndarray
-    """The round that keys each client's randomness."""
+    """What keys each client's randomness: a round, as a rule."""
     shared: dict[str, Tensor]
     own: dict[str, Tensor]
     """Arguments that differ between clients, sent or from their states, one row each."""
     buffers: Tensor | None
     """Float buffers: the server's, or one row per client where clients keep them."""
+    round: int = 0
+    """The server's round, for messages."""
+    keeps: bool = True
+    """Whether clients keep what they say they do: not where they are only asked."""
 
-
-@dataclass(frozen=True, eq=False)
-class Order:
-    """What clients were asked to do by one dispatch."""
-
-    function: ClientFunction
-    shared: dict[str, Tensor]
-    buffers: Tensor | None
-    """The server's float buffers at that time."""
+    def rows(self, places: np.ndarray, index: Tensor) -> Work:
+        """The part of some clients, by their places in it, as an array and as a tensor."""
+        buffers = self.buffers
+        return replace(
+            self,
+            numbers=self.numbers[places],
+            rounds=self.rounds[places],
+            own={name: value[index] for name, value in self.own.items()},
+            buffers=buffers if buffers is None or buffers.dim() == 1 else buffers[index],
+        )
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What clients did: replies, new states, and float buffers if they trained, one row each."""
 
+    clients: np.ndarray
+    """Who answered, in the order that was asked for."""
     sent: dict[str, Tensor]
     kept: dict[str, Tensor]
     buffers: Tensor | None
@@ -160,10 +168,34 @@ class Outcome:
     def rows(self, places: Any) -> Outcome:
         """Some of the rows, or one."""
         return Outcome(
+            self.clients[places.cpu().numpy() if isinstance(places, Tensor) else places],
             {name: value[places] for name, value in self.sent.items()},
             {name: value[places] for name, value in self.kept.items()},
             None if self.buffers is None else self.buffers[places],
         )
+
+
+NOBODY = Outcome(np.zeros(0, dtype=np.int64), {}, {}, None)
+"""The outcome of work for no clients."""
+
+
+def checked_reply(function: ClientFunction, result: Any, dtype: torch.dtype, device: torch.device) -> Reply:
+    """What a client function returned, if it is a reply, with all its values as tensors."""
+    if not isinstance(result, Reply):
+        raise SartorError(
+            f"{name_of(function)} returned {type(result).__name__}; a client function returns a Reply"
+        )
+    for part in (result.sent, result.kept):
+        for name, value in part.items():
+            part[name] = as_tensor(value, dtype, device)
+    return result
+
+
+def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A value as a tensor on the device; single floats have the dtype, everything else its own."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=device)
 
 
 def norms_of(sent: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:

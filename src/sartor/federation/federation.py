@@ -12,8 +12,6 @@ time for those who finish next. Jobs of any age that are in flight together are 
 from __future__ import annotations
 
 import logging
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,28 +22,27 @@ import torch
 from torch import Tensor
 
 from sartor import random
-from sartor.client.settings import Local
-from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError
-from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
+from sartor.federation.clock import Always, Constant, EventQueue, Job, World, uniform
+from sartor.federation.engine import Distant, Engine
 from sartor.federation.exchange import (
     Arguments,
+    Call,
     Check,
     ClientFunction,
     NobodyAnswered,
-    Order,
     Outcome,
     Replies,
     Reply,
     Work,
-    argument_names,
+    as_tensor,
     joined,
     norms_of,
 )
 from sartor.federation.functions import find_function, name_of, qualified_name
-from sartor.federation.samples import samples_of
+from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
-from sartor.kernels.device import digits, to_device
+from sartor.kernels.device import to_device
 from sartor.model.task import Task
 
 log = logging.getLogger(__name__)
@@ -53,7 +50,6 @@ log = logging.getLogger(__name__)
 Answers = Callable[[int, np.ndarray], np.ndarray]
 MOST_CHECKS = 256
 """Exchanges on a GPU after which the host looks whether their replies were fit to be used."""
-POLICIES = ("average", "local", "freeze")
 IDLE = 1.0
 """The virtual time that passes in an exchange for which nobody is there, so that someone can come."""
 
@@ -66,51 +62,32 @@ class Traffic:
     up: int = 0
 
 
-class Federation(ABC):
-    """Clients that can be asked to run client functions. The engines differ in :meth:`_run` alone."""
+def own_buffers(client: Any, hyper: Any) -> Reply:
+    """A client's float buffers, where each keeps its own."""
+    return Reply(buffers=client.buffers)
 
-    engine: str
-    pools = True
-    """Whether the pooled test data are at hand, where any client can be asked about them."""
+
+class Federation:
+    """Clients that can be asked to run client functions: what algorithms see of them.
+
+    Where they run is the engine's; ``answers`` decides in tests whose answers arrive.
+    """
 
     def __init__(
         self,
         task: Task,
-        data: ClientData,
+        engine: Engine,
+        settings: FederationSettings,
         *,
-        local: Local | None = None,
-        hyper: Any = None,
-        seed: int = 0,
-        device: str = "cpu",
-        buffers: str = "average",
-        evaluation_batch: int = 500,
-        conditions: Conditions | None = None,
-        method: str = "",
-        states: str = "auto",
-        precision: str = "usual",
         answers: Answers | None = None,
     ) -> None:
-        if buffers not in POLICIES:
-            raise SartorError(f"buffers = {buffers!r}: must be one of {', '.join(POLICIES)}")
-        self.task = task
-        self.local = local or Local()
-        self.hyper = hyper
-        self.seed = seed
-        self.device = torch.device(device)
-        self.names = data.names
-        self.policy = buffers
-        self.evaluation_batch = evaluation_batch
-        splits = {"train": data.train, "test": data.test, "validation": data.validation}
-        self.samples = {
-            name: samples_of(split, self.device) for name, split in splits.items() if split is not None
-        }
-        everyone = np.zeros(data.clients, dtype=np.int64)
-        pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + len(data.pooled_y))
-        self.samples["pooled"] = samples_of(pooled, self.device)
+        self.task, self.engine, self.settings = task, engine, settings
+        self._distant = engine if isinstance(engine, Distant) else None
+        self.local, self.hyper, self.seed = settings.local, settings.hyper, settings.seed
+        self.policy, self.conditions, self.method = settings.buffers, settings.conditions, settings.method
+        self.names = engine.names
+        self._device = engine.device
         self.traffic = Traffic()
-        self.conditions = conditions or Conditions()
-        self.method = method
-        self.precision = precision
         self.queue = EventQueue()
         self.updates = 0
         """Replies that the server has used so far."""
@@ -118,9 +95,9 @@ class Federation(ABC):
         self._checked = b""
         """The last cohort that was found to be one."""
         self.round = 0
-        self.states = StateStore(data.clients, self.device, states)
-        self.buffers = task.initial_buffers(self.device) if task.buffer_size else None
-        if self.buffers is not None and buffers == "local":
+        self.states = StateStore(self.clients, engine.device, settings.states)
+        self.buffers = task.initial_buffers(engine.device) if task.buffer_size else None
+        if self.buffers is not None and self.policy == "local":
             self.states.declare("buffers", self.buffers)
         self._answers = answers
         self._streams: dict[int, int] = {}
@@ -155,20 +132,24 @@ class Federation(ABC):
     @property
     def sizes(self) -> Tensor:
         """n_i of every client."""
-        return self.samples["train"].count
+        return self._sizes
+
+    @cached_property
+    def _sizes(self) -> Tensor:
+        return torch.from_numpy(self.engine.counts["train"].copy()).to(self._device)
 
     @property
     def splits(self) -> tuple[str, ...]:
         """The parts that the clients' data have: train, test, and validation where there is any."""
-        return tuple(name for name in self.samples if name != "pooled")
+        return tuple(name for name in self.engine.counts if name != "pooled")
 
     def initial(self) -> Tensor:
         """The model that a run starts from."""
-        return self.task.initial(self.device)
+        return self.task.initial(self._device)
 
     def initial_buffers(self) -> Tensor:
         """The float buffers that a run starts from; of length 0 for a model without any."""
-        return self.task.initial_buffers(self.device)
+        return self.task.initial_buffers(self._device)
 
     def tensor(self, values: Any) -> Tensor:
         """Numbers as a tensor where the server computes, as in ``models[federation.tensor(cohort)]``."""
@@ -176,15 +157,11 @@ class Federation(ABC):
 
     def table(self, *width: int, fill: float | bool = 0.0, dtype: torch.dtype | None = None) -> Tensor:
         """One row for every client, all of one value; a number for each where no width is given."""
-        return torch.full((self.clients, *width), fill, dtype=dtype, device=self.device)
+        return torch.full((self.clients, *width), fill, dtype=dtype, device=self._device)
 
     def blank_sample(self) -> Tensor:
         """One sample of zeros in the shape of the clients', to find out what a model makes of such."""
-        return torch.zeros_like(self.samples["train"].x[:1])
-
-    def seconds(self) -> float:
-        """A clock for what this run takes."""
-        return time.perf_counter()
+        return self.engine.blank
 
     def stream(self, name: str) -> int:
         """The key of this run's stream with that name; rounds, clients and indices are folded into it."""
@@ -195,14 +172,18 @@ class Federation(ABC):
     @property
     def mean_buffers(self) -> Tensor | None:
         """The float buffers that go with a shared model: the server's, or the mean of the clients'."""
-        if "buffers" not in self.states:
+        if self.policy != "local" or self.buffers is None:
             return self.buffers
-        return self.states["buffers"].mean(dim=0).to(self.device)
+        if self._distant is not None:
+            return self.ask(own_buffers, np.arange(self.clients))["buffers"].mean(dim=0)
+        return self.states["buffers"].mean(dim=0).to(self._device)
 
     def declare(self, **initial: Tensor) -> None:
         """Give every client a state of this name and initial value; client functions take it by name."""
         for name, value in initial.items():
-            self.states.declare(name, value.to(self.device))
+            self.states.declare(name, value.to(self._device))
+            if self._distant is not None:
+                self._distant.declare(name, value)
 
     def map(
         self,
@@ -218,8 +199,9 @@ class Federation(ABC):
         asked, answering, each = self._who(numbers, shared, each)
         if not len(answering):
             self._nobody()
-        rounds = self._rounds(answering)
-        answering, outcome = self._train(function, hyper, answering, rounds, shared, each, self.buffers)
+        outcome = self._run(
+            function, answering, self._rounds(answering), shared, each, self.buffers, hyper=hyper
+        )
         self._buffers_down(outcome, len(asked))
         replies = self._accept(function, answering, outcome, self.buffers)
         if not len(replies):
@@ -240,9 +222,24 @@ class Federation(ABC):
         """
         self._verify()
         shared, each, numbers = self._arguments(cohort, shared, each)
-        rounds = self._rounds(numbers)
-        numbers, outcome = self._train(function, None, numbers, rounds, shared, each, self.buffers)
-        return self._replies(numbers, outcome.sent)
+        outcome = self._run(function, numbers, self._rounds(numbers), shared, each, self.buffers, keeps=False)
+        replies = self._replies(outcome.clients, outcome.sent)
+        return replies if self._distant is None else self._finite(replies)
+
+    def _finite(self, replies: Replies) -> Replies:
+        """Those whose values are numbers: what a client elsewhere evaluated may be anything."""
+        good = np.ones(len(replies), dtype=bool)
+        for value in replies.values.values():
+            if value.is_floating_point():
+                good &= torch.isfinite(value[:, None].flatten(1)).all(dim=1).cpu().numpy()
+        if good.all():
+            return replies
+        for number in replies.clients[~good].tolist():
+            log.warning("client %r: what it evaluated is not finite; left out", self.names[number])
+        self._count("bad", int((~good).sum()))
+        places = to_device(np.flatnonzero(good), self._device)
+        values = {name: value[places] for name, value in replies.values.items()}
+        return replace(replies, clients=replies.clients[good], counts=replies.counts[good], values=values)
 
     # Work in flight -------------------------------------------------------------------------------
 
@@ -259,6 +256,8 @@ class Federation(ABC):
         Each finishes after its duration; :meth:`collect` takes what arrived. With ``concurrency`` so many are
         at work at most, and who starts is drawn.
         """
+        if self._distant is not None:
+            self.queue.wait_until(self._distant.now())
         shared, each, numbers = self._arguments(cohort, shared, each)
         self._exchanges += 1
         idle = np.array([number not in self.queue for number in numbers.tolist()], dtype=bool)
@@ -270,7 +269,7 @@ class Federation(ABC):
         started, each = self._select(numbers, each, idle)
         self._send_down(shared, each, len(started))
         durations = self.conditions.delay.durations(self._world, self.round, started)
-        order = Order(function, shared, self.buffers)
+        call = Call(function, shared)
         for place, (client, duration) in enumerate(zip(started.tolist(), durations.tolist(), strict=True)):
             row = {name: value[place] for name, value in each.items()}
             stream = self._streams.get(client, -1)
@@ -278,7 +277,11 @@ class Federation(ABC):
             stream = stream + (1 << 32) if stream & 0xFFFFFFFF == self.round else self.round
             self._streams[client] = stream
             finish = self.now + duration
-            self.queue.start(Job(client, self.round, stream, self.now, finish, order, row))
+            job = Job(client, self.round, stream, self.now, finish, call, self.buffers, row)
+            self.queue.start(job)
+        if self._distant is not None:
+            self._distant.send(self.queue, self.hyper)
+            self._take_notes()
         return started
 
     def collect(self, count: int | None = None, within: float | None = None) -> Replies:
@@ -313,6 +316,8 @@ class Federation(ABC):
         """Call off the work of these clients: nothing of it is used and they are idle again."""
         for client in np.asarray(clients, dtype=np.int64).tolist():
             self._arrival(self.queue.cancel(client), "cancelled")
+            if self._distant is not None:
+                self._distant.cancel(client)
 
     @property
     def running_since(self) -> np.ndarray:
@@ -324,9 +329,15 @@ class Federation(ABC):
 
         Those whose answer gets lost are gone.
         """
+        if self._distant is not None:
+            arrived, gone = self._distant.due(self.queue, count, end, self.hyper)
+            for missed in gone:
+                self._arrival(missed, "lost")
+            self._take_notes()
+            return arrived
         jobs: list[Job] = []
         while (job := self.queue.next()) is not None and len(jobs) < count and job.finish <= end:
-            if jobs and job.order.function is not jobs[0].order.function:
+            if jobs and job.call.function is not jobs[0].call.function:
                 break
             self.queue.arrive()
             if self._lost(np.array([job.client]), job.stream)[0]:
@@ -340,22 +351,23 @@ class Federation(ABC):
         places = np.array([job.client for job in jobs], dtype=np.int64)
         names = jobs[0].result
         outcome = Outcome(
+            places,
             {name: torch.stack([job.result.sent[name] for job in jobs]) for name in names.sent},
             {name: torch.stack([job.result.kept[name] for job in jobs]) for name in names.kept},
             None if names.buffers is None else torch.stack([job.result.buffers for job in jobs]),
         )
-        before = jobs[0].order.buffers
+        before = jobs[0].buffers
         if before is not None:
-            before = torch.stack([job.order.buffers for job in jobs])
-        replies = self._accept(jobs[0].order.function, places, outcome, before)
+            before = torch.stack([job.buffers for job in jobs])
+        replies = self._accept(jobs[0].call.function, places, outcome, before)
         taken = set(replies.clients.tolist())
         jobs = [job for job in jobs if job.client in taken or self._arrival(job, "bad")]
         for job in jobs:
             self._arrival(job, "arrivals")
         given = {}
         if jobs:
-            shared = jobs[0].order.shared
-            given = {name: torch.stack([job.order.shared[name] for job in jobs]) for name in shared}
+            shared = jobs[0].call.shared
+            given = {name: torch.stack([job.call.shared[name] for job in jobs]) for name in shared}
         ages = np.array([self.round - job.round for job in jobs], dtype=np.int64)
         return replace(replies, ages=ages, given=given)
 
@@ -363,22 +375,20 @@ class Federation(ABC):
         """Train these jobs, and with them all others in flight that ask for the same: one batch for many."""
         if all(job.result is not None for job in arrived):
             return
-        function = arrived[0].order.function
+        function = arrived[0].call.function
         jobs = [job for job in (*arrived, *self.queue) if job.result is None]
-        jobs = sorted((job for job in jobs if job.order.function is function), key=lambda job: job.client)
-        order = jobs[0].order
+        jobs = sorted((job for job in jobs if job.call.function is function), key=lambda job: job.client)
+        call = jobs[0].call
         numbers = np.array([job.client for job in jobs], dtype=np.int64)
         rounds = np.array([job.stream for job in jobs], dtype=np.int64)
         each = {name: torch.stack([job.each[name] for job in jobs]) for name in jobs[0].each}
-        shared, buffers = order.shared, order.buffers
-        if any(job.order is not order for job in jobs):
+        shared, buffers = dict(call.shared), jobs[0].buffers
+        if any(job.call is not call for job in jobs):
             # Jobs that started from different versions: what was shared becomes a row for each.
-            each.update(
-                {name: torch.stack([job.order.shared[name] for job in jobs]) for name in order.shared}
-            )
+            each.update({name: torch.stack([job.call.shared[name] for job in jobs]) for name in call.shared})
             shared = {}
-            buffers = None if buffers is None else torch.stack([job.order.buffers for job in jobs])
-        _, outcome = self._train(function, None, numbers, rounds, shared, each, buffers)
+            buffers = None if buffers is None else torch.stack([job.buffers for job in jobs])
+        outcome = self._run(function, numbers, rounds, shared, each, buffers)
         self._buffers_down(outcome, len(jobs))
         for place, job in enumerate(jobs):
             job.result = outcome.rows(place)
@@ -401,7 +411,7 @@ class Federation(ABC):
     @cached_property
     def _world(self) -> World:
         size = self.task.size * self.task.dtype.itemsize
-        return World(self.seed, self.names, self.samples["train"].counts, size)
+        return World(self.seed, self.names, self.engine.counts["train"], size)
 
     def _arguments(
         self, cohort: Sequence[int] | np.ndarray, shared: Arguments | None, each: Arguments | None
@@ -451,7 +461,7 @@ class Federation(ABC):
     ) -> tuple[np.ndarray, dict[str, Tensor]]:
         if here.all():
             return numbers, each
-        places = to_device(np.flatnonzero(here), self.device)
+        places = to_device(np.flatnonzero(here), self._device)
         return numbers[here], {name: value[places] for name, value in each.items()}
 
     def _send_down(self, shared: dict[str, Tensor], each: dict[str, Tensor], clients: int) -> None:
@@ -476,42 +486,49 @@ class Federation(ABC):
         self._count("lost", int(lost.sum()))
         return lost
 
-    def _train(
+    def _run(
         self,
         function: ClientFunction,
-        hyper: Any,
         numbers: np.ndarray,
         rounds: np.ndarray,
         shared: dict[str, Tensor],
         each: dict[str, Tensor],
         buffers: Tensor | None,
-    ) -> tuple[np.ndarray, Outcome]:
-        """Run the function at these clients, with their states and float buffers: who answered, and what."""
-        states = self._state_names(function, {*shared, *each})
-        state = {name: self.states.rows(name, numbers) for name in states}
-        if buffers is not None and self.policy == "local":
-            buffers = self.states.rows("buffers", numbers)
+        *,
+        hyper: Any = None,
+        keeps: bool = True,
+    ) -> Outcome:
+        """Run the function at these clients, with their states and float buffers."""
         hyper = self.hyper if hyper is None else hyper
-        with torch.no_grad(), digits(self.precision):
-            work = Work(function, hyper, numbers, rounds, shared, {**each, **state}, buffers)
-            outcome = self._run(work)
-        for name in outcome.kept:
-            if name not in self.states:
-                known = ", ".join(self.states) or "none"
-                raise SartorError(
-                    f"{name_of(function)} keeps {name!r}, which is no declared state (declared: {known})"
-                )
-        return numbers, outcome
+        work = Work(function, hyper, numbers, rounds, shared, each, buffers, self.round, keeps)
+        if self._distant is not None:
+            self.states.names_for(work)  # what is missing is said here, before anybody is asked
+            outcome = self._distant.run(work)
+            self._take_notes()
+            return outcome
+        outcome = self.engine.run(self.states.attached(work, self.policy))
+        self.states.check(function, outcome)
+        return outcome
+
+    def _take_notes(self) -> None:
+        """Add to the round's notes what a distant engine has noted."""
+        assert self._distant is not None
+        for name, amount in self._distant.noted.items():
+            self._count(name, amount)
+        self._distant.noted.clear()
 
     def _accept(
         self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome, before: Tensor | None
     ) -> Replies:
         """Take replies in: bad ones are refused, states of the others move, buffers are averaged."""
+        asked, numbers = numbers, outcome.clients
         good = self._good(function, numbers, outcome)
         if not good.all():
-            places = to_device(np.flatnonzero(good), self.device)
+            places = to_device(np.flatnonzero(good), self._device)
             numbers, outcome = numbers[good], outcome.rows(places)
             before = before if before is None or before.dim() == 1 else before[places]
+        if self._distant is not None:
+            self._distant.settle(asked, numbers)
         for name, value in outcome.kept.items():
             self.states.write(name, numbers, value)
         self.traffic.up += sum(value.nbytes for value in outcome.sent.values())
@@ -532,7 +549,7 @@ class Federation(ABC):
         check = Check(who, numbers, tuple(norms), list(norms.values()), self.conditions.largest_norm)
         if self.conditions.on_bad_reply == "stop":
             self._checks.append(check)
-            if self.device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
+            if self._device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
                 self._verify()
             return everyone
         (bad,) = Check.bad([check])
@@ -574,13 +591,14 @@ class Federation(ABC):
         saved: dict[str, Any] = {f"states.{name}": value for name, value in self.states.save().items()}
         if self.buffers is not None:
             saved["buffers"] = self.buffers.cpu().clone()
-        orders: list[Order] = []
+        calls: list[tuple[Call, Tensor | None]] = []
         jobs: list[dict[str, Any]] = []
         for job in self.queue:
-            if job.order not in orders:
-                orders.append(job.order)
+            place = next((at for at, (call, _) in enumerate(calls) if call is job.call), len(calls))
+            if place == len(calls):
+                calls.append((job.call, job.buffers))
             plain = {key: getattr(job, key) for key in ("client", "round", "stream", "started", "finish")}
-            jobs.append({**plain, "order": orders.index(job.order)})
+            jobs.append({**plain, "call": place})
             parts = {"each": job.each}
             if job.result is not None:
                 parts |= {"sent": job.result.sent, "kept": job.result.kept}
@@ -588,18 +606,20 @@ class Federation(ABC):
             jobs[-1]["computed"] = job.result is not None
             for part, values in parts.items():
                 saved |= {f"job.{job.client}.{part}.{name}": value.cpu() for name, value in values.items()}
-        for place, order in enumerate(orders):
-            saved |= {f"order.{place}.{name}": value.cpu() for name, value in order.shared.items()}
-            if order.buffers is not None:
-                saved[f"order-buffers.{place}"] = order.buffers.cpu()
+        for place, (call, buffers) in enumerate(calls):
+            saved |= {f"call.{place}.{name}": value.cpu() for name, value in call.shared.items()}
+            if buffers is not None:
+                saved[f"call-buffers.{place}"] = buffers.cpu()
         saved["plain"] = {
             "traffic": [self.traffic.down, self.traffic.up],
             "updates": self.updates,
             "now": self.now,
             "streams": {str(client): stream for client, stream in self._streams.items()},
-            "orders": [qualified_name(order.function) for order in orders],
+            "calls": [qualified_name(call.function) for call, _ in calls],
             "jobs": jobs,
         }
+        if self._distant is not None:
+            saved["plain"]["distant"] = self._distant.snapshot()
         return saved
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -607,7 +627,7 @@ class Federation(ABC):
 
         def under(prefix: str) -> dict[str, Tensor]:
             return {
-                name[len(prefix) :]: value.to(self.device)
+                name[len(prefix) :]: value.to(self._device)
                 for name, value in saved.items()
                 if name.startswith(prefix)
             }
@@ -616,28 +636,32 @@ class Federation(ABC):
             {name[len("states.") :]: value for name, value in saved.items() if name.startswith("states.")}
         )
         if "buffers" in saved:
-            self.buffers = saved["buffers"].to(self.device)
+            self.buffers = saved["buffers"].to(self._device)
         plain = saved["plain"]
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]
         self._streams = {int(client): stream for client, stream in plain["streams"].items()}
         self.queue = EventQueue()
         self.queue.wait_until(plain["now"])
-        orders = [
-            Order(find_function(name), under(f"order.{place}."), under(f"order-buffers.{place}").get(""))
-            for place, name in enumerate(plain["orders"])
+        calls = [
+            (Call(find_function(name), under(f"call.{place}.")), under(f"call-buffers.{place}").get(""))
+            for place, name in enumerate(plain["calls"])
         ]
         for entry in plain["jobs"]:
             job = Job(**{key: value for key, value in entry.items() if key != "computed"})
-            job.order, own = orders[entry["order"]], f"job.{job.client}."
+            (job.call, job.buffers), own = calls[entry["call"]], f"job.{job.client}."
             job.each = under(own + "each.")
             if entry["computed"]:
                 buffers = under(own + "buffers.").get("")
-                job.result = Outcome(under(own + "sent."), under(own + "kept."), buffers)
+                clients = np.array([job.client], dtype=np.int64)
+                job.result = Outcome(clients, under(own + "sent."), under(own + "kept."), buffers)
             self.queue.start(job)
+        if self._distant is not None:
+            self._distant.restore(plain["distant"], self.now)
 
     def _replies(self, numbers: np.ndarray, sent: dict[str, Tensor]) -> Replies:
-        return Replies(numbers, self.samples["train"].counts[numbers], sent, self.device, self.task.dtype)
+        counts = self.engine.counts["train"][numbers]
+        return Replies(numbers, counts, sent, self._device, self.task.dtype)
 
     def _take_buffers(self, replies: Replies, before: Tensor, buffers: Tensor) -> None:
         if self.policy == "local":
@@ -647,10 +671,6 @@ class Federation(ABC):
             changes = replace(replies, values={"buffers": buffers - before})
             self.buffers = self.buffers + changes.mean("buffers")
             self.traffic.up += buffers.nbytes
-
-    @abstractmethod
-    def _run(self, work: Work) -> Outcome:
-        """Run the function for these clients: replies, new states and buffers (if it trained) by row."""
 
     def _numbers(self, cohort: Sequence[int] | np.ndarray) -> np.ndarray:
         numbers = np.asarray(cohort, dtype=np.int64)
@@ -667,30 +687,6 @@ class Federation(ABC):
         return numbers
 
     def _tensor(self, value: Any) -> Tensor:
-        if isinstance(value, Tensor):
-            return value.to(self.device)
         if isinstance(value, np.ndarray):
-            return to_device(value, self.device)
-        return torch.as_tensor(
-            value, dtype=self.task.dtype if isinstance(value, float) else None, device=self.device
-        )
-
-    def _state_names(self, function: ClientFunction, given: set[str]) -> list[str]:
-        wanted = [name for name in argument_names(function) if name not in given]
-        for name in wanted:
-            if name not in self.states:
-                raise SartorError(
-                    f"{name_of(function)} takes {name!r}, which is neither sent (shared, each) "
-                    "nor a declared state"
-                )
-        return wanted
-
-    def _reply(self, function: ClientFunction, result: Any) -> Reply:
-        if not isinstance(result, Reply):
-            raise SartorError(
-                f"{name_of(function)} returned {type(result).__name__}; a client function returns a Reply"
-            )
-        for part in (result.sent, result.kept):
-            for name, value in part.items():
-                part[name] = value if isinstance(value, Tensor) else self._tensor(value)
-        return result
+            return to_device(value, self._device)
+        return as_tensor(value, self.task.dtype, self._device).to(self._device)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from sartor.client.settings import Local
+from sartor.errors import SettingError
+from sartor.federation.clock import Conditions
 from sartor.settings import setting
+
+POLICIES = ("average", "local", "freeze")
+"""What may happen to float buffers."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +50,30 @@ class Replies:
         choices=("stop", "drop"),
     )
     largest_norm: float = setting(0.0, "largest norm of what a client sends; 0: no bound", low=0)
+
+
+@dataclass(frozen=True)
+class FederationSettings:
+    """Everything that a federation and its engine go by; of an experiment it is made in one place."""
+
+    local: Local = field(default_factory=Local)
+    hyper: Any = None
+    seed: int = 0
+    device: str = "cpu"
+    buffers: str = "average"
+    evaluation_batch: int = 500
+    conditions: Conditions = field(default_factory=Conditions)
+    method: str = ""
+    states: str = "auto"
+    precision: str = "usual"
+    workers: int = 0
+    chunk: int = 0
+    lanes: int = 0
+    compile: bool = False
+    graphs: bool = True
+    """Whether calls are captured as CUDA graphs, where there is CUDA."""
+
+    def __post_init__(self) -> None:
+        """Refuse a policy for buffers that does not exist."""
+        if self.buffers not in POLICIES:
+            raise SettingError(f"buffers = {self.buffers!r}: must be one of {', '.join(POLICIES)}")

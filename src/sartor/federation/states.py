@@ -16,6 +16,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor
 
 from sartor.errors import DataError, SartorError
+from sartor.federation.exchange import ClientFunction, Outcome, Work, argument_names
+from sartor.federation.functions import name_of
 from sartor.kernels.device import free_bytes, to_device
 
 WHERE = ("auto", "memory", "disk")
@@ -129,6 +132,35 @@ class StateStore:
             else:
                 table = self._tables[name] = self._file_table(name, initial)
                 table.load({part: saved[f"{name}.{part}"] for part in _FileTable.INDEX}, self._folder)
+
+    def names_for(self, work: Work) -> list[str]:
+        """The states that a client function takes: its arguments that are not sent."""
+        given = {*work.shared, *work.own}
+        wanted = [name for name in argument_names(work.function) if name not in given]
+        for name in wanted:
+            if name not in self:
+                raise SartorError(
+                    f"{name_of(work.function)} takes {name!r}, which is neither sent (shared, each) "
+                    "nor a declared state"
+                )
+        return wanted
+
+    def attached(self, work: Work, policy: str) -> Work:
+        """The work with its clients' states, and with their buffers where they keep their own."""
+        own = {name: self.rows(name, work.numbers) for name in self.names_for(work)}
+        buffers = work.buffers
+        if buffers is not None and policy == "local":
+            buffers = self.rows("buffers", work.numbers)
+        return replace(work, own={**work.own, **own}, buffers=buffers)
+
+    def check(self, function: ClientFunction, outcome: Outcome) -> None:
+        """Refuse an outcome that keeps what was not declared."""
+        for name in outcome.kept:
+            if name not in self:
+                known = ", ".join(self) or "none"
+                raise SartorError(
+                    f"{name_of(function)} keeps {name!r}, which is no declared state (declared: {known})"
+                )
 
     def __contains__(self, name: object) -> bool:
         return name in self._tables

@@ -137,10 +137,10 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         federation.round = round
         with suppress(NobodyAnswered):
             server = algorithm.round(server, federation, cohort)
-        _wait(federation.device)
+        federation.engine.wait()
         seconds = time.perf_counter() - begin
         evaluate(algorithm, server, federation, experiment.evaluate)
-        _wait(federation.device)
+        federation.engine.wait()
         evaluating = time.perf_counter() - begin - seconds
     one = np.zeros(1, dtype=np.int64)
     states = sum(int(federation.states.rows(name, one).nbytes) for name in federation.states)
@@ -189,8 +189,3 @@ def _data_bytes(data: ClientData) -> int:
             tensors += [split.x, split.y]
     sizes = {tensor.data_ptr(): int(tensor.nbytes) for tensor in tensors}  # the pooled test set may be theirs
     return sum(sizes.values())
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -80,7 +80,7 @@ def evaluate(
         cells["shared_pooled"] = pooled[best] if models.dim() == 1 else _best_of(pooled, best)
         shared = Call(shared_model, {"w": rows[best]})
         cells["shared_local"] = _ask(federation, shared, clients, "test")
-        if "validation" in federation.samples:
+        if "validation" in federation.splits:
             # The best by its own: which one is best on test data must not be seen here.
             judged = [_ask(federation, Call(shared_model, {"w": w}), clients, "validation") for w in rows]
             cells["shared_validation"] = max(judged, key=_accuracy)
@@ -89,7 +89,7 @@ def evaluate(
         cells["personal_local"] = _ask(federation, personal, clients, "test")
         if _worth_pooling(federation, settings, len(clients)):
             cells["personal_pooled"] = _ask(federation, personal, clients, "pooled")
-        if "validation" in federation.samples:
+        if "validation" in federation.splits:
             cells["personal_validation"] = _ask(federation, personal, clients, "validation")
     return cells
 
@@ -157,7 +157,7 @@ def _pooled(federation: Federation, call: Call, one: np.ndarray) -> Cell:
     Those are the same for every client, so one of them is asked; where nobody has them all, every client
     is asked for its own share, and what they count is added up.
     """
-    if federation.pools:
+    if federation.engine.pools:
         return _ask(federation, call, one, "pooled")
     answers = _answers(federation, call, np.arange(federation.clients), "test")
     return _cell({name: values.sum(axis=0, keepdims=True) for name, values in answers.items()})
@@ -183,9 +183,9 @@ def _cell(answers: dict[str, np.ndarray]) -> Cell:
 
 
 def _worth_pooling(federation: Federation, settings: Evaluate, clients: int) -> bool:
-    if not federation.pools:
+    if not federation.engine.pools:
         return False
     if settings.personal_pooled != "auto":
         return settings.personal_pooled == "yes"
-    pooled = int(federation.samples["pooled"].counts[0])
+    pooled = int(federation.engine.counts["pooled"][0])
     return clients * pooled * federation.task.size <= POOLED_BUDGET

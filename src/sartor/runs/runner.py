@@ -34,9 +34,9 @@ from sartor.data.sources import load_source
 from sartor.errors import SartorError, SettingError
 from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of
 from sartor.data.settings import OWN_DATA
-from sartor.federation.settings import Cohort
+from sartor.federation.settings import Cohort, FederationSettings
 from sartor.runs.experiment import Experiment, fingerprint
-from sartor.engines import choose_engine, make_federation
+from sartor.engines import choose_engine, make_engine
 from sartor.federation import Federation
 from sartor.engines import sharded as distributed
 from sartor.federation.clock import Conditions
@@ -214,7 +214,8 @@ def execute_together(
 
     def one(setup: Setup, out: Path, stop: Callable[[], bool], maker: Maker) -> Result:
         def opened(experiment: Experiment, task: Task, data: ClientData) -> Federation:
-            return maker(task, data, **_federation_settings(experiment))
+            settings = federation_settings(experiment)
+            return Federation(task, maker(task, data, settings), settings)
 
         shown = progress and setup is setups[0]  # one bar for all: they are in the same round
         return execute_setup(setup, out=out, progress=shown, opened=opened, stop=stop)
@@ -306,12 +307,12 @@ def evaluate_run(
     federation = open_federation(setup.experiment, setup.task, newcomers)
     federation.states.keep_in(folder.path / STATES, continues=False)
     algorithm = setup.algorithm
-    server = saved.server(algorithm, algorithm.start(federation), federation.device)
-    state = saved.federation(federation.device)
+    server = saved.server(algorithm, algorithm.start(federation), federation.engine.device)
+    state = saved.federation(federation.engine.device)
     if took_part:
         federation.restore(state)
     else:
-        federation.buffers = state["buffers"].to(federation.device) if "buffers" in state else None
+        federation.buffers = state["buffers"].to(federation.engine.device) if "buffers" in state else None
         server = algorithm.welcome(server, federation)
     federation.round = saved.round
     cells = evaluate(algorithm, server, federation, experiment.evaluate)
@@ -555,35 +556,36 @@ def resolve(experiment: Experiment, algorithm: Algorithm, task: Task, data: Clie
 
 def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Federation:
     """The federation of a resolved experiment."""
-    return make_federation(experiment.engine.name, task, data, **_federation_settings(experiment))
+    settings = federation_settings(experiment)
+    return Federation(task, make_engine(experiment.engine.name, task, data, settings), settings)
 
 
-def _federation_settings(experiment: Experiment) -> dict[str, Any]:
-    engine = experiment.engine
-    own: dict[str, dict[str, Any]] = {
-        "loop": {"workers": engine.workers},
-        "stacked": {"chunk": engine.chunk, "lanes": engine.lanes, "compile": engine.compile == "yes"},
-    }
-    return {
-        "local": experiment.local,
-        "hyper": experiment.hyper,
-        "seed": experiment.seed,
-        "device": engine.device,
-        "buffers": experiment.model.buffers,
-        "evaluation_batch": experiment.evaluate.batch,
-        "states": engine.states,
-        "precision": engine.precision,
-        "method": experiment.algorithm,
-        "conditions": Conditions(
+def federation_settings(experiment: Experiment) -> FederationSettings:
+    """What a federation and its engine go by, of a resolved experiment; this is the one place that says."""
+    engine, replies = experiment.engine, experiment.replies
+    return FederationSettings(
+        local=experiment.local,
+        hyper=experiment.hyper,
+        seed=experiment.seed,
+        device=engine.device,
+        buffers=experiment.model.buffers,
+        evaluation_batch=experiment.evaluate.batch,
+        conditions=Conditions(
             availability=experiment.availability.settings,
             delay=experiment.delay.settings,
-            dropout=experiment.replies.dropout,
-            deadline=experiment.replies.deadline,
-            on_bad_reply=experiment.replies.on_bad_reply,
-            largest_norm=experiment.replies.largest_norm,
+            dropout=replies.dropout,
+            deadline=replies.deadline,
+            on_bad_reply=replies.on_bad_reply,
+            largest_norm=replies.largest_norm,
         ),
-        **own[engine.name],
-    }
+        method=experiment.algorithm,
+        states=engine.states,
+        precision=engine.precision,
+        workers=engine.workers,
+        chunk=engine.chunk,
+        lanes=engine.lanes,
+        compile=engine.compile == "yes",
+    )
 
 
 def draw_cohort(seed: int, round: int, clients: int, settings: Cohort) -> np.ndarray:
@@ -619,9 +621,9 @@ class _Run:
         """All rounds that are left, one after the other; ``begun`` has the server and the seconds so far."""
         experiment, algorithm, federation = self.experiment, self.algorithm, self.federation
         server, seconds = begun or (algorithm.start(federation), 0.0)
-        begin = federation.seconds() - seconds
+        begin = federation.engine.seconds() - seconds
         for round in range(federation.round + 1, experiment.rounds + 1):
-            started, before = federation.seconds(), replace(federation.traffic)
+            started, before = federation.engine.seconds(), replace(federation.traffic)
             federation.round, federation.answered = round, 0
             cohort = draw_cohort(experiment.seed, round, federation.clients, experiment.cohort)
             try:
@@ -633,7 +635,7 @@ class _Run:
                 "round": round,
                 "cohort": len(cohort),
                 "answered": federation.answered,
-                "seconds": federation.seconds() - started,
+                "seconds": federation.engine.seconds() - started,
                 "bytes_down": federation.traffic.down - before.down,
                 "bytes_up": federation.traffic.up - before.up,
                 **federation.notes,
@@ -655,7 +657,7 @@ class _Run:
             self._save(server, 0, begin)
         self._wait()
         tensors = self.models(server)
-        summary = self._summary(tensors, federation.seconds() - begin)
+        summary = self._summary(tensors, federation.engine.seconds() - begin)
         if self.folder is not None:
             self.folder.write_models(tensors)
             self.folder.close()
@@ -665,8 +667,8 @@ class _Run:
     def restore(self, saved: Checkpoint, folder: RunFolder) -> Any:
         """Put everything where it was when the checkpoint was made; the server's state comes back."""
         federation = self.federation
-        server = saved.server(self.algorithm, self.algorithm.start(federation), federation.device)
-        federation.restore(saved.federation(federation.device))
+        server = saved.server(self.algorithm, self.algorithm.start(federation), federation.engine.device)
+        federation.restore(saved.federation(federation.engine.device))
         federation.round = saved.round
         self.rows, self.client_rows = folder.rounds, folder.clients
         self.evaluations = {row["round"]: row["evaluation"] for row in self.rows if "evaluation" in row}
@@ -682,7 +684,7 @@ class _Run:
             return True
         if every:
             return round % every == 0
-        return self.federation.seconds() - self._saved_at >= self._saving / SHARE_FOR_SAVING
+        return self.federation.engine.seconds() - self._saved_at >= self._saving / SHARE_FOR_SAVING
 
     def _save(self, server: Any, round: int, begin: float) -> None:
         """Store everything a continuation needs."""
@@ -692,18 +694,17 @@ class _Run:
         checkpoint.save(
             self.folder,
             round=round,
-            seconds=self.federation.seconds() - begin,
+            seconds=self.federation.engine.seconds() - begin,
             data=self.data.hash,
             server=server,
             federation=self.federation.snapshot(),
         )
         self.saved = round
-        self._saved_at = self.federation.seconds()
+        self._saved_at = self.federation.engine.seconds()
         self._saving = time.perf_counter() - started
 
     def _wait(self) -> None:
-        if self.federation.device.type == "cuda":
-            torch.cuda.synchronize()
+        self.federation.engine.wait()
 
     def _observe(self, server: Any, evaluated: bool) -> dict[str, Any]:
         """What the method lets be recorded, under ``observed``; nothing where there is nothing."""
@@ -806,7 +807,7 @@ class _Run:
             "data": self.data.name,
             "model": federation.task.name,
             "parameters": federation.task.size,
-            "engine": federation.engine,
+            "engine": federation.engine.name,
             "device": experiment.engine.device,
             "partition_hash": self.data.hash,
             "buffers": experiment.model.buffers if federation.task.buffer_size else None,

@@ -18,7 +18,6 @@ from sartor.algorithms.server.staleness import KINDS, adaptive_factors, compensa
 from sartor.client.local import Client, require_plain_sgd
 from sartor.federation.exchange import Replies, Reply
 from sartor.federation.federation import Federation
-from sartor.kernels.device import to_device
 from sartor.settings import setting
 
 
@@ -56,7 +55,7 @@ def weights_by_age(hyper: AsyncHyper, ages: Tensor) -> Tensor:
 
 def ages_of(replies: Replies) -> Tensor:
     """The ages of collected replies in rounds, as numbers beside them."""
-    return to_device(replies.ages, replies.device).to(replies.dtype)
+    return replies.age.to(replies.dtype)
 
 
 def local_training(client: Client, hyper: Any, w: Tensor) -> Reply:
@@ -75,7 +74,7 @@ def first_server(hyper: CompensatedHyper, federation: Federation) -> dict[str, A
     """The start of a method with compensation; local optimisers for which that has no meaning are refused."""
     if hyper.compensation != "none":
         require_plain_sgd(federation.local, "hyper.compensation")
-    w = federation.task.initial(federation.device)
+    w = federation.initial()
     return {"w": w, "square": torch.zeros_like(w) if hyper.compensation == "dc-asgd-adaptive" else None}
 
 

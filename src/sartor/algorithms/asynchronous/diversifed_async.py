@@ -16,7 +16,6 @@ from sartor.algorithms.mixing.last_models import near_target
 from sartor.algorithms.server.similarity import mixtures
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.federation import Federation
-from sartor.kernels.device import to_device
 from sartor.settings import setting
 
 
@@ -50,14 +49,14 @@ class DiversiFedAsync(DiversiFed):
     def start(self, federation: Federation) -> DiversiFedAsyncServer:
         """Everyone has the initial model; nobody is known yet."""
         first = super().start(federation)
-        began = torch.zeros(federation.clients, dtype=torch.int64, device=federation.device)
+        began = federation.table(dtype=torch.int64)
         return DiversiFedAsyncServer(**vars(first), began=began)
 
     def round(self, server: Any, federation: Federation, cohort: np.ndarray) -> DiversiFedAsyncServer:
         """z_i for those who are idle, then the models that arrive."""
-        hyper, device = self.hyper, federation.device
+        hyper = self.hyper
         idle = np.setdiff1d(cohort, federation.running)
-        clients = to_device(idle, device)
+        clients = federation.tensor(idle)
         ages = (federation.round - 1 - server.began).clamp(min=0).double()
         targets = Targets(server, hyper, weights_by_age(hyper, ages))
         z = mixtures(server.models, clients, targets)
@@ -70,6 +69,6 @@ class DiversiFedAsync(DiversiFed):
             replies = federation.collect(within=hyper.deadline)
         except NobodyAnswered:
             return known
-        arrived = to_device(replies.clients, device)
-        began = server.began.index_copy(0, arrived, to_device(federation.round - replies.ages, device))
+        arrived = replies.index
+        began = server.began.index_copy(0, arrived, federation.round - replies.age)
         return replace(known, **server.received(replies), began=began)

@@ -89,7 +89,7 @@ class FedAsync(Algorithm):
         federation.dispatch(proximal_training, cohort, shared, concurrency=hyper.concurrency)
         replies = federation.collect(hyper.arrivals or None, hyper.deadline or None)
         y, start, work = replies["w"], replies.given["w"], replies["work"]
-        versions = server.version + torch.arange(len(replies), device=federation.device)
+        versions = server.version + federation.tensor(np.arange(len(replies)))
         ages = (versions - replies.given["version"]).to(w.dtype)
         for place, a in enumerate(hyper.alpha * weights_by_age(hyper, ages)):
             if hyper.form == "model":

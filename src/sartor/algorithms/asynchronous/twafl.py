@@ -14,7 +14,6 @@ from sartor.client.local import Client
 from sartor.errors import SettingError
 from sartor.federation.exchange import Reply
 from sartor.federation.federation import Federation
-from sartor.kernels.device import to_device
 from sartor.model.task import Part, Task
 from sartor.settings import setting
 
@@ -98,9 +97,9 @@ class TWAFL(Algorithm):
 
     def start(self, federation: Federation) -> TWAFLServer:
         """The initial model; nobody has been seen."""
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         parts = parts_of(federation.task, self.hyper.layerwise)
-        stamps = torch.full((len(parts), federation.clients), -1, device=federation.device)
+        stamps = federation.table(len(parts), fill=-1, dtype=torch.int64).T.contiguous()
         return TWAFLServer(w, w.expand(federation.clients, -1).clone(), stamps)
 
     def round(self, server: TWAFLServer, federation: Federation, cohort: np.ndarray) -> TWAFLServer:
@@ -112,8 +111,8 @@ class TWAFL(Algorithm):
         federation.dispatch(function, cohort, {"w": server.w}, concurrency=hyper.concurrency)
         models, stamps = server.models, server.stamps.clone()
         for replies in federation.arrivals(within=hyper.deadline):  # a late upload may be of the other kind
-            clients = to_device(replies.clients, federation.device)
-            began = to_device(federation.round - replies.ages, federation.device)
+            clients = replies.index
+            began = federation.round - replies.age
             if "w" in replies.values:
                 models = models.index_copy(0, clients, replies["w"])
                 stamps[:, clients] = began

@@ -103,7 +103,7 @@ class ComFed(Algorithm):
                 f"{self.name}: hyper.local_beta needs a local optimiser that is linear in the gradients; "
                 "set local.optimizer=sgd, or hyper.local_beta=0"
             )
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         momentum = torch.zeros_like(w) if self.hyper.local_beta else None
         server: ComFedServer = self.hyper.start(ComFedServer(w=w, momentum=momentum))
         return server

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.server.tables import rows
 from sartor.client.local import Client
 from sartor.errors import SettingError
 from sartor.federation.exchange import Call, Reply
@@ -131,7 +132,7 @@ class Apple(Algorithm):
                 f"local.optimizer = {federation.local.optimizer!r}: apple is defined for SGD steps with two "
                 "rates; set local.optimizer to 'sgd'"
             )
-        w, clients = federation.task.initial(federation.device), federation.clients
+        w, clients = federation.initial(), federation.clients
         sizes = federation.sizes.double()
         shares = (sizes / sizes.sum().clamp(min=1)).to(w.dtype)
         federation.declare(core=w, shift=torch.zeros_like(shares))
@@ -151,9 +152,9 @@ class Apple(Algorithm):
     def round(self, server: AppleServer, federation: Federation, cohort: np.ndarray) -> AppleServer:
         """Local training of cores and mixing weights at the cohort; the new cores replace the old."""
         shared = {"cores": server.cores, "shares": server.shares, "hold": self.hold(federation.round)}
-        place = server.places[torch.as_tensor(cohort, device=federation.device)]
+        place = server.places[federation.tensor(cohort)]
         replies = federation.map(local_training, cohort, shared, {"place": place})
-        answered = server.places[torch.as_tensor(replies.clients, device=federation.device)]
+        answered = server.places[replies.index]
         return replace(server, cores=server.cores.index_copy(0, answered, replies["core"]))
 
     def shared(self, server: AppleServer) -> None:
@@ -161,7 +162,7 @@ class Apple(Algorithm):
 
     def personalize(self, server: AppleServer, cohort: np.ndarray) -> Call:
         """The client's mixture of the current cores."""
-        place = server.places[torch.as_tensor(cohort, device=server.places.device)]
+        place = rows(server.places, cohort)
         return Call(mixed_model, {"cores": server.cores, "shares": server.shares}, {"place": place})
 
     def welcome(self, server: AppleServer, federation: Federation) -> AppleServer:

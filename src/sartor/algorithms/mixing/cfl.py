@@ -13,6 +13,7 @@ from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.mixing.ifca import nearest_model
 from sartor.algorithms.references.fedavg import local_training
 from sartor.algorithms.server.similarity import cosines, two_groups
+from sartor.algorithms.server.tables import rows
 from sartor.algorithms.server.weights import weights_of
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply
@@ -73,15 +74,15 @@ class CFL(Algorithm):
 
     def start(self, federation: Federation) -> CFLServer:
         """One group with the initial model."""
-        w, clients = federation.task.initial(federation.device), federation.clients
+        w, clients = federation.initial(), federation.clients
         groups = torch.zeros(clients, dtype=torch.int64, device=w.device)
         return CFLServer(w[None], groups, w.new_zeros(clients, len(w)), w.new_zeros(clients))
 
     def round(self, server: CFLServer, federation: Federation, cohort: np.ndarray) -> CFLServer:
         """Local training at the cohort, splits, then a mean for every group."""
-        clients = torch.as_tensor(cohort, device=federation.device)
+        clients = federation.tensor(cohort)
         replies = federation.map(local_training, cohort, each={"w": server.models[server.groups[clients]]})
-        answered = torch.as_tensor(replies.clients, device=federation.device)
+        answered = replies.index
         server = replace(
             server,
             changes=server.changes.index_copy(0, answered, replies["delta"]),
@@ -117,7 +118,7 @@ class CFL(Algorithm):
 
     def personalize(self, server: CFLServer, cohort: np.ndarray) -> Call:
         """The model of the client's group; for a newcomer, the one that suits its training data best."""
-        groups = server.groups[torch.as_tensor(cohort, device=server.groups.device)]
+        groups = rows(server.groups, cohort)
         if bool((groups == NOBODY).any()):
             return Call(nearest_model, shared={"models": server.models})
         return Call(group_model, each={"w": server.models[groups]})

@@ -75,9 +75,8 @@ class Ditto(Algorithm):
 
     def start(self, federation: Federation) -> Server:
         """The initial model, for the server and for every client."""
-        task, device = federation.task, federation.device
-        w = task.initial(device)
-        federation.declare(v_i=torch.cat([w, task.initial_buffers(device)]), trained=w.new_zeros(()))
+        w = federation.initial()
+        federation.declare(v_i=torch.cat([w, federation.initial_buffers()]), trained=w.new_zeros(()))
         return Server(w)
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:

@@ -119,14 +119,14 @@ class DiversiFed(Algorithm):
 
     def start(self, federation: Federation) -> DiversiFedServer:
         """Everyone has the initial model; nobody is known yet."""
-        federation.declare(w_i=federation.task.initial(federation.device))
+        federation.declare(w_i=federation.initial())
         clients, small = federation.clients, federation.clients <= MOST_OBSERVED
-        beta = torch.zeros(clients, clients, device=federation.device) if small else None
+        beta = federation.table(clients) if small else None
         return DiversiFedServer(**Models.initial(federation), coefficients=beta)
 
     def round(self, server: DiversiFedServer, federation: Federation, cohort: np.ndarray) -> DiversiFedServer:
         """z_i for the cohort from all known models, then local training near it."""
-        clients = torch.as_tensor(cohort, device=federation.device)
+        clients = federation.tensor(cohort)
         targets = Targets(server, self.hyper)
         z = mixtures(server.models, clients, targets)
         pull = self.hyper.lam / self.hyper.alpha * server.known[clients]

@@ -81,7 +81,7 @@ class FedALA(Algorithm):
 
     def start(self, federation: Federation) -> FedALAServer:
         """The initial model; mixing weights of 1 take the global model whole."""
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         own = top_layers(federation.task, self.hyper.layers).take(w)
         federation.declare(own=own, weights=torch.ones_like(own))
         return self.welcome(FedALAServer(w, w), federation)
@@ -103,7 +103,7 @@ class FedALA(Algorithm):
 
     def welcome(self, server: FedALAServer, federation: Federation) -> FedALAServer:
         """Newcomers have not trained."""
-        phase = torch.full((federation.clients,), UNTRAINED, device=federation.device)
+        phase = federation.table(fill=UNTRAINED, dtype=torch.int64)
         return replace(server, phase=phase)
 
     def personalize(self, server: FedALAServer, cohort: np.ndarray) -> Call:

@@ -64,7 +64,7 @@ class FedAMP(Algorithm):
 
     def start(self, federation: Federation) -> FedAMPServer:
         """Everyone has the initial model; nobody is known yet."""
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         federation.declare(w_i=w)
         return FedAMPServer(**Models.initial(federation), own_share=w.new_ones(()))
 
@@ -84,7 +84,7 @@ class FedAMP(Algorithm):
 
     def round(self, server: FedAMPServer, federation: Federation, cohort: np.ndarray) -> FedAMPServer:
         """u_i for the cohort from all known models, then local training near it."""
-        clients = torch.as_tensor(cohort, device=federation.device)
+        clients = federation.tensor(cohort)
         alpha = self.rate(federation.round)
         own: list[Tensor] = []
 

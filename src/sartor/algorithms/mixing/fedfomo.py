@@ -101,28 +101,28 @@ class FedFomo(Algorithm):
 
     def start(self, federation: Federation) -> FedFomoServer:
         """Everyone has the initial model; nothing is on offer."""
-        if "validation" not in federation.samples:
+        if "validation" not in federation.splits:
             raise SettingError(
                 "fedfomo: clients weigh models on validation data and there is none; set data.validation=0.2"
             )
         return self._fresh(federation)
 
     def _fresh(self, federation: Federation) -> FedFomoServer:
-        w, clients = federation.task.initial(federation.device), federation.clients
+        w, clients = federation.initial(), federation.clients
         federation.declare(theta=w, previous=w)
         preferences, offered = w.new_zeros(clients, clients), w.new_zeros(clients)
         return FedFomoServer(**Models.initial(federation), preferences=preferences, offered=offered)
 
     def round(self, server: FedFomoServer, federation: Federation, cohort: np.ndarray) -> FedFomoServer:
         """Models for the cohort, weighing and local training there, then what was gained."""
-        clients = torch.as_tensor(cohort, device=federation.device)
+        clients = federation.tensor(cohort)
         chosen, there = self._choose(server, federation, clients)
         each = {"others": server.models[chosen], "there": there.to(server.models.dtype)}
         replies = federation.map(local_training, cohort, each=each)
         order = np.argsort(cohort)
         places = order[np.searchsorted(cohort[order], replies.clients)]
-        answered = torch.as_tensor(replies.clients, device=federation.device)
-        theirs = chosen[torch.as_tensor(places, device=federation.device)]
+        answered = replies.index
+        theirs = chosen[federation.tensor(places)]
         rows = answered[:, None].expand_as(theirs)
         return FedFomoServer(
             **server.received(replies),

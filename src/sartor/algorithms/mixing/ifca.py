@@ -84,7 +84,7 @@ class IFCA(Algorithm):
 
     def start(self, federation: Federation) -> IFCAServer:
         """The initial model, and copies of it with other signs."""
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         models = [w]
         for index in range(1, self.hyper.clusters):
             draws = random.uniform(random.fold(federation.stream("ifca"), index), len(w), w.device)

@@ -24,7 +24,7 @@ class Models:
     @staticmethod
     def initial(federation: Federation) -> dict[str, Any]:
         """Everyone has the initial model, and nobody has trained."""
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         return {"models": w.expand(federation.clients, -1).clone(), "known": w.new_zeros(federation.clients)}
 
     def received(self, replies: Replies) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class PerFedAvg(Algorithm):
     def start(self, federation: Federation) -> Server:
         """The initial model."""
         require_plain_sgd(federation.local, self.name, weight_decay=False)
-        return Server(federation.task.initial(federation.device))
+        return Server(federation.initial())
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Steps on the meta-objective at the cohort, then the mean of the changes."""

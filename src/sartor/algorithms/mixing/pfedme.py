@@ -75,7 +75,7 @@ class PFedMe(Algorithm):
     def start(self, federation: Federation) -> Server:
         """The initial model."""
         require_plain_sgd(federation.local, self.name, weight_decay=False)
-        return Server(federation.task.initial(federation.device))
+        return Server(federation.initial())
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then w ← (1 − β) w + β mean of the w_i."""

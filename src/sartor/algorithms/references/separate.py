@@ -46,7 +46,7 @@ class Separate(Algorithm):
 
     def start(self, federation: Federation) -> Nothing:
         """Every client starts from the initial model."""
-        federation.declare(w_i=federation.task.initial(federation.device))
+        federation.declare(w_i=federation.initial())
         return Nothing()
 
     def round(self, server: Nothing, federation: Federation, cohort: np.ndarray) -> Nothing:

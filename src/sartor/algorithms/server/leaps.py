@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sartor.federation.exchange import Replies
-from sartor.kernels.device import to_device
 from sartor.model.task import Part
 
 
@@ -37,7 +36,7 @@ class Uploads:
 
     def received(self, replies: Replies, history: dict[int, Tensor], now: int) -> Uploads:
         """The last uploads with those that arrived; w^{t1} of who is in time is not known yet."""
-        clients = to_device(replies.clients, replies.device)
+        clients = replies.index
         after = [history[min(now, now - age + 1)] for age in replies.ages.tolist()]
         return Uploads(
             self.start.index_copy(0, clients, replies.given["w"]),

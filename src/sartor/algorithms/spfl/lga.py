@@ -19,9 +19,9 @@ from sartor.algorithms.asynchronous.aging import local_training
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.server.leaps import Uploads, agreement, leap
 from sartor.algorithms.server.stages import spread_out, stages_of
+from sartor.algorithms.server.tables import rows
 from sartor.federation.exchange import NobodyAnswered, Replies
 from sartor.federation.federation import Federation
-from sartor.kernels.device import to_device
 from sartor.settings import setting
 
 
@@ -93,7 +93,7 @@ class LGA(Algorithm):
 
     def start(self, federation: Federation) -> LGAServer:
         """The initial model; nobody has uploaded."""
-        return self._first(federation, federation.task.initial(federation.device))
+        return self._first(federation, federation.initial())
 
     def _first(self, federation: Federation, w: Tensor) -> LGAServer:
         sngs = {stage.name: w.new_zeros(federation.clients) for stage in stages_of(federation.task)}
@@ -128,14 +128,14 @@ class LGA(Algorithm):
         self, server: LGAServer, federation: Federation, replies: Replies, uploads: Uploads
     ) -> Counted:
         """Who answered in time with their updates, and the stragglers with their leaps."""
-        hyper, device, stages = self.hyper, federation.device, stages_of(federation.task)
+        hyper, stages = self.hyper, stages_of(federation.task)
         fresh = replies.ages == 0
         late = replies.clients[~fresh]
         if hyper.estimate == "every-round":
             waiting = federation.running
-            late = np.union1d(late, waiting[server.uploads.known[to_device(waiting, device)].cpu().numpy()])
+            late = np.union1d(late, waiting[rows(server.uploads.known, waiting).cpu().numpy()])
         numbers = np.union1d(replies.clients[fresh], late)
-        clients, is_late = to_device(numbers, device), to_device(np.isin(numbers, late), device)
+        clients, is_late = federation.tensor(numbers), federation.tensor(np.isin(numbers, late))
         own = uploads.rows(clients)
         agreed = spread_out(agreement(own, stages), stages, own.update)
         leaps = leap(own, agreed, server.w, hyper.base, hyper.compensation)

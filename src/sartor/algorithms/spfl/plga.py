@@ -15,11 +15,11 @@ from torch import Tensor
 from sartor.algorithms.base import register
 from sartor.algorithms.server.leaps import Uploads
 from sartor.algorithms.server.stages import spread_out, stages_of
+from sartor.algorithms.server.tables import rows
 from sartor.algorithms.spfl.lga import LGA, Counted, LGAServer
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply
 from sartor.federation.federation import Federation
-from sartor.kernels.device import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,5 @@ class PLGA(LGA):
 
     def personalize(self, server: PLGAServer, cohort: np.ndarray) -> Call:
         """The model that the server made for the client."""
-        clients = to_device(cohort, server.w.device)
-        known = server.uploads.known[clients][:, None]
-        return Call(own_part, each={"w": torch.where(known, server.personal[clients], server.w)})
+        known = rows(server.uploads.known, cohort)[:, None]
+        return Call(own_part, each={"w": torch.where(known, rows(server.personal, cohort), server.w)})

@@ -18,10 +18,10 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.server.similarity import mean_model
 from sartor.algorithms.server.stages import cosines_by_stage, mixed_by_stage, stages_of
+from sartor.algorithms.server.tables import rows
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply
 from sartor.federation.federation import Federation
-from sartor.kernels.device import to_device
 from sartor.model.task import Part
 from sartor.settings import setting
 
@@ -97,11 +97,11 @@ class SPFL(Algorithm):
 
     def start(self, federation: Federation) -> SPFLServer:
         """Everyone has the initial model; all are alike."""
-        return SPFLServer(**self._initial(federation, federation.task.initial(federation.device)))
+        return SPFLServer(**self._initial(federation, federation.initial()))
 
     def _initial(self, federation: Federation, w: Tensor) -> dict[str, Any]:
         clients = federation.clients
-        zeros = torch.zeros(clients, clients, dtype=torch.float64, device=federation.device)
+        zeros = federation.table(clients, dtype=torch.float64)
         return {
             "models": w.expand(clients, -1).clone(),
             "cosines": {stage.name: zeros for stage in stages_of(federation.task)},
@@ -110,10 +110,8 @@ class SPFL(Algorithm):
     def round(self, server: SPFLServer, federation: Federation, cohort: np.ndarray) -> SPFLServer:
         """Local training from the clients' models, refreshed similarities when it is time, new models."""
         stages, starts = stages_of(federation.task), self._starts(server, federation)
-        replies = federation.map(
-            local_training, cohort, each={"w": starts[to_device(cohort, federation.device)]}
-        )
-        clients, delta = to_device(replies.clients, federation.device), replies["delta"]
+        replies = federation.map(local_training, cohort, each={"w": starts[federation.tensor(cohort)]})
+        clients, delta = replies.index, replies["delta"]
         pairs = (clients[:, None], clients[None, :])
         similar = server.cosines
         if self._is_refresh(federation):
@@ -144,7 +142,7 @@ class SPFL(Algorithm):
 
     def personalize(self, server: SPFLServer, cohort: np.ndarray) -> Call:
         """The client's model, from the server."""
-        return Call(personal_model, each={"w": server.models[to_device(cohort, server.models.device)]})
+        return Call(personal_model, each={"w": rows(server.models, cohort)})
 
     def welcome(self, server: SPFLServer, federation: Federation) -> SPFLServer:
         """A newcomer gets the mean of the models."""

@@ -16,7 +16,6 @@ from sartor.algorithms.server.stages import cosines_by_stage, stages_of
 from sartor.algorithms.spfl.spfl import SPFL, SPFLHyper, SPFLServer, local_training, mixing_weights
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.federation import Federation
-from sartor.kernels.device import to_device
 from sartor.settings import setting
 
 
@@ -62,25 +61,20 @@ class SPFLAsync(SPFL):
 
     def start(self, federation: Federation) -> SPFLAsyncServer:
         """Everyone has the initial model; nobody has been heard of."""
-        return self._unheard(federation, federation.task.initial(federation.device))
+        return self._unheard(federation, federation.initial())
 
     def _unheard(self, federation: Federation, w: Tensor) -> SPFLAsyncServer:
         first = self._initial(federation, w)
-        began = torch.full((federation.clients,), -1, device=federation.device)
+        began = federation.table(fill=-1, dtype=torch.int64)
         return SPFLAsyncServer(**first, updates=torch.zeros_like(first["models"]), began=began)
 
     def round(self, server: Any, federation: Federation, cohort: np.ndarray) -> SPFLAsyncServer:
         """Start who is idle; whoever answers gets a new model from all last known updates."""
-        hyper, stages, device = self.hyper, stages_of(federation.task), federation.device
+        hyper, stages = self.hyper, stages_of(federation.task)
         starts = self._starts(server, federation)
-        started = to_device(
-            federation.dispatch(
-                local_training,
-                cohort,
-                each={"w": starts[to_device(cohort, device)]},
-                concurrency=hyper.concurrency,
-            ),
-            device,
+        each = {"w": starts[federation.tensor(cohort)]}
+        started = federation.tensor(
+            federation.dispatch(local_training, cohort, each=each, concurrency=hyper.concurrency)
         )
         models = server.models.index_copy(0, started, starts[started])
         known: SPFLAsyncServer = replace(server, models=models, round=federation.round)
@@ -88,9 +82,9 @@ class SPFLAsync(SPFL):
             replies = federation.collect(within=hyper.deadline)
         except NobodyAnswered:
             return known
-        clients = to_device(replies.clients, device)
+        clients = replies.index
         updates = known.updates.index_copy(0, clients, replies["delta"])
-        began = known.began.index_copy(0, clients, to_device(federation.round - replies.ages, device))
+        began = known.began.index_copy(0, clients, federation.round - replies.age)
         known = replace(known, updates=updates, began=began)
         heard = torch.nonzero(began >= 0).flatten()
         trust = weights_by_age(hyper, known.ages[heard].double())

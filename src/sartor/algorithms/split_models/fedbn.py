@@ -83,10 +83,9 @@ class FedBN(Algorithm):
 
     def start(self, federation: Federation) -> FedBNServer:
         """The initial model, whose BatchNorm layers are everyone's first."""
-        task, device = federation.task, federation.device
-        w = task.initial(device)
+        task, w = federation.task, federation.initial()
         federation.declare(own=task.norms()[0].take(w), trained=w.new_zeros(()))
-        return FedBNServer(w, task.initial_buffers(device))
+        return FedBNServer(w, federation.initial_buffers())
 
     def round(self, server: FedBNServer, federation: Federation, cohort: np.ndarray) -> FedBNServer:
         """Local training at the cohort, then the weighted mean of what is not BatchNorm."""

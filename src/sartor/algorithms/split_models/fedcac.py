@@ -108,7 +108,7 @@ class FedCAC(Algorithm):
 
     def start(self, federation: Federation) -> FedCACServer:
         """The initial model; nothing is critical yet."""
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         federation.declare(own=w, mask=torch.zeros_like(w, dtype=torch.bool))
         return FedCACServer(w, w.new_zeros(()), w.new_zeros(()))
 

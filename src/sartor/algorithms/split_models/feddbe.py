@@ -113,7 +113,7 @@ class FedDBE(Algorithm):
 
     def start(self, federation: Federation) -> FedDBEServer:
         """The initial model; no bias, and the mean features are not known yet."""
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         zero = w.new_zeros(feature_size(federation))
         federation.declare(b_i=zero)
         return FedDBEServer(w, zero, w.new_zeros(()))

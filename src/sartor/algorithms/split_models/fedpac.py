@@ -125,7 +125,7 @@ class FedPAC(Algorithm):
     def start(self, federation: Federation) -> FedPACServer:
         """The initial model, whose head everyone has; no prototypes."""
         start = no_prototypes(federation, self.name)
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         federation.declare(head=federation.task.part("head").take(w), trained=w.new_zeros(()))
         return FedPACServer(start.prototypes, start.known, w, w.new_ones(()))
 

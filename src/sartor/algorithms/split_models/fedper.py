@@ -98,9 +98,9 @@ class FedPer(Algorithm):
 
     def start(self, federation: Federation) -> Server:
         """The initial body; every client starts with the initial personal layers."""
-        task, device = federation.task, federation.device
+        task = federation.task
         part, statistics = task.select(self.hyper.personal)
-        w, buffers = task.initial(device), task.initial_buffers(device)
+        w, buffers = federation.initial(), federation.initial_buffers()
         federation.declare(own=torch.cat([part.take(w), statistics.take(buffers)]))
         return Server(task.rest(part).take(w))
 

@@ -104,7 +104,7 @@ class FedProto(Algorithm):
 
     def start(self, federation: Federation) -> Prototypes:
         """No prototypes; every client starts from the initial model."""
-        federation.declare(w_i=federation.task.initial(federation.device))
+        federation.declare(w_i=federation.initial())
         return no_prototypes(federation, self.name)
 
     def round(self, server: Prototypes, federation: Federation, cohort: np.ndarray) -> Prototypes:

@@ -80,7 +80,7 @@ class FedRoD(Algorithm):
         classes = federation.task.classes
         if classes is None:
             raise SartorError(f"fedrod: needs data with classes; model {federation.task.name} has none")
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         federation.declare(p_i=w.new_zeros(classes * (feature_size(federation) + 1)))
         return Server(w)
 

@@ -28,14 +28,14 @@ def no_prototypes(federation: Federation, method: str) -> Prototypes:
     classes = federation.task.classes
     if classes is None:
         raise SartorError(f"{method}: needs data with classes; model {federation.task.name} has none")
-    w = federation.task.initial(federation.device)
+    w = federation.initial()
     return Prototypes(w.new_zeros(classes, feature_size(federation)), w.new_zeros(classes))
 
 
 def feature_size(federation: Federation) -> int:
     """How many numbers the head of the model is given for a sample."""
-    task, x = federation.task, federation.samples["train"].x[:1]
-    return task.features(task.initial(federation.device), x).flatten(1).shape[1]
+    task, x = federation.task, federation.blank_sample()
+    return task.features(federation.initial(), x).flatten(1).shape[1]
 
 
 def one_hot(batch: Batch, classes: int, dtype: torch.dtype) -> Tensor:

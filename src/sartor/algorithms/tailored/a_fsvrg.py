@@ -89,7 +89,7 @@ class AFSVRG(Algorithm):
         """One model; the clients' feature counts are exchanged."""
         require_plain_sgd(federation.local, self.name)
         present = exchange_counts(federation, self.name, "Λ") if self.hyper.scaled else None
-        w = federation.task.initial(federation.device)[None]
+        w = federation.initial()[None]
         zero, nobody = torch.zeros_like(w), torch.zeros(0, dtype=torch.int64, device=w.device)
         return AFSVRGServer(w, zero, zero, 0, nobody, nobody, nobody, present)
 
@@ -111,7 +111,7 @@ class AFSVRG(Algorithm):
         remained = np.searchsorted(first.clients[able], second.clients)
         return replace(
             self.accelerated(server, w, gradient),
-            clients=torch.from_numpy(second.clients).to(w.device),
+            clients=second.index,
             groups=found.members,
             preferences=choice[remained],
         )

@@ -72,7 +72,7 @@ class FedADC(Algorithm):
     def start(self, federation: Federation) -> FedADCServer:
         """The initial model and no momentum."""
         require_plain_sgd(federation.local, self.name)
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         return FedADCServer(w, torch.zeros_like(w))
 
     def round(self, server: FedADCServer, federation: Federation, cohort: np.ndarray) -> FedADCServer:

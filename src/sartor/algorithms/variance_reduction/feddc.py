@@ -72,7 +72,7 @@ class FedDC(Algorithm):
     def start(self, federation: Federation) -> FedDCServer:
         """The initial model; no drift and no correction."""
         require_plain_sgd(federation.local, self.name)
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         federation.declare(h_i=torch.zeros_like(w), c_i=torch.zeros_like(w))
         return FedDCServer(w, torch.zeros_like(w), torch.zeros_like(w))
 

@@ -78,17 +78,17 @@ def exchange_counts(federation: Federation, name: str, symbol: str) -> Tensor | 
 
     None for a model that has no raw features, which the log says.
     """
-    task, device = federation.task, federation.device
+    task = federation.task
     features = task.raw_features
     if features is None:
         log.warning("%s: model %s is not linear in raw features: %s and A are 1", name, task.name, symbol)
         return None
-    zero = torch.zeros(features, dtype=task.dtype, device=device)
+    zero = federation.initial().new_zeros(features)
     federation.declare(s_k=torch.ones_like(zero))
     replies = federation.map(feature_counts, np.arange(federation.clients), {"zero": zero})
     frequency = replies.sum("counts") / replies.n.sum().clamp(min=1)  # φ^j = n^j / n
     federation.map(scaling, replies.clients, {"frequency": frequency}, {"counts": replies["counts"]})
-    present = torch.zeros(federation.clients, features, dtype=torch.bool, device=device)
+    present = federation.table(features, fill=False, dtype=torch.bool)
     present[replies.clients] = replies["counts"] > 0
     return present
 
@@ -123,7 +123,7 @@ class FSVRG(Algorithm):
         """The initial model; the clients' feature counts are exchanged."""
         require_plain_sgd(federation.local, self.name)
         present = exchange_counts(federation, self.name, "S") if self.hyper.scaled else None
-        return FSVRGServer(federation.task.initial(federation.device), present)
+        return FSVRGServer(federation.initial(), present)
 
     def round(self, server: FSVRGServer, federation: Federation, cohort: np.ndarray) -> FSVRGServer:
         """The gradients at w, then local training with their mean, then the scaled step."""

@@ -70,7 +70,7 @@ class LoSAC(Algorithm):
     def start(self, federation: Federation) -> LoSACServer:
         """The initial model; no gradient is known yet."""
         require_plain_sgd(federation.local, self.name, weight_decay=False)
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         federation.declare(phi_i=torch.zeros_like(w))
         return LoSACServer(w, torch.zeros_like(w))
 

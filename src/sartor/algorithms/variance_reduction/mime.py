@@ -74,7 +74,7 @@ class Mimic(Algorithm):
         """The initial model; statistics start at zero, without bias correction."""
         kind = self.hyper.optimizer
         require_plain_sgd(federation.local, self.name, weight_decay=kind == "sgd")
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         m = None if kind == "sgd" else torch.zeros_like(w)
         return MimeServer(w, m, torch.zeros_like(w) if kind == "adam" else None)
 
@@ -132,4 +132,4 @@ class MimeSVRG(Mime):
     def start(self, federation: Federation) -> MimeServer:
         """The initial model; SGD has no statistics."""
         require_plain_sgd(federation.local, self.name)
-        return MimeServer(federation.task.initial(federation.device))
+        return MimeServer(federation.initial())

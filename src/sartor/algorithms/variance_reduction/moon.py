@@ -76,10 +76,10 @@ class MOON(Algorithm):
 
     def start(self, federation: Federation) -> Server:
         """The initial model; nobody has trained yet."""
-        task, device = federation.task, federation.device
+        task = federation.task
         task.part("head")  # an error that says how to declare it, before any training
-        w = task.initial(device)
-        previous = torch.cat([w, task.initial_buffers(device)])
+        w = federation.initial()
+        previous = torch.cat([w, federation.initial_buffers()])
         federation.declare(previous=previous, seen=w.new_zeros(()))
         return Server(w)
 

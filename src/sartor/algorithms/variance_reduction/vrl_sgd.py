@@ -63,7 +63,7 @@ class VRLSGD(Algorithm):
     def start(self, federation: Federation) -> VRLServer:
         """The initial model; no client deviates yet."""
         require_plain_sgd(federation.local, self.name)
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         federation.declare(d_i=torch.zeros_like(w), y_i=w)
         return VRLServer(w, w.new_ones(()))
 

@@ -20,7 +20,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -32,15 +32,25 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from sartor import random
 from sartor.client.local import Batches, Client
+from sartor.data.clients import ClientData
+from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.schedule import Plan, bucket, plan, scan_table
 from sartor.errors import NotStackable, SartorError
-from sartor.federation.exchange import ClientError, ClientFunction, Outcome, Work, norms_of
-from sartor.federation.federation import Federation
+from sartor.federation.exchange import (
+    NOBODY,
+    ClientError,
+    ClientFunction,
+    Outcome,
+    Work,
+    checked_reply,
+    norms_of,
+)
 from sartor.federation.functions import name_of
+from sartor.federation.settings import FederationSettings
 from sartor.kernels import products
-from sartor.kernels.device import free_bytes, to_device
+from sartor.kernels.device import digits, free_bytes, to_device
 from sartor.kernels.gpu import has_tensor_cores
-from sartor.model.task import Batch
+from sartor.model.task import Batch, Task
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +91,7 @@ class _Rows(NamedTuple):
     arguments: dict[str, Tensor]
     buffers: tuple[Tensor, ...]
     origins: tuple[Tensor, ...] = ()
-    """Where several runs share the engine: a client's number in its own run, and that run's seed."""
+    """Where clients are not those of one run in order: a client's number in its run, and that run's seed."""
 
 
 class _Fixed(NamedTuple):
@@ -98,6 +108,8 @@ class _Program:
 
     function: ClientFunction
     hyper: Any
+    round: int = 0
+    """The server's round of the call under way, for messages."""
     scans: list[Batches] | None = None
     steps: dict[Hashable, _Traced] = field(default_factory=dict)
     parts: dict[int, tuple[Batches | None, _Traced]] = field(default_factory=dict)
@@ -132,47 +144,39 @@ class _Graph:
         return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
 
 
-class StackedFederation(Federation):
+class StackedEngine(LocalEngine):
     """Runs client functions for many clients at once, in chunks that fit into memory.
 
-    ``chunk`` and ``lanes`` limit how many clients are held and stepped at once (0: as many as fit).
-    ``compile`` puts the traced step through ``torch.compile``. ``graphs`` captures calls as CUDA graphs.
+    Of its settings, ``chunk`` and ``lanes`` limit how many clients are held and stepped at once (0: as many
+    as fit), ``compile`` puts the traced step through ``torch.compile``, ``graphs`` captures calls on CUDA.
     """
 
-    engine = "stacked"
+    name = "stacked"
 
     def __init__(
-        self,
-        *arguments: Any,
-        chunk: int = 0,
-        lanes: int = 0,
-        compile: bool = False,
-        graphs: bool = True,
-        **settings: Any,
+        self, task: Task, data: ClientData, settings: FederationSettings, origins: Origins | None = None
     ) -> None:
-        super().__init__(*arguments, **settings)
-        self.chunk, self.lanes, self.compile = chunk, lanes, compile
-        self.graphs = graphs and self.device.type == "cuda"
+        super().__init__(task, data, settings, origins)
+        self.chunk, self.lanes, self.compile = settings.chunk, settings.lanes, settings.compile
+        self.graphs = settings.graphs and self.device.type == "cuda"
         self._programs: dict[Hashable, _Program] = {}
         self._captured: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self._pool: Any = None
         self._origins: Tensor | None = None
-        """For an engine that several runs share: each client's number in its run, and that run's seed."""
+        """Each client's number in its run, and that run's seed, where they are not as they come."""
+        if origins is not None:
+            self._origins = to_device(np.stack([origins.numbers, origins.seeds]), self.device)
         self._plans: dict[Hashable, Plan] = {}
         self._cohorts: dict[bytes, Tensor] = {}
         self._counted: dict[int, Tensor] = {}
         self._known: tuple[Any, str] | None = None
-        self._samples = torch.compile(scan_table, dynamic=False) if compile else scan_table
-        if compile:  # PyTorch's default precision is meant; its hint that there is a coarser one is no news
+        self._samples = torch.compile(scan_table, dynamic=False) if self.compile else scan_table
+        if self.compile:  # PyTorch's default precision is meant; its hint at a coarser one is no news
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
         train = self.samples["train"]
         few = min(2, len(train.y))
         self.task.require_stackable(train.x[:few], train.y[:few])
         self._activations = self.task.activations(train.x)
-
-    def share(self, numbers: np.ndarray, seeds: np.ndarray) -> None:
-        """Let the clients belong to several runs: their numbers there, and the seeds of those runs."""
-        self._origins = to_device(np.stack([numbers, seeds]), self.device)
 
     @cached_property
     def _counts(self) -> Tensor:
@@ -181,16 +185,21 @@ class StackedFederation(Federation):
 
     # A call, chunk by chunk -----------------------------------------------------------------------
 
+    def run(self, work: Work) -> Outcome:
+        """Run the function at all these clients, as many at once as memory allows."""
+        with torch.no_grad(), digits(self.settings.precision):
+            return self._run(work)
+
     def _run(self, work: Work) -> Outcome:
         clients = len(work.numbers)
         if not clients:
-            return Outcome({}, {}, None)
+            return NOBODY
         if not self.chunk:
             self.chunk = self._fitting_chunk()
         while True:
             try:
                 sent, kept, after, norms = self._chunks(work, self.chunk)
-                return Outcome(sent, kept, after[0] if after else None, norms or None)
+                return Outcome(work.numbers, sent, kept, after[0] if after else None, norms or None)
             except (torch.OutOfMemoryError, MemoryError):
                 if min(self.chunk, clients) == 1:
                     raise
@@ -212,12 +221,7 @@ class StackedFederation(Federation):
             taken = order[first : first + size]
             places = np.concatenate([taken, np.repeat(taken[:1], size - len(taken))])
             index = to_device(places, self.device)
-            own = {name: value[index] for name, value in work.own.items()}
-            buffers = work.buffers
-            if buffers is not None and buffers.dim() == 2:
-                buffers = buffers[index]
-            numbers, rounds = work.numbers[places], work.rounds[places]
-            result = self._chunk(replace(work, numbers=numbers, rounds=rounds, own=own, buffers=buffers))
+            result = self._chunk(work.rows(places, index))
             results.append(tree_map(partial(_first, len(taken)), result))
         back = to_device(np.argsort(order, kind="stable"), self.device)
         joined: _Checked = tree_map(lambda *pieces: torch.cat(pieces)[back], *results)
@@ -225,8 +229,8 @@ class StackedFederation(Federation):
 
     def _fitting_chunk(self) -> int:
         """How many clients fit: some copies of the model and a batch's activations, with room to spare."""
-        width = self.local.batch or int(self.samples["train"].counts.max(initial=1))
-        numbers = 8 * self.task.size + 4 * max(width, self.evaluation_batch) * self._activations
+        width = self.settings.local.batch or int(self.samples["train"].counts.max(initial=1))
+        numbers = 8 * self.task.size + 4 * max(width, self.settings.evaluation_batch) * self._activations
         # Twice the samples that are fetched for a client: where they are laid out, and on the way there.
         numbers += 2 * sum(samples.fetched for samples in self.samples.values())
         return max(1, int(0.7 * free_bytes(self.device)) // (numbers * self.task.initial().element_size()))
@@ -243,6 +247,7 @@ class StackedFederation(Federation):
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = _Program(work.function, work.hyper)
+        program.round = work.round
         plans = None
         if program.scans is not None:
             for split in {batches.split for batches in program.scans}:
@@ -419,17 +424,17 @@ class StackedFederation(Federation):
 
         client = Client(
             task=self.task,
-            local=self.local,
+            local=self.settings.local,
             scan=scan,
             number=rows.origins[0] if rows.origins else rows.number,
             round=rows.round,
             counts=rows.counts,
             buffers=buffers,
-            frozen=self.policy == "freeze",
-            evaluation_batch=self.evaluation_batch,
+            frozen=self.settings.buffers == "freeze",
+            evaluation_batch=self.settings.evaluation_batch,
         )
         result = program.function(client, program.hyper, **fixed.arguments, **rows.arguments)
-        reply = self._reply(program.function, result)
+        reply = checked_reply(program.function, result, self.task.dtype, self.device)
         trained = () if client.buffers is None or client.buffers is buffers else (client.buffers,)
         return reply.sent, reply.kept, trained
 
@@ -459,7 +464,7 @@ class StackedFederation(Federation):
             carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
         places = self._counting(shape.places)
         size = rows.counts[batches.split]
-        number, seed = rows.origins or (None, self.seed)
+        number, seed = rows.origins or (None, self.settings.seed)
         index, real = self._samples(
             batches,
             random.stream(seed, batches.stream),
@@ -516,7 +521,7 @@ class StackedFederation(Federation):
             weight = None
             if not plan.shape.full:
                 weight = (torch.arange(plan.shape.width, device=x.device) < real).to(self.task.dtype)
-            number, seed = rows.origins or (rows.number, self.seed)
+            number, seed = rows.origins or (rows.number, self.settings.seed)
             key = random.stream(seed, "layers", rows.round, number, turn) if self.task.draws else 0
             try:
                 self._replay(program, fixed, rows, memo)
@@ -590,7 +595,7 @@ class StackedFederation(Federation):
             cure = "engine.name=loop runs one client at a time"
             return NotStackable(f"{name_of(program.function)} cannot be stacked ({first}); {cure}")
         cure = "engine.name=loop names the client"
-        return ClientError(f"{name_of(program.function)}, round {self.round}: {first}; {cure}")
+        return ClientError(f"{name_of(program.function)}, round {program.round}: {first}; {cure}")
 
     # Plans ----------------------------------------------------------------------------------------
 

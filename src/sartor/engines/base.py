@@ -1,0 +1,48 @@
+"""What engines share that run clients here: the clients' samples on a device, and who they are in the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sartor.data.clients import ClientData, Split
+from sartor.engines.samples import Samples, samples_of
+from sartor.federation.engine import Engine
+from sartor.federation.settings import FederationSettings
+from sartor.model.task import Task
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Who an engine's clients are, where they are not those of one run from the first to the last."""
+
+    numbers: np.ndarray
+    """Each client's number in its run: what keys its randomness."""
+    seeds: np.ndarray
+    """The seed of its run."""
+
+
+class LocalEngine(Engine):
+    """An engine with the samples of all its clients at hand.
+
+    Clients are those of one run in order; ``origins`` says otherwise where a node has some of them or several
+    runs share an engine.
+    """
+
+    def __init__(
+        self, task: Task, data: ClientData, settings: FederationSettings, origins: Origins | None = None
+    ) -> None:
+        self.task, self.settings, self.origins = task, settings, origins
+        self.device = torch.device(settings.device)
+        self.names = tuple(data.names)
+        splits = {"train": data.train, "test": data.test, "validation": data.validation}
+        self.samples: dict[str, Samples] = {
+            name: samples_of(split, self.device) for name, split in splits.items() if split is not None
+        }
+        everyone = np.zeros(data.clients, dtype=np.int64)
+        pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + len(data.pooled_y))
+        self.samples["pooled"] = samples_of(pooled, self.device)
+        self.counts = {name: samples.counts for name, samples in self.samples.items()}
+        self.blank = torch.zeros_like(self.samples["train"].x[:1])
