@@ -67,7 +67,7 @@ def federation_of(module: nn.Module, features: int, clients: int, device: str) -
 
 def central(algorithm: Algorithm, federation: Federation, clients: int, models: int, means: bool) -> Any:
     """The server's work of one round on drawn replies, as a function without arguments."""
-    task, device = federation.task, federation.device
+    task, device = federation.task, federation.engine.device
     generator = torch.Generator(device).manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -108,8 +108,10 @@ def measure(
     name: str, federation: Federation, clients: int, models: int, repeats: int, means: bool
 ) -> dict[str, Any]:
     algorithm = make(registered()[name], groups=models)
-    federation.states = type(federation.states)(federation.clients, federation.device)
-    taken = seconds(central(algorithm, federation, clients, models, means), str(federation.device), repeats)
+    federation.states = type(federation.states)(federation.clients, federation.engine.device)
+    taken = seconds(
+        central(algorithm, federation, clients, models, means), str(federation.engine.device), repeats
+    )
     return {
         "method": name,
         "clients": clients,

@@ -62,7 +62,7 @@ class Diversity(Algorithm):
     Hyper = DiversityHyper
 
     def start(self, federation: Any) -> Models:
-        w = federation.task.initial(federation.device)
+        w = federation.initial()
         federation.declare(w_i=w)
         return Models(w.expand(federation.clients, -1).clone())
 

@@ -101,7 +101,7 @@ def test_running_out_of_memory_halves_the_chunk() -> None:
     hoard = torch.empty(
         int(torch.cuda.mem_get_info()[0] * 0.999) - (24 << 20), dtype=torch.uint8, device="cuda"
     )
-    federation.chunk = 8
+    federation.engine.chunk = 8  # type: ignore[attr-defined]
     try:
         server = algorithm.round(server, federation, np.arange(8))
     except torch.OutOfMemoryError:

@@ -16,7 +16,8 @@ from helpers import RAGGED, classification, federation_of, model_task, module_of
 from sartor.algorithms import make, registered
 from sartor.client.local import Client
 from sartor.data.clients import ClientData
-from sartor.engines.stacked.engine import StackedFederation
+from sartor.engines.loop import LoopEngine
+from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
 from sartor.federation.clock import Conditions, World
@@ -277,7 +278,7 @@ def test_running_out_of_memory_halves_the_chunk_and_changes_nothing(
     data, task = vectors(), plain()
     everyone = [[0, 1, 2, 3, 4, 5]] * 2
     expected = ended("separate", federation_of("loop", task, data, local={"batch": 8}), everyone)
-    usual = StackedFederation._chunk
+    usual = StackedEngine._chunk
     tried: list[int] = []
 
     def short_of_memory(self: Any, work: Work) -> Any:
@@ -286,10 +287,11 @@ def test_running_out_of_memory_halves_the_chunk_and_changes_nothing(
             raise error("no memory for that many")
         return usual(self, work)
 
-    monkeypatch.setattr(StackedFederation, "_chunk", short_of_memory)
+    monkeypatch.setattr(StackedEngine, "_chunk", short_of_memory)
     federation = federation_of("stacked", task, data, local={"batch": 8}, chunk=6)
     found = ended("separate", federation, everyone)
-    assert federation.chunk in (1, 2)
+    assert isinstance(federation.engine, StackedEngine)
+    assert federation.engine.chunk in (1, 2)
     assert max(tried) == 6
     assert sum(count > 2 for count in tried) <= 2  # it remembers
     assert_close(expected, found, 1e-11)
@@ -299,7 +301,7 @@ def test_running_out_of_memory_for_one_client_is_the_end(monkeypatch: pytest.Mon
     def never(*arguments: Any) -> Any:
         raise MemoryError("nothing left")
 
-    monkeypatch.setattr(StackedFederation, "_chunk", never)
+    monkeypatch.setattr(StackedEngine, "_chunk", never)
     federation = federation_of("stacked", network(), vectors(), chunk=6)
     with pytest.raises(MemoryError, match="nothing left"):
         federation.map(lambda c, h: Reply(n=c.n), range(6))
@@ -615,14 +617,14 @@ def test_a_client_function_that_branches_on_data_runs_on_the_loop_alone() -> Non
 
 
 def test_a_chunk_is_never_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = StackedFederation._chunk
+    usual = StackedEngine._chunk
     held: list[int] = []
 
     def noting(self: Any, work: Work) -> Any:
         held.append(len(work.numbers))
         return usual(self, work)
 
-    monkeypatch.setattr(StackedFederation, "_chunk", noting)
+    monkeypatch.setattr(StackedEngine, "_chunk", noting)
     task, data = quadratics(torch.zeros(18, 2), torch.ones(18, 2))
     federation_of("stacked", task, data, chunk=9).map(lambda c, h: Reply(n=c.n), range(18))
     assert max(held) <= 9
@@ -681,7 +683,8 @@ def test_the_loop_lays_channels_last(channels: int) -> None:
 
     federation.map(look, [0, 1])
     assert {strides[1] for strides in seen} == {1}
-    assert torch.equal(federation.samples["train"].x, data.train.x)
+    assert isinstance(federation.engine, LoopEngine)
+    assert torch.equal(federation.engine.samples["train"].x, data.train.x)
 
 
 @pytest.mark.slow
@@ -693,5 +696,5 @@ def test_a_compiled_run_equals_the_loop(name: str) -> None:
     expected = ended(name, federation_of("loop", task, data, local={"batch": 8}), cohorts)
     federation = federation_of("stacked", task, data, local={"batch": 8}, compile=True)
     assert_close(expected, ended(name, federation, cohorts), 1e-8)
-    assert isinstance(federation, StackedFederation)
-    assert any(program.parts for program in federation._programs.values())
+    assert isinstance(federation.engine, StackedEngine)
+    assert any(program.parts for program in federation.engine._programs.values())

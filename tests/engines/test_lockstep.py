@@ -24,7 +24,7 @@ from sartor.client.local import Client
 from sartor.commands.main import app
 from sartor.data.clients import ClientData, lazy_clients
 from sartor.engines.lockstep import Maker, fit_together, in_lockstep
-from sartor.engines.stacked.engine import StackedFederation
+from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation, Reply
 from sartor.model.task import Task
@@ -233,13 +233,13 @@ def test_pooled_test_data_are_those_of_the_own_seed(tmp_path: Path) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many clients each call of an engine is for."""
     calls: list[int] = []
-    usual = StackedFederation._run
+    usual = StackedEngine.run
 
-    def counting(self: StackedFederation, work: Any) -> Any:
+    def counting(self: StackedEngine, work: Any) -> Any:
         calls.append(len(work.numbers))
         return usual(self, work)
 
-    monkeypatch.setattr(StackedFederation, "_run", counting)
+    monkeypatch.setattr(StackedEngine, "run", counting)
     return calls
 
 
@@ -316,10 +316,10 @@ def test_what_is_wrong_with_the_program_is_raised(tmp_path: Path, monkeypatch: p
 def test_an_error_of_the_engine_ends_all_that_asked(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: StackedFederation, *arguments: Any, **settings: Any) -> Any:
+    def failing(self: StackedEngine, *arguments: Any, **settings: Any) -> Any:
         raise SartorError("no engine today")
 
-    monkeypatch.setattr(StackedFederation, name, failing)
+    monkeypatch.setattr(StackedEngine, name, failing)
     found = together([prepared("fedavg", seed) for seed in SEEDS], tmp_path)
     assert [str(error) for error in found] == ["no engine today"] * 3
 
@@ -347,16 +347,16 @@ def test_ctrl_c_lets_every_seed_end_its_round(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, calls = StackedFederation._run, 0
+    usual, calls = StackedEngine.run, 0
 
-    def stopped(self: StackedFederation, work: Any) -> Any:
+    def stopped(self: StackedEngine, work: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
         return usual(self, work)
 
-    monkeypatch.setattr(StackedFederation, "_run", stopped)
+    monkeypatch.setattr(StackedEngine, "run", stopped)
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
         together([prepared("fedavg", seed) for seed in SEEDS], tmp_path)

@@ -17,8 +17,8 @@ from helpers import classification, federation_of, model_task
 from sartor.data import lazy_clients, prepare
 from sartor.data.clients import ClientData, LazySplit
 from sartor.data.features import Hog
+from sartor.engines.samples import LazySamples
 from sartor.errors import DataError
-from sartor.federation.samples import LazySamples
 from sartor.runs.evaluation import evaluated_clients
 from sartor.runs.experiment import Evaluate
 
@@ -103,7 +103,7 @@ def test_captured_calls_see_the_samples_fetched_last() -> None:
         task = model_task("mlp", data, hidden=6)
         federation = federation_of("stacked", task, data, local={"batch": 8}, device="cuda")
         found.append(ended("scaffold", federation, cohorts))
-        assert any(graph is not None for graph in federation._captured.values())  # type: ignore[attr-defined]
+        assert any(graph is not None for graph in federation.engine._captured.values())  # type: ignore[attr-defined]
     assert_close(found[0], found[1], 1e-5)
 
 
@@ -115,7 +115,7 @@ def losses_of(client: Any, hyper: Any, w: torch.Tensor) -> Any:
 def test_loops_over_images_keep_their_layout() -> None:
     data = lazy()
     federation = federation_of("loop", model_task("mlp", data, hidden=3), data)
-    samples = federation.samples["train"]
+    samples = federation.engine.samples["train"]  # type: ignore[attr-defined]
     assert isinstance(samples, LazySamples)
     assert samples.of(4)[0].is_contiguous(memory_format=torch.channels_last)
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import sartor
 from helpers import classification, federation_of, flat, module_of, play
 from sartor.algorithms import make, registered
+from sartor.engines.base import LocalEngine
 from sartor.errors import NotStackable, SartorError
 from sartor.federation import Federation, Reply
 from sartor.model.networks import MODELS
@@ -757,12 +758,13 @@ def test_layers_that_a_cohort_can_share_are_stackable(layer: Callable[[], nn.Mod
 def test_shared_evaluation_uses_each_clients_own_statistics() -> None:
     federation, task, server = trained("local", "stacked", [[0, 1, 2, 3]])
     cells = evaluate(make(registered()["fedavg"]), server, federation, Evaluate())
-    test = federation.samples["test"]
+    assert isinstance(federation.engine, LocalEngine)
+    test, pool = federation.engine.samples["test"], federation.engine.samples["pooled"]
     for client in range(4):
         rows = slice(int(test.start[client]), int(test.start[client]) + int(test.count[client]))
         batch = Batch(test.x[rows], test.y[rows])
         own_loss = task.losses(server.w, batch, federation.states["buffers"][client]).mean()
         assert float(cells["shared_local"].loss[client]) == pytest.approx(float(own_loss), rel=1e-6)
-    pooled = Batch(federation.samples["pooled"].x, federation.samples["pooled"].y)
+    pooled = Batch(pool.x, pool.y)
     mean_loss = task.losses(server.w, pooled, federation.mean_buffers).mean()
     assert float(cells["shared_pooled"].loss[0]) == pytest.approx(float(mean_loss), rel=1e-6)
