@@ -19,11 +19,11 @@ from torch import Tensor
 
 from sartor import random
 from sartor.algorithms.base import Algorithm
-from sartor.runs.experiment import Evaluate
-from sartor.federation.federation import Federation
-from sartor.federation.exchange import Call, ClientFunction, Reply
 from sartor.client.local import Client
+from sartor.federation.exchange import Call, ClientFunction, Reply
+from sartor.federation.federation import Federation
 from sartor.federation.functions import maker
+from sartor.runs.experiment import Evaluate
 from sartor.runs.metrics import scores, spread
 
 CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")

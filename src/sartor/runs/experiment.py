@@ -27,17 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from sartor.algorithms import registered
+from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
+from sartor.data.settings import OWN_DATA, Data, FeaturesChoice, PartitionChoice
 from sartor.data.sources import SOURCES
+from sartor.engines.settings import Engine
 from sartor.errors import SettingError
 from sartor.federation.clock import AVAILABILITY, DELAYS
-from sartor.model.networks import MODELS
-from sartor.client.settings import Local
-from sartor.data.settings import Data, FeaturesChoice, OWN_DATA, PartitionChoice
-from sartor.engines.settings import Engine
 from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
-from sartor.model.networks import ModelChoice
+from sartor.model.networks import MODELS, ModelChoice
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
 if sys.version_info >= (3, 11):

@@ -22,31 +22,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from sartor import random
-
-from sartor.runs import checkpoint
 from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
-from sartor.runs.checkpoint import Checkpoint
+from sartor.client.local import Batches
 from sartor.data.clients import ClientData, LazySplit, prepare
 from sartor.data.loaders import from_folder, from_table
 from sartor.data.partitions import Partition, apply, make_partition
-from sartor.data.sources import load_source
-from sartor.errors import SartorError, SettingError
-from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of
 from sartor.data.settings import OWN_DATA
-from sartor.federation.settings import Cohort
-from sartor.runs.experiment import Experiment, fingerprint
+from sartor.data.sources import load_source
 from sartor.engines import choose_engine, make_federation
-from sartor.federation import Federation
 from sartor.engines import sharded as distributed
+from sartor.engines.lockstep import Maker, in_lockstep
+from sartor.errors import SartorError, SettingError
+from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.federation.exchange import NobodyAnswered
+from sartor.federation.settings import Cohort
 from sartor.kernels.device import free_bytes
-from sartor.engines.lockstep import Maker, in_lockstep
-from sartor.client.local import Batches
 from sartor.model.networks import make_task
-from sartor.runs.record import NotWritten, RunFolder, environment, hash_of
 from sartor.model.task import Task
+from sartor.runs import checkpoint
+from sartor.runs.checkpoint import Checkpoint
+from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of
+from sartor.runs.experiment import Experiment, fingerprint
+from sartor.runs.record import NotWritten, RunFolder, environment, hash_of
 from sartor.runs.tracking import check as check_trackers
 from sartor.runs.tracking import tracked
 
