@@ -109,6 +109,7 @@ def part_of(data: ClientData, numbers: Sequence[int]) -> ClientData:
         data.classes,
         f"{data.hash} {numbers}",
         data.name,
+        data.labels,
     )
 
 

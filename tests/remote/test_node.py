@@ -175,6 +175,7 @@ def opened(folder: Path | None = None) -> Node:
         "clients": 6,
         "numbers": [1, 4],
         "classes": 4,
+        "labels": None,
         "buffers": "average",
         "at": 0,
         "without": [],

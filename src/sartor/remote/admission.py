@@ -15,9 +15,12 @@ import numpy as np
 import torch
 
 from sartor.data.clients import ClientData, Moments, Split
+from sartor.data.labels import check_labels, listed, other_kind
+from sartor.errors import DataError
 from sartor.remote.messages import DTYPES
 from sartor.remote.requests import Failed, Letter, Post
 from sartor.runs.experiment import Experiment, to_mapping
+from sartor.settings import shown
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Introduction:
     process: str
     """Which process of the node this is."""
     moments: Moments | None
+    labels: tuple[str, ...] | None = None
+    """The names of its classes, where its labels are texts."""
 
     @property
     def samples(self) -> str:
@@ -118,6 +123,15 @@ def _introduction(header: Mapping[str, Any], groups: Any, normalised: bool) -> I
         raise ValueError("shape")
     if classes is not None and not (type(classes) is int and 0 < classes < 2**24):
         raise ValueError("classes")
+    labels = None
+    if header["labels"] is not None:
+        labels = tuple(header["labels"])
+        try:
+            check_labels(labels)
+        except DataError as error:
+            raise ValueError(f"labels: {error}") from None
+        if type(header["labels"]) is not list or len(labels) != classes:
+            raise ValueError("labels")
     moments = None
     if normalised:
         number, mean, squares = header["number"], groups["moments"]["mean"], groups["moments"]["squares"]
@@ -127,24 +141,45 @@ def _introduction(header: Mapping[str, Any], groups: Any, normalised: bool) -> I
             raise ValueError("moments")
         moments = Moments(number, mean, squares)
     hash, process = str(header["hash"])[:128], str(header["process"])[:128]
-    return Introduction(names, counts, shape, dtype, classes, hash, process, moments)
+    return Introduction(names, counts, shape, dtype, classes, hash, process, moments, labels)
 
 
-def misfit(met: Introduction, others: Iterable[Introduction]) -> str | None:
-    """Why a node cannot take part beside others that do; None if it can."""
+def misfit(
+    met: Introduction, others: Iterable[Introduction], labels: tuple[str, ...] | None = None
+) -> str | None:
+    """Why a node cannot take part beside others that do; None if it can. ``labels`` are set beforehand."""
     for other in others:
         taken = set(met.names) & set(other.names)
         if taken:
             return f"client {min(taken)!r} is at another node already; give each client a name of its own"
         if met.samples != other.samples:
             return f"its samples are {met.samples}, those of the others {other.samples}"
-    return None
+        if (met.labels is None) != (other.labels is None):
+            return unknown_label(met, other.labels)
+    return None if labels is None else unknown_label(met, labels)
 
 
-def assemble(introductions: Mapping[int, Introduction]) -> ClientData:
+def unknown_label(met: Introduction, labels: tuple[str, ...] | None) -> str | None:
+    """Why the labels of a node are not those of a run with these classes; None if they are."""
+    kind = other_kind(met.labels, labels)
+    if kind is not None:
+        return (
+            f"{kind}; give all nodes labels of one kind, or name the classes in the experiment "
+            "(data.labels): labels in CSV files are texts then"
+        )
+    unknown = sorted(set(met.labels or ()) - set(labels or ()))
+    if not unknown:
+        return None
+    return (
+        f"its label {shown(unknown[0])} is not among the classes of the run, {listed(labels or ())}; "
+        "correct it, leave its samples out, or start a run with it in data.labels"
+    )
+
+
+def assemble(introductions: Mapping[int, Introduction], labels: tuple[str, ...] | None = None) -> ClientData:
     """The clients of all nodes in the order of their names, as the server sees them: without samples.
 
-    The nodes must belong together, by :func:`misfit`.
+    The nodes must belong together, by :func:`misfit`. Their classes are ``labels``, or all that they name.
     """
     first = next(iter(introductions.values()))
     rows: dict[str, tuple[Introduction, int]] = {}
@@ -152,6 +187,9 @@ def assemble(introductions: Mapping[int, Introduction]) -> ClientData:
         rows |= {name: (met, place) for place, name in enumerate(met.names)}
     names = tuple(sorted(rows))
     classes = None if first.classes is None else max(met.classes or 0 for met in introductions.values())
+    if labels is None and first.labels is not None:
+        labels = tuple(sorted({label for met in introductions.values() for label in met.labels or ()}))
+    classes = classes if labels is None else len(labels)
     # One sample of zeros stands for all, so that a model can be tried on it.
     x = torch.zeros((1, *first.shape), dtype=DTYPES[first.dtype])
     y = torch.zeros(1, dtype=x.dtype if classes is None else torch.int64)
@@ -171,4 +209,5 @@ def assemble(introductions: Mapping[int, Introduction]) -> ClientData:
         classes=classes,
         hash=hashlib.sha256(repr(hashes).encode()).hexdigest(),
         name="own",
+        labels=labels,
     )

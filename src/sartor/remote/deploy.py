@@ -138,7 +138,7 @@ def serve_on(
 ) -> Result:
     """Run an experiment with the nodes of a grid, or continue the run of a folder with them."""
     met = _await(Reception(Post(grid, service.deadline), experiment), grid, experiment, service)
-    data = assemble(met)
+    data = assemble(met, experiment.data.labels)
     _say(f"{len(met)} nodes with {data.clients} clients; {experiment.algorithm} begins")
     told = experiment
     opened: list[FlowerFederation] = []
@@ -171,7 +171,7 @@ def _await(
             if isinstance(answer, Failed):
                 log.warning("node %d: %s: %s", node, answer.kind, answer)
                 continue
-            reason = misfit(answer, met.values())
+            reason = misfit(answer, met.values(), experiment.data.labels)
             if reason is not None:
                 log.warning("node %d: refused: %s", node, reason)
                 reception.refuse(node, reason)
@@ -223,12 +223,16 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
         raise SettingError(f"{path}: a table needs --client-column and --label-column too")
 
     def load(experiment: Experiment) -> ClientData:
-        options: dict[str, Any] = {"validation_fraction": experiment.data.validation, "seed": experiment.seed}
+        options: dict[str, Any] = {
+            "validation_fraction": experiment.data.validation,
+            "seed": experiment.seed,
+            "labels": experiment.data.labels,
+        }
         if path.is_dir():
             return from_folder(path, **options)
         if path.suffix in TABLES:
             return from_table(path, str(client_column), str(label_column), **options)
-        return from_clients({name or path.stem: read_client(path)}, **options)
+        return from_clients({name or path.stem: read_client(path)}, name=path.name, **options)
 
     return load
 

@@ -27,7 +27,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from sartor.algorithms import registered
-from sartor.data.clients import SPLITS, ClientData, Moments, Split, prepare
+from sartor.data.clients import SPLITS, ClientData, Moments, Split, prepare, relabel
 from sartor.engines import choose_engine, make_federation
 from sartor.errors import SartorError
 from sartor.federation import Federation
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 Load = Callable[[Experiment], ClientData]
 """Gives a node's clients: their raw samples, split as the experiment says."""
 OPENED, DECLARED = "opened.json", "declared.tensors"
-OPEN_KEYS = ("run", "clients", "numbers", "classes", "buffers", "number")
+OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "buffers", "number")
 Groups = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -125,6 +125,8 @@ class Node:
         if self._data is None or told != self._told:
             experiment = experiments.from_mapping(header["experiment"])
             data = prepare(self._load(experiment), features=experiment.features.settings)
+            if experiment.data.labels is not None:
+                data = relabel(data, experiment.data.labels)
             self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
             self._run = ""
@@ -137,6 +139,7 @@ class Node:
             "shape": list(data.train.x.shape[1:]),
             "dtype": str(data.train.x.dtype).removeprefix("torch."),
             "classes": data.classes,
+            "labels": data.labels,
             "hash": data.hash,
             "process": self._process,
         }
@@ -161,6 +164,10 @@ class Node:
             moments = groups["moments"]
             like = Moments(int(header["number"]), moments["mean"], moments["squares"])
             data = prepare(data, normalise=True, like=like)
+        labels = header["labels"]
+        if labels is not None and not (type(labels) is list and all(type(label) is str for label in labels)):
+            raise BadMessage("malformed", "its labels are no texts")
+        data = relabel(data, labels)  # the run numbers classes otherwise than a node that lacks some of them
         wide = _widened(data, numbers, clients, header["classes"])
         task = self._given_task
         if task is None:

@@ -37,7 +37,7 @@ from sartor.federation.federation import Federation
 from sartor.federation.functions import name_of, qualified_name
 from sartor.kernels.device import to_device
 from sartor.model.task import Task
-from sartor.remote.admission import Introduction, Reception
+from sartor.remote.admission import Introduction, Reception, unknown_label
 from sartor.remote.messages import Spec, encode, spec_of
 from sartor.remote.node import hyper_values
 from sartor.remote.requests import PAUSE, Expected, Failed, Grid, Groups, Left, Letter, Post
@@ -234,6 +234,9 @@ class FlowerFederation(Federation):
         unknown = [name for name in met.names if name not in self._number]
         if unknown:
             raise Failed("stranger", f"client {unknown[0]!r} is not in this run, which has begun without it")
+        reason = unknown_label(met, self._data.labels)
+        if reason is not None:
+            raise Failed("stranger", reason)
         mine = {
             self._number[name]: place for name, place in zip(met.names, range(len(met.names)), strict=True)
         }
@@ -266,7 +269,8 @@ class FlowerFederation(Federation):
         met = self._known[node]
         again = self._reception.greet(node)
         if (again.names, again.hash) != (met.names, met.hash):
-            error = Failed("stranger", "it has other clients or data than at the start")
+            reason = unknown_label(again, self._data.labels)
+            error = Failed("stranger", reason or "it has other clients or data than at the start")
             self._reception.refuse(node, str(error))
             raise error
         self._known[node] = again
@@ -277,6 +281,7 @@ class FlowerFederation(Federation):
             "clients": self.clients,
             "numbers": numbers,
             "classes": self._data.classes,
+            "labels": self._data.labels,
             "buffers": self.policy,
             "at": min((one.at for one in back), default=self._exchange),
             "without": sorted({exchange for one in back for exchange in one.without}),

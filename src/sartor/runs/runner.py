@@ -25,7 +25,7 @@ from sartor import random
 from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
-from sartor.data.clients import ClientData, LazySplit, prepare
+from sartor.data.clients import ClientData, LazySplit, prepare, relabel
 from sartor.data.loaders import from_folder, from_table
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.settings import OWN_DATA
@@ -333,12 +333,14 @@ def _clients_to_evaluate(
 ) -> tuple[ClientData, ClientData]:
     """The clients asked for and the run's own; both normalised by the run's own training samples."""
     if isinstance(data, ClientData):
+        data = relabel(data, experiment.data.labels)
         return data, data if experiment.data.name == OWN_DATA else load_data(experiment)[0]
     raw = replace(experiment, data=replace(experiment.data, normalise=False))
     own, _ = load_data(raw)
     new = own
     if data is not None:
         new = _own_data(replace(raw, data=replace(raw.data, path=str(data))))
+        new = relabel(new, raw.data.labels, str(data))
     elif partition is not None:
         if raw.data.path is not None:
             raise SettingError("partition: the run is on own data, which have none; give such data instead")
@@ -385,6 +387,8 @@ def set_up(experiment: Experiment, *, data: ClientData | None = None, task: Task
     partition = None
     if data is None:
         data, partition = distributed.first_alone(lambda: load_data(experiment))
+    if experiment.data.labels is not None:
+        data = relabel(data, experiment.data.labels)
     if experiment.cohort.count > data.clients:
         raise SettingError(
             f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}"
@@ -523,7 +527,11 @@ def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
 def _own_data(experiment: Experiment) -> ClientData:
     settings = experiment.data
     path = Path(str(settings.path))
-    options: dict[str, Any] = {"validation_fraction": settings.validation, "seed": experiment.seed}
+    options: dict[str, Any] = {
+        "validation_fraction": settings.validation,
+        "seed": experiment.seed,
+        "labels": settings.labels,
+    }
     if path.is_dir():
         data = from_folder(path, **options)
     elif settings.client_column is None or settings.label_column is None:
@@ -547,6 +555,7 @@ def resolve(experiment: Experiment, algorithm: Algorithm, task: Task, data: Clie
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
     return replace(
         experiment,
+        data=replace(experiment.data, labels=data.labels),
         engine=replace(engine, name=name, compile=compiled),
         model=replace(experiment.model, buffers=buffers),
     )
