@@ -166,8 +166,7 @@ class StackedFederation(Federation):
         if compile:  # PyTorch's default precision is meant; its hint that there is a coarser one is no news
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
         train = self.samples["train"]
-        few = min(2, len(train.y))
-        self.task.require_stackable(train.x[:few], train.y[:few])
+        self.task.require_stackable(train.x, train.y)
         self._activations = self.task.activations(train.x)
 
     def share(self, numbers: np.ndarray, seeds: np.ndarray) -> None:
