@@ -383,7 +383,7 @@ def test_labels_that_are_none_are_malformed(folder: Path, labels: Any) -> None:
         return encode({**header, "labels": labels}, groups)
 
     grid = HereGrid({1: Node(load_site(folder / "north.csv"))}, change)
-    with pytest.raises(Failed, match="its introduction has a wrong or no entry") as refused:
+    with pytest.raises(Failed, match="its introduction: labels: ") as refused:
         Reception(Post(grid, 5.0), told()).greet(1)
     assert refused.value.kind == "malformed"
     assert str(refused.value).isprintable()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -78,18 +79,27 @@ class Federation:
     """A server and three nodes of one run."""
 
     def __init__(
-        self, nursery: Nursery, name: str, *settings: str, nodes: int = 3, options: tuple[Any, ...] = ()
+        self,
+        nursery: Nursery,
+        name: str,
+        *settings: str,
+        nodes: int = 3,
+        options: tuple[Any, ...] = (),
+        handles: int = 0,
     ) -> None:
         self.nursery, self.port = nursery, free_port()
         self.place = nursery.folder / f"{name}-{self.port}"
         self.place.mkdir()
         self.run = self.place / "run"
-        self.options = options
+        self.options, self.handles = options, handles
         self.server = self.serve(f"algorithm={name}", *SETTINGS, *settings, "--out", self.run)
         self.nodes = [self.join(node) for node in range(nodes)]
 
     def serve(self, *words: Any) -> Child:
-        return self.nursery.start("serve", *words, "--listen", f"127.0.0.1:{self.port}", *self.options)
+        words = ("serve", *words, "--listen", f"127.0.0.1:{self.port}", *self.options)
+        if self.handles:
+            return self.nursery.start("limited", self.handles, *words, script="flower_crowd")
+        return self.nursery.start(*words)
 
     def join(self, node: int, *words: Any) -> Child:
         data = ("--data", self.nursery.folder / f"node{node}", "--state", self.place / f"state{node}")
@@ -343,6 +353,8 @@ def test_a_hostile_node_harms_itself_alone(nursery: Nursery, folder: Path) -> No
         "bad",
         "forged",
         "malformed",
+        "malformed",
+        "oversized",
     ]
     settings = (f"rounds={len(ROUNDS)}", "evaluate.every=0")
     federation = Federation(nursery, "scaffold", *settings, nodes=2, options=("--deadline", 4))
@@ -359,6 +371,9 @@ def test_a_hostile_node_harms_itself_alone(nursery: Nursery, folder: Path) -> No
     for kind in set(kinds) - {"", "bad"}:
         assert f"{kind}: " in federation.server.output
     assert "is not finite" in federation.server.output
+    for reason in ("a piece of its reply is named twice", "a reply of more than 8192 pieces"):
+        assert reason in federation.server.output
+        assert f"403 {reason}" in hostile.output
     # What it had answered in the first round was used; nothing else of it was.
     gone = BLOCKS[2]
 
@@ -418,6 +433,36 @@ def test_a_forger_harms_nobody(nursery: Nursery, folder: Path) -> None:
     assert min(row["forged"] for row in rounds) >= 1
 
 
+@pytest.mark.parametrize(
+    ("kinds", "secure"),
+    [(("idle",), False), (("headers", "body"), False), (("idle", "handshake"), True)],
+    ids=["idle", "slow", "handshake"],
+)
+def test_a_crowd_of_strangers_keeps_nobody_out(
+    nursery: Nursery, folder: Path, kinds: tuple[str, ...], secure: bool
+) -> None:
+    """It holds more connections open than the server has handles, before the first node joins and after."""
+    settings = ("rounds=3", "evaluate.every=0")
+    options: tuple[Any, ...] = ()
+    joining: list[tuple[Any, ...]] = [()] * 3
+    if secure:
+        keys = folder / "crowded"
+        made = nursery.start("keys", keys, "--host", "127.0.0.1", "--nodes", "3")
+        assert made.wait(20) == 0, made.output
+        options = ("--tls", *(keys / name for name in ("server.crt", "server.key", "ca.crt")))
+        options += ("--nodes", keys / "nodes.pub")
+        joining = [("--key", keys / f"node-{node}.key", "--ca", keys / "ca.crt") for node in (1, 2, 3)]
+    federation = Federation(nursery, "fedavg", *settings, nodes=0, options=options, handles=512)
+    federation.server.wait_for("waiting for")
+    crowd = nursery.start("127.0.0.1", federation.port, 1000, *kinds, script="flower_crowd")
+    crowd.wait_for("opened 1000")
+    federation.nodes = [federation.join(node, *words) for node, words in enumerate(joining)]
+    assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
+    assert crowd.wait(60) == 0, crowd.output  # it went on until the server had ended
+    assert [row["answered"] for row in federation.rounds()] == [6] * 3
+    assert "too many connections" in federation.server.output
+
+
 # Refused nodes ---------------------------------------------------------------------------------------------
 
 
@@ -464,6 +509,38 @@ def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path
     told(join(place / "late.npz", "late"), "client 'late' is not in this run, which has begun without it")
     told(join(place / "one", "again"), "client 'c0' is at another node already")
     assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
+
+
+def test_a_node_that_introduces_itself_wrongly_is_told_so(nursery: Nursery, folder: Path) -> None:
+    """Before the run and while it is under way, which goes on with the others."""
+    settings = ("rounds=4", "evaluate.every=0", "local.epochs=30")
+    federation = Federation(nursery, "fedavg", *settings, nodes=2)
+    federation.server.wait_for("with c1, c4")
+
+    def pretend(**entries: Any) -> Child:
+        address, place = f"127.0.0.1:{federation.port}", federation.place / f"x-{time.monotonic_ns()}"
+        words = (address, folder / "node2", place, json.dumps(entries))
+        return nursery.start(*words, script="flower_hostile")
+
+    def told(node: Child, reason: str) -> None:
+        assert node.wait(60) == 0, node.output
+        assert f"refused: its introduction: {reason}" in node.output
+        assert f"malformed: its introduction: {reason}" in federation.server.output
+
+    wrong = {
+        "counts: expected whole numbers, for each client one, for train, test": pretend(counts=5),
+        "shape: expected the sizes of a sample": pretend(shape=[2**22, 2**22]),
+        "'more': nobody asked for that": pretend(more={}),
+    }
+    for reason, node in wrong.items():
+        told(node, reason)
+    federation.nodes.append(federation.join(2))
+    federation.nodes[2].wait_for("round 1")
+    told(pretend(counts=6), "counts: expected whole numbers")
+    assert "got 6" in federation.server.output
+    told(pretend(names=[]), "names: expected one or more")
+    assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
+    assert sum(row.get("malformed", 0) for row in federation.rounds()) == 2
 
 
 # Certificates and keys -------------------------------------------------------------------------------------
@@ -554,6 +631,92 @@ def test_the_port_offers_what_nodes_need_and_nothing_else(link: Any) -> None:
     assert httpx.post(pull, content=unbounded()).status_code == 413
 
 
+def certified(folder: Path) -> dict[str, Any]:
+    """Settings of a server with a certificate that lets in nodes with a key."""
+    from sartor.remote.deploy import make_keys, read_public_keys
+
+    make_keys(folder, ["127.0.0.1"], ["one"])
+    tls = (folder / "server.crt", folder / "server.key")
+    return {"tls": tls, "keys": read_public_keys(folder / "nodes.pub")}
+
+
+def refused(connection: socket.socket) -> bytes:
+    """What the server says before it closes a connection."""
+    found = b""
+    try:
+        while part := connection.recv(4096):
+            found += part
+    except ConnectionError:
+        pass
+    return found
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_who_does_not_finish_what_it_begins_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secure: bool
+) -> None:
+    """Its connection is closed, and the server does not wait for it when it ends."""
+    from flower_crowd import HALVES
+
+    from sartor.federation import connections
+    from sartor.remote.flower import SuperLink
+
+    monkeypatch.setattr(connections, "PATIENCE", 1.0)
+    kinds = ("idle", "handshake") if secure else ("idle", "headers", "body")
+    with SuperLink("127.0.0.1", 0, **(certified(tmp_path) if secure else {})) as link:
+
+        def begun(kind: str) -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", link.port), 30)
+            connection.sendall(HALVES[kind][0])
+            return connection
+
+        for connection in map(begun, kinds):
+            assert refused(connection) == b""
+            connection.close()
+        monkeypatch.setattr(connections, "PATIENCE", 60.0)
+        held = list(map(begun, kinds))
+        ending = time.monotonic()
+    assert time.monotonic() - ending < 5
+    assert not link._thread.is_alive()
+    for connection in held:
+        assert refused(connection) == b""
+        connection.close()
+
+
+def test_a_stranger_without_a_key_is_refused_before_it_has_sent_anything(tmp_path: Path) -> None:
+    """Only its headers are read: nobody can fill the server's memory with what is thrown away later."""
+    from base64 import b64encode
+
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    from sartor.remote.deploy import _public
+    from sartor.remote.flower import SuperLink
+
+    mine, allowed = (_public(ec.generate_private_key(ec.SECP384R1())) for _ in range(2))
+    now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+    begin = "POST /v1/fleet/push-object HTTP/1.1\r\nhost: x\r\ncontent-type: application/x-protobuf\r\n"
+
+    def signed(key: bytes, stamp: str = now) -> str:
+        public = f"flwr-public-key: {b64encode(key).decode()}"
+        return f"{public}\r\nflwr-timestamp: {stamp}\r\nflwr-signature: eA==\r\n"
+
+    cases = {
+        "": 401,
+        signed(mine): 403,
+        signed(allowed): 401,
+        signed(allowed, "yesterday"): 401,
+        "flwr-public-key: ?\r\nflwr-timestamp: 1\r\nflwr-signature: ?\r\n": 401,
+        "transfer-encoding: chunked\r\n": 413,
+    }
+    with SuperLink("127.0.0.1", 0, keys=[allowed]) as link:
+        for headers, status in cases.items():
+            with socket.create_connection(("127.0.0.1", link.port), 30) as connection:
+                connection.sendall(f"{begin}{headers}content-length: 10000000\r\n\r\n".encode())
+                answer = connection.recv(4096).decode()
+                assert answer.startswith(f"HTTP/1.1 {status} "), (headers, answer)
+                assert ("sartor-refused: key" in answer) == (status == 403)
+
+
 def test_a_store_remembers_nodes_but_lets_in_those_with_a_key(tmp_path: Path) -> None:
     """The keys are those that this server was given, whoever has joined an earlier one."""
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -633,6 +796,93 @@ def test_a_node_cannot_answer_for_another(link: Any, late: bool) -> None:
     assert (error.kind, str(honest.known) in str(error)) == ("forged", True)
     assert post.caught() == []
     for node in (honest, liar):
+        node.close()
+
+
+def leaves(number: int, name: str = "leaf") -> list[Any]:
+    from flower_hostile import piece
+
+    return [piece(f"{name}{place}") for place in range(number)]
+
+
+def pieces_of(kind: str) -> list[Any]:
+    """Announcements that would grow where they are followed, or are too large as they are."""
+    from flower_hostile import growing, numerous, piece
+
+    if kind == "deep and growing":
+        return growing(60)
+    if kind == "deep":
+        level = leaves(1)
+        for place in range(50):
+            level = [piece(place, *level)]
+        return level
+    if kind == "numerous":
+        return numerous(9000)
+    if kind == "twice beside itself":
+        return [piece("a", *leaves(40), *leaves(40))]
+    if kind == "here with pieces and there without":
+        return [piece("a", piece("b", *leaves(40))), piece("c", piece("b"))]
+    assert kind == "without a name"
+    return [type(piece("a"))(object_id="a")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("deep and growing", "malformed"),
+        ("deep", "malformed"),
+        ("numerous", "oversized"),
+        ("twice beside itself", "malformed"),
+        ("here with pieces and there without", "malformed"),
+        ("without a name", "malformed"),
+    ],
+)
+def test_a_reply_is_refused_before_it_grows(link: Any, kind: str, fault: str) -> None:
+    import httpx
+    from flower_hostile import announce
+
+    from sartor.remote.messages import decode, encode
+    from sartor.remote.requests import Failed
+
+    node, other = joined(link), joined(link)
+    messages = {each: link.send(each.known, encode({"n": 1}), 30) for each in (node, other)}
+    request, begun = node.receive(), time.monotonic()
+    with pytest.raises(httpx.HTTPStatusError) as refusal:
+        announce(node, request, encode({"n": 2}), pieces_of(kind))
+    assert refusal.value.response.status_code == 403
+    with pytest.raises(Failed) as found:
+        link.poll(messages[node], 1000)
+    assert time.monotonic() - begun < 10  # it is not waited for
+    assert found.value.kind == fault
+    assert refusal.value.response.json()["detail"] == str(found.value)
+    link.forget(messages[node])
+    other.reply(other.receive(), encode({"n": 3}))
+    assert decode(link.poll(messages[other], 1000))[0]["n"] == 3
+    link.forget(messages[other])
+    assert len(link._state.object_store) == 0  # nothing is left behind
+    for each in (node, other):
+        each.close()
+
+
+def test_a_reply_does_not_grow_by_what_another_has_announced(link: Any) -> None:
+    """Each is small, but names pieces that the other says to consist of more."""
+    import httpx
+    from flower_hostile import announce, piece
+
+    from sartor.remote.messages import encode
+
+    nodes = [joined(link) for _ in range(2)]
+    for node in nodes:
+        link.send(node.known, encode({"n": 1}), 30)
+    requests = [node.receive() for node in nodes]
+    announce(nodes[0], requests[0], encode({"n": 2}), [piece("a", *leaves(40)), piece("b")])
+    announce(nodes[1], requests[1], encode({"n": 3}), [piece("c", piece("a", *leaves(40))), piece("b")])
+    for children in ([piece("c", piece("a"))], [piece("b", *leaves(2))]):
+        link.send(nodes[0].known, encode({"n": 4, "of": len(children[0].children)}), 30)
+        request = nodes[0].receive()
+        with pytest.raises(httpx.HTTPStatusError, match="403"):
+            announce(nodes[0], request, encode({"n": 5}), children)
+    for node in nodes:
         node.close()
 
 

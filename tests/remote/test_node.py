@@ -70,6 +70,9 @@ def tampered(**header: Any) -> Parts:
         (tampered(tensors={"sent": [["w", "object", [3]]]}), "malformed"),
         (tampered(tensors={"sent": [["w", "float32", [2]]]}), "malformed"),
         (tampered(tensors={"sent": "w"}), "malformed"),
+        ({**tampered(tensors={"sent": [["w", "float32", [0, 2**47, 2**47]]]}), "sent": b""}, "malformed"),
+        ({"header": json.dumps({"tensors": {"s\n" * 99: [1]}}).encode(), "s\n" * 99: b""}, "malformed"),
+        (tampered(tensors={"sent": [["v\n" * 999, "float32", [3]]]}), "misshapen"),
         (tampered(tensors={"sent": [["w", "int32", [3]]]}), "misshapen"),
         (tampered(tensors={"sent": [["w", "float32", [3, 1]]]}), "misshapen"),
         (tampered(tensors={"sent": [["v", "float32", [3]]]}), "misshapen"),
@@ -80,6 +83,7 @@ def test_messages_that_are_not_what_is_expected_are_refused(parts: Parts, kind: 
         decode(parts, {"sent": {"w": ("float32", (3,))}})
     assert refused.value.kind == kind
     assert len(str(refused.value)) < 200
+    assert str(refused.value).isprintable()
 
 
 # States ----------------------------------------------------------------------------------------------------

@@ -6,21 +6,32 @@ A node that is refused is told why, and ends with that reason; it is greeted aga
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from sartor.data.clients import ClientData, Moments, Split
+from sartor.data.clients import SPLITS, ClientData, Moments, Split
 from sartor.data.labels import check_labels, listed, other_kind
 from sartor.errors import DataError
-from sartor.remote.messages import DTYPES
-from sartor.remote.requests import Failed, Letter, Post
+from sartor.remote.messages import DTYPES, readable, spec_of
+from sartor.remote.requests import Failed, Groups, Letter, Post
 from sartor.runs.experiment import Experiment, to_mapping
 from sartor.settings import shown
+
+LONGEST_TEXT = 500
+"""Characters of a name."""
+LARGEST_SAMPLE = 2**26
+"""Numbers of a sample."""
+MOST_CLASSES = 2**20
+LARGEST_MOMENT = 1e100
+CARRIED = {"nonce", "tensors"}
+"""Entries of every header, which were read when it arrived."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +93,13 @@ class Reception:
         return answers
 
     def greet(self, node: int) -> Introduction:
-        """Greet a node and wait for its answer."""
-        return self._introduction(*self._post.wait(self._hello(node)))
+        """Greet a node and wait for its answer; one that cannot be used refuses the node."""
+        answer = self._post.wait(self._hello(node))
+        try:
+            return self._introduction(*answer)
+        except Failed as error:
+            self.refuse(node, str(error))
+            raise
 
     def refuse(self, node: int, reason: str) -> None:
         """Do not greet this node again, and tell it why."""
@@ -101,47 +117,110 @@ class Reception:
     def _hello(self, node: int) -> Letter:
         return self._post.send(node, {"kind": "hello", "experiment": to_mapping(self._experiment)})
 
-    def _introduction(self, header: Mapping[str, Any], groups: Any) -> Introduction:
-        try:
-            return _introduction(header, groups, self._experiment.data.normalise)
-        except (KeyError, TypeError, ValueError) as error:
-            raise Failed("malformed", f"its introduction has a wrong or no entry ({error})") from None
+    def _introduction(self, header: Mapping[str, Any], groups: Groups) -> Introduction:
+        return introduction_of(header, groups, self._experiment.data.normalise)
 
 
-def _introduction(header: Mapping[str, Any], groups: Any, normalised: bool) -> Introduction:
-    names = tuple(header["names"])
-    if not names or len(set(names)) < len(names) or not all(type(name) is str and name for name in names):
-        raise ValueError("names")
-    counts = {split: list(values) for split, values in header["counts"].items()}
-    whole = all(type(count) is int and 0 <= count < 2**40 for held in counts.values() for count in held)
-    if not {"train", "test"} <= set(counts) <= {"train", "test", "validation"} or not whole:
-        raise ValueError("counts")
-    if any(len(held) != len(names) for held in counts.values()):
-        raise ValueError("counts")
-    shape, classes, dtype = tuple(header["shape"]), header["classes"], header["dtype"]
-    if not all(type(size) is int and 0 < size < 2**24 for size in shape) or dtype not in DTYPES:
-        raise ValueError("shape")
-    if classes is not None and not (type(classes) is int and 0 < classes < 2**24):
-        raise ValueError("classes")
-    labels = None
-    if header["labels"] is not None:
-        labels = tuple(header["labels"])
-        try:
-            check_labels(labels)
-        except DataError as error:
-            raise ValueError(f"labels: {error}") from None
-        if type(header["labels"]) is not list or len(labels) != classes:
-            raise ValueError("labels")
+class Entry(NamedTuple):
+    """What an entry of a header must be."""
+
+    good: Callable[[Any], bool]
+    words: str
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= LONGEST_TEXT and value.isprintable()
+
+
+def _whole(value: Any, least: int, end: int) -> bool:
+    return type(value) is int and least <= value < end
+
+
+def _names(value: Any) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and all(map(_text, value)) and len(set(value)) == len(value)
+    )
+
+
+def _counts(value: Any) -> bool:
+    if not (isinstance(value, dict) and {"train", "test"} <= set(value) <= set(SPLITS)):
+        return False
+    held = value.values()
+    return all(isinstance(own, list) and all(_whole(count, 0, 2**40) for count in own) for own in held)
+
+
+def _shape(value: Any) -> bool:
+    if not (isinstance(value, list) and len(value) <= 16 and all(_whole(size, 1, 2**32) for size in value)):
+        return False
+    return math.prod(value) <= LARGEST_SAMPLE
+
+
+def _classes(value: Any) -> bool:
+    return value is None or _whole(value, 1, MOST_CLASSES + 1)
+
+
+def _labels(value: Any) -> bool:
+    if value is None:
+        return True
+    try:
+        check_labels(value if isinstance(value, list) else [value])
+    except DataError:
+        return False
+    return isinstance(value, list)
+
+
+INTRODUCTION = {
+    "names": Entry(_names, f"one or more different printable names of at most {LONGEST_TEXT} characters"),
+    "counts": Entry(_counts, "whole numbers, for each client one, for train, test and perhaps validation"),
+    "shape": Entry(_shape, f"the sizes of a sample, of at most {LARGEST_SAMPLE} numbers"),
+    "dtype": Entry(lambda value: isinstance(value, str) and value in DTYPES, "a type of numbers"),
+    "classes": Entry(_classes, f"null or a number of at most {MOST_CLASSES} classes"),
+    "labels": Entry(_labels, "null or the different printable texts that name the classes"),
+    "hash": Entry(_text, "a text"),
+    "process": Entry(_text, "a text"),
+}
+"""An introduction: every entry that it has, and no other."""
+NORMALISED = {**INTRODUCTION, "number": Entry(lambda value: _whole(value, 0, 2**60), "a whole number")}
+"""One that goes with the moments of the samples."""
+
+
+def introduction_of(header: Mapping[str, Any], groups: Groups, normalised: bool) -> Introduction:
+    """What a node says of itself; whatever is wrong with it is a :class:`Failed`."""
+    entries = NORMALISED if normalised else INTRODUCTION
+    for key in sorted((set(header) | set(entries)) - CARRIED):
+        if key not in header:
+            raise _wrong(f"{key}: there is none")
+        if key not in entries:
+            raise _wrong(f"{readable(key, 50)!r}: nobody asked for that")
+        if not entries[key].good(header[key]):
+            raise _wrong(f"{key}: expected {entries[key].words}, got {reprlib.repr(header[key])}")
+    names, counts, shape = tuple(header["names"]), header["counts"], tuple(header["shape"])
+    for part, held in counts.items():
+        if len(held) != len(names):
+            raise _wrong(f"counts: {len(held)} for {part}, but there are {len(names)} clients")
+    labels = None if header["labels"] is None else tuple(header["labels"])
+    if labels is not None and len(labels) != header["classes"]:
+        raise _wrong(f"labels: {len(labels)} for {header['classes']} classes")
     moments = None
     if normalised:
-        number, mean, squares = header["number"], groups["moments"]["mean"], groups["moments"]["squares"]
-        fits = mean.shape == squares.shape == shape[:1] and mean.dtype == squares.dtype == torch.float64
-        finite = fits and bool(torch.isfinite(mean).all() and torch.isfinite(squares).all())
-        if not (type(number) is int and 0 <= number < 2**60 and finite and bool((squares >= 0).all())):
-            raise ValueError("moments")
-        moments = Moments(number, mean, squares)
-    hash, process = str(header["hash"])[:128], str(header["process"])[:128]
-    return Introduction(names, counts, shape, dtype, classes, hash, process, moments, labels)
+        like = {"mean": ("float64", shape[:1]), "squares": ("float64", shape[:1])}
+        told = groups.get("moments", {})
+        if set(groups) != {"moments"} or {name: spec_of(value) for name, value in told.items()} != like:
+            raise _wrong(f"moments: expected a mean and squares of float64 {list(shape[:1])}")
+        mean, squares = told["mean"], told["squares"]
+        # A not-a-number fails each of these.
+        possible = (mean.abs() < LARGEST_MOMENT) & (squares >= 0) & (squares < LARGEST_MOMENT)
+        if not bool(possible.all()):
+            raise _wrong("moments: not those of any samples")
+        moments = Moments(header["number"], mean, squares)
+    elif groups:
+        raise _wrong("tensors: nobody asked for any")
+    rest = (header["dtype"], header["classes"], header["hash"], header["process"])
+    return Introduction(names, counts, shape, *rest, moments, labels)
+
+
+def _wrong(text: str) -> Failed:
+    return Failed("malformed", f"its introduction: {text}")
 
 
 def misfit(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sartor.errors import SartorError
-from sartor.remote.messages import HEADER, Parts
+from sartor.remote.messages import HEADER, Parts, readable
 from sartor.remote.requests import Failed
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
@@ -91,7 +91,7 @@ class StockGrid:
         self._next[message] = time.monotonic() + 0.2
         for reply in self._grid.pull_messages([message]):
             if reply.has_error():
-                raise Failed("gone", str(reply.error.reason)[:200])
+                raise Failed("gone", readable(reply.error.reason))
             try:
                 parts = from_content(reply.content)
             except Exception as error:  # whatever a hostile node has sent

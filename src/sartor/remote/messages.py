@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -115,6 +116,13 @@ def read_header(parts: Mapping[str, bytes]) -> dict[str, Any]:
     return header
 
 
+def readable(told: Any, most: int = 500) -> str:
+    """What somebody else has written, for a line of a log."""
+    if not isinstance(told, str):
+        return reprlib.repr(told)
+    return "".join(sign if sign.isprintable() else " " for sign in told[:most])
+
+
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
 
@@ -129,17 +137,25 @@ def _specs(header: Mapping[str, Any], parts: Mapping[str, bytes]) -> dict[str, d
         specs[group] = {}
         for entry in entries if isinstance(entries, list) else [None]:
             if not (isinstance(entry, list) and len(entry) == 3 and _is_spec(*entry)):
-                raise BadMessage("malformed", f"{group}: no description of a tensor")
+                raise BadMessage("malformed", f"{readable(group, 50)}: no description of a tensor")
             specs[group][entry[0]] = (entry[1], tuple(entry[2]))
         claimed, size = sum(map(size_of, specs[group].values())), len(parts[group])
         if claimed != size:
-            raise BadMessage("malformed", f"{group}: tensors of {claimed} bytes announced, {size} arrived")
+            told_of = f"tensors of {claimed} bytes announced, {size} arrived"
+            raise BadMessage("malformed", f"{readable(group, 50)}: {told_of}")
     return specs
 
 
 def _is_spec(name: Any, dtype: Any, shape: Any) -> bool:
-    whole = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**48 for size in shape)
-    return isinstance(name, str) and isinstance(dtype, str) and dtype in DTYPES and whole and len(shape) <= 16
+    if not (isinstance(name, str) and isinstance(dtype, str) and dtype in DTYPES):
+        return False
+    if not (isinstance(shape, list) and len(shape) <= 16):
+        return False
+    if not all(type(size) is int and 0 <= size < 2**48 for size in shape):
+        return False
+    return bool(
+        math.prod(max(size, 1) for size in shape) < 2**48
+    )  # of an empty tensor too, whose strides count
 
 
 def _compare(specs: Mapping[str, Mapping[str, Spec]], expected: Mapping[str, Mapping[str, Spec]]) -> None:
@@ -149,7 +165,9 @@ def _compare(specs: Mapping[str, Mapping[str, Spec]], expected: Mapping[str, Map
         for name in {*mine, *theirs}:
             if mine.get(name) != theirs.get(name):
                 words = [_words(mine.get(name)), _words(theirs.get(name))]
-                raise BadMessage("misshapen", f"{name!r}: expected {words[0]}, it is {words[1]}")
+                raise BadMessage(
+                    "misshapen", f"{readable(name, 100)!r}: expected {words[0]}, it is {words[1]}"
+                )
 
 
 def _words(spec: Spec | None) -> str:

@@ -17,7 +17,17 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from sartor.remote.messages import BadMessage, Parts, Spec, decode, encode, read_header, size_of, version
+from sartor.remote.messages import (
+    BadMessage,
+    Parts,
+    Spec,
+    decode,
+    encode,
+    read_header,
+    readable,
+    size_of,
+    version,
+)
 
 PAUSE = 0.005
 """Seconds between two looks for replies."""
@@ -174,7 +184,7 @@ class Post:
             self._ask_again(letter)
             return None
         if "error" in header:
-            raise Failed("closed" if header.get("closed") else "failed", str(header["error"])[:500])
+            raise Failed("closed" if header.get("closed") else "failed", readable(header["error"]))
         return header, groups
 
     def wait(self, letter: Letter) -> Answer:

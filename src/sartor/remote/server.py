@@ -602,7 +602,7 @@ class FlowerFederation(Federation):
                 self.queue.cancel(job.client)
                 job.finish = max(self._clock(), self.now)
                 groups = answer[1]
-                sent = {name: value[0].to(self.device) for name, value in groups["sent"].items()}
+                sent = {name: value[0].to(self.device) for name, value in groups.get("sent", {}).items()}
                 trained = groups.get("buffers", {}).get("buffers")
                 job.result = Outcome(sent, {}, None if trained is None else trained[0].to(self.device))
                 jobs.append(job)
