@@ -86,20 +86,22 @@ class Federation:
         nodes: int = 3,
         options: tuple[Any, ...] = (),
         handles: int = 0,
+        script: str = "sartor",
     ) -> None:
         self.nursery, self.port = nursery, free_port()
         self.place = nursery.folder / f"{name}-{self.port}"
         self.place.mkdir()
         self.run = self.place / "run"
         self.options, self.handles = options, handles
-        self.server = self.serve(f"algorithm={name}", *SETTINGS, *settings, "--out", self.run)
+        words = (f"algorithm={name}", *SETTINGS, *settings, "--out", self.run)
+        self.server = self.serve(*words, script=script)
         self.nodes = [self.join(node) for node in range(nodes)]
 
-    def serve(self, *words: Any) -> Child:
+    def serve(self, *words: Any, script: str = "sartor") -> Child:
         words = ("serve", *words, "--listen", f"127.0.0.1:{self.port}", *self.options)
         if self.handles:
             return self.nursery.start("limited", self.handles, *words, script="flower_crowd")
-        return self.nursery.start(*words)
+        return self.nursery.start(*words, script=script)
 
     def join(self, node: int, *words: Any) -> Child:
         data = ("--data", self.nursery.folder / f"node{node}", "--state", self.place / f"state{node}")
@@ -132,11 +134,16 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
+def without_personal(models: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What of a run's models is the server's: personal models stay at the nodes."""
+    return {name: value for name, value in models.items() if not name.startswith("personal")}
+
+
 @pytest.mark.parametrize("name", ["fedavg", "fedrep", "ma-fsvrg", "diversifed"])
 def test_processes_give_what_a_simulation_gives(nursery: Nursery, folder: Path, name: str) -> None:
     federation = Federation(nursery, name, "rounds=3")
     expected, summary = simulated(folder, name, "rounds=3")
-    assert_equal(federation.done(), expected)
+    assert_equal(federation.done(), without_personal(expected))
     found = json.loads((federation.run / "summary.json").read_text())
     for cell in ("shared_pooled", "shared_local", "personal_local"):
         assert found["accuracy"][cell] == pytest.approx(summary["accuracy"][cell]), cell
@@ -222,10 +229,100 @@ def test_an_asynchronous_run_is_what_its_record_says(
     out = federation.place / "replayed"
     execute(load(None, given, algorithm=name), out=out, opened=replayed)
     assert not any(recorded.ends.values())  # every arrival took place
-    expected = load_file(out / "models.safetensors")
+    expected = without_personal(load_file(out / "models.safetensors"))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.allclose(found[key].double(), value.double(), rtol=0, atol=1e-6), key
+
+
+# Personal models -------------------------------------------------------------------------------------------
+
+
+def holding(folder: Path, rows: Tensor, pattern: str = "**/*") -> set[Path]:
+    """The files of a folder in which one of these rows stands, byte by byte."""
+    wanted = [row.numpy().tobytes() for row in rows]
+    files = [path for path in folder.glob(pattern) if path.is_file()]
+    assert files
+    return {path for path in files if any(row in path.read_bytes() for row in wanted)}
+
+
+def test_personal_models_stay_at_their_nodes(nursery: Nursery, folder: Path) -> None:
+    """With certificates and keys; whatever is evaluated with them is what a simulation evaluates."""
+    keys, names = folder / "personal-keys", ("north", "south", "west")
+    made = nursery.start("keys", keys, "--host", "127.0.0.1", "--nodes", ",".join(names))
+    assert made.wait(20) == 0, made.output
+    files = (keys / "server.crt", keys / "server.key", keys / "ca.crt")
+    options = ("--tls", *files, "--nodes", keys / "nodes.pub", "--store", folder / "personal.db")
+    settings = ("rounds=3", "data.validation=0.2")
+    federation = Federation(nursery, "separate", *settings, nodes=0, options=options)
+    federation.nodes = [
+        federation.join(node, "--key", keys / f"{name}.key", "--ca", keys / "ca.crt")
+        for node, name in enumerate(names)
+    ]
+    assert federation.done() == {}
+    expected, summary = simulated(folder, "separate", *settings)
+    assert holding(federation.run, expected["personal"]) == set()
+    assert holding(folder, expected["personal"], "personal.db*") == set()
+    for node, block in enumerate(BLOCKS):  # where they do lie
+        state = federation.place / f"state{node}"
+        assert all(holding(state, expected["personal"][[client]]) for client in block)
+    found = json.loads((federation.run / "summary.json").read_text())
+    assert (found["bytes_down"], found["bytes_up"]) == (0, 0)
+    assert found["last"]["personal_local"]["accuracy"] == summary["last"]["personal_local"]["accuracy"]
+    assert found["best_by_validation"]["personal_local"] == summary["best_by_validation"]["personal_local"]
+    # The folder of a run whose clients are elsewhere.
+    again = nursery.start("resume", federation.run)
+    assert again.wait(30) == 0, again.output
+    for words in (("resume", federation.run, "--rounds", 5), ("evaluate", federation.run)):
+        refused = nursery.start(*words)
+        assert refused.wait(30) == 2, refused.output
+        assert len(refused.output.splitlines()) == 1, refused.output
+        assert "its clients are at nodes" in refused.output
+
+
+def test_personal_models_that_both_sides_allow_are_counted(nursery: Nursery, folder: Path) -> None:
+    settings = ("rounds=2", "evaluate.personal_models=yes")
+    federation = Federation(nursery, "fedupdate", *settings, nodes=0)
+    federation.nodes = [federation.join(node, "--allow-personal-models") for node in range(3)]
+    expected, summary = simulated(folder, "fedupdate", *settings)
+    assert_equal(federation.done(), expected)
+    found = json.loads((federation.run / "summary.json").read_text())
+    assert expected["personal"].shape[0] == 6
+    assert found["bytes_up"] - summary["bytes_up"] == expected["personal"].nbytes
+    assert found["bytes_down"] - summary["bytes_down"] == 6 * expected["server.w"].nbytes  # to make them of
+
+
+def test_a_node_that_keeps_its_models_takes_no_part_where_they_are_asked_for(
+    nursery: Nursery, folder: Path
+) -> None:
+    federation = Federation(nursery, "separate", "rounds=1", "evaluate.personal_models=yes", nodes=0)
+    reason = "the server asks for personal models .*which stay at this node; `sartor join --allow-personal"
+    keeping = federation.join(0)
+    assert keeping.wait(30) == 2, keeping.output
+    said = [line for line in keeping.output.splitlines() if "joined" not in line]
+    assert len(said) == 1, keeping.output
+    assert re.search(f"this node cannot take part: {reason}", said[0]), said
+    federation.server.wait_for("the server asks for personal models")
+    assert re.search(f"node .*: failed: {reason}", federation.server.output), federation.server.output
+    federation.nodes = [federation.join(node, "--allow-personal-models") for node in range(3)]
+    assert_equal(federation.done(), simulated(folder, "separate", "rounds=1")[0])
+
+
+def test_a_server_that_asks_without_having_said_so_is_refused(nursery: Nursery, folder: Path) -> None:
+    """The nodes train and evaluate, send no model, and end the run with a server that does not ask."""
+    federation = Federation(nursery, "separate", "rounds=2", script="flower_curious")
+    assert federation.server.wait(90) == 2, federation.server.output
+    last = federation.server.output.splitlines()[-1]
+    assert "0 of 3 nodes answered" in last
+    assert "own_model: it sends personal models" in last
+    assert "Traceback" not in federation.server.output
+    expected = simulated(folder, "separate", "rounds=2")[0]["personal"]
+    assert holding(federation.run, expected) == set()
+    for node in federation.nodes:
+        node.wait_for("request refused: model_of/sartor.algorithms.references.separate:own_model")
+        assert node.code() is None
+    federation.server = federation.serve("--resume", federation.run)
+    assert federation.done() == {}
 
 
 # Kills -----------------------------------------------------------------------------------------------------

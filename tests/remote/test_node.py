@@ -169,9 +169,9 @@ def asked(node: Node, kind: str, groups: Any = None, **header: Any) -> dict[str,
     return decode(node.handle(encode({"kind": kind, **header}, groups)))[0]
 
 
-def opened(folder: Path | None = None) -> Node:
+def opened(folder: Path | None = None, sends_personal: bool = False) -> Node:
     """A node with clients 1 and 4 of six."""
-    node = nodes_of(vectors(), plain(), [[1, 4]], folder)[1]
+    node = nodes_of(vectors(), plain(), [[1, 4]], folder, sends_personal)[1]
     told = asked(node, "hello", experiment=to_mapping(experiment_of("fedavg")))
     assert told["names"] == ["client 1", "client 4"]
     assert told["counts"]["train"] == [17, 7]
@@ -180,7 +180,6 @@ def opened(folder: Path | None = None) -> Node:
         "numbers": [1, 4],
         "classes": 4,
         "labels": None,
-        "buffers": "average",
         "at": 0,
         "without": [],
         "keep": [],
@@ -247,6 +246,27 @@ def test_a_node_answers_with_what_its_clients_send() -> None:
         ({"numbers": "all"}, "ValueError"),
         ({"kind": "eval"}, "no such request: 'eval'"),
         ({"run": "other"}, "started anew"),
+        (
+            {"function": "model_of/sartor.algorithms.references.fedavg:fine_tuning"},
+            "personal models .* stay at this node",
+        ),
+        (
+            {"function": "sartor.algorithms.references.fedavg:fine_tuning"},
+            "personal models .* stay at this node",
+        ),
+        (
+            {"function": "sartor.algorithms.references.separate:own_model"},
+            "personal models .* stay at this node",
+        ),
+        ({"function": "sartor.remote.server:own_buffers"}, "personal models .* stay at this node"),
+        (
+            {"function": "sartor.algorithms.mixing.ditto:local_training"},
+            "no client function of fedavg, which runs here",
+        ),
+        (
+            {"function": "evaluation_of/test/sartor.algorithms.references.separate:own_model"},
+            "no client function of fedavg, which runs here",
+        ),
     ],
 )
 def test_a_node_refuses_what_it_should_not_do(wrong: dict[str, Any], message: str) -> None:
@@ -254,6 +274,40 @@ def test_a_node_refuses_what_it_should_not_do(wrong: dict[str, Any], message: st
     kind = wrong.pop("kind", "call")
     reply = asked(node, kind, {"shared": {"w": plain().initial()}}, **{**CALL, **wrong})
     assert re.search(message, reply["error"]), reply
+
+
+def test_what_is_counted_may_be_sent_and_what_it_is_counted_with_may_not() -> None:
+    node, shared = opened(), {"shared": {"w": plain().initial()}}
+    function = "sartor.algorithms.references.fedavg:fine_tuning"
+    hyper = {"hyper": {"lr": 0.1}, "algorithm": "fedupdate", "keeps": False}
+    told = asked(node, "call", shared, **{**CALL, **hyper, "function": f"evaluation_of/test/{function}"})
+    assert sorted(name for name, *_ in told["tensors"]["sent"]) == ["confusion", "loss", "n"]
+    assert "error" in asked(node, "call", shared, **{**CALL, **hyper, "function": f"model_of/{function}"})
+    node = opened(sends_personal=True)
+    told = asked(node, "call", shared, **{**CALL, **hyper, "function": f"model_of/{function}"})
+    assert [name for name, *_ in told["tensors"]["sent"]] == ["w"]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_node_takes_part_where_personal_models_are_asked_for_only_if_it_may(allowed: bool) -> None:
+    node = nodes_of(vectors(), plain(), [[1, 4]], sends_personal=allowed)[1]
+    experiment = to_mapping(experiment_of("separate", evaluate={"personal_models": "yes"}))
+    told = asked(node, "hello", experiment=experiment)
+    assert ("error" in told) is not allowed
+    assert ("--allow-personal-models" in node.refusal) is not allowed
+
+
+def test_what_is_kept_in_a_run_is_for_its_method_alone(tmp_path: Path) -> None:
+    """A server cannot have the states of one method sent by a function of another."""
+    node = opened(tmp_path)
+    where = {"clients": 6, "numbers": [1, 4], "classes": 4, "at": 0, "without": [], "keep": []}
+    for again in (node, nodes_of(vectors(), plain(), [[1, 4]], tmp_path)[1]):
+        asked(again, "hello", experiment=to_mapping(experiment_of("diversifed")))
+        told = asked(again, "open", **where)
+        assert "its states are those of fedavg, which diversifed may not see" in told["error"]
+        assert "error" not in asked(again, "open", **where, run="other")
+        asked(again, "hello", experiment=to_mapping(experiment_of("fedavg", rounds=7)))
+        assert "error" not in asked(again, "open", **where)
 
 
 def test_a_node_that_was_not_told_of_the_run_says_so() -> None:

@@ -41,6 +41,7 @@ from sartor.federation.exchange import (
     argument_names,
     joined,
     norms_of,
+    personal,
 )
 from sartor.federation.functions import find_function, name_of, qualified_name
 from sartor.federation.samples import samples_of
@@ -64,6 +65,12 @@ class Traffic:
 
     down: int = 0
     up: int = 0
+
+
+@personal
+def own_buffers(client: Any, hyper: Any) -> Reply:
+    """A client's float buffers, where each keeps its own."""
+    return Reply(buffers=client.buffers)
 
 
 class Federation(ABC):
@@ -243,6 +250,16 @@ class Federation(ABC):
         rounds = self._rounds(numbers)
         numbers, outcome = self._train(function, None, numbers, rounds, shared, each, self.buffers)
         return self._replies(numbers, outcome.sent)
+
+    def fetch(
+        self,
+        function: ClientFunction,
+        cohort: Sequence[int] | np.ndarray,
+        shared: Arguments | None = None,
+        each: Arguments | None = None,
+    ) -> Replies | None:
+        """Ask as ``ask`` does, for what is the clients' own; None where it stays with them."""
+        return self.ask(function, cohort, shared, each)
 
     # Work in flight -------------------------------------------------------------------------------
 

@@ -247,9 +247,13 @@ def join(
     insecure: bool = False,
     patience: float = 600.0,
     device: str = "cpu",
+    sends_personal: bool = False,
     show: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Take part in the run of a server until it ends; a server that is gone is waited for."""
+    """Take part in the run of a server until it ends; a server that is gone is waited for.
+
+    A server that asks for personal models gets them only if ``sends_personal``.
+    """
     from sartor.remote.flower import FleetLink, Lost
 
     host, _ = split_address(address)
@@ -262,7 +266,7 @@ def join(
     own = read_key(key) if key is not None else _own_key(state / "key.pem")
     known = state / "known.json"
     numbers: dict[str, int] = json.loads(known.read_text()) if known.exists() else {}
-    node = Node(load, state / "runs", device=device)
+    node = Node(load, state / "runs", device=device, sends_personal=sends_personal)
     link = FleetLink(
         address, own, certificates=certificates, insecure=certificates is None, known=numbers.get(address, 0)
     )

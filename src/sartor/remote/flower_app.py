@@ -132,7 +132,12 @@ def answer(message: Message, context: Any) -> Message:
         settings.get("client-column"),
         settings.get("label-column"),
     )
-    node = Node(load, Path(str(settings["state"])))
+    allowed = settings.get("allow-personal-models", False)
+    if not isinstance(allowed, bool):
+        raise SartorError(
+            f"flower-supernode --node-config: allow-personal-models is true or false, got {allowed!r}"
+        )
+    node = Node(load, Path(str(settings["state"])), sends_personal=allowed)
     node.recall()
     reply = node.handle(from_content(message.content))
     if node.refusal:

@@ -31,12 +31,15 @@ from sartor.data.clients import SPLITS, ClientData, Moments, Split, prepare, rel
 from sartor.engines import choose_engine, make_federation
 from sartor.errors import SartorError
 from sartor.federation import Federation
+from sartor.federation.exchange import ClientFunction, is_personal
+from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
 from sartor.model.networks import make_task
 from sartor.model.task import Task
 from sartor.remote.journal import Ledger, rows_of, write
 from sartor.remote.messages import BadMessage, Parts, decode, encode, version
 from sartor.runs import experiment as experiments
+from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
 from sartor.settings import build
 
@@ -45,8 +48,12 @@ log = logging.getLogger(__name__)
 Load = Callable[[Experiment], ClientData]
 """Gives a node's clients: their raw samples, split as the experiment says."""
 OPENED, DECLARED = "opened.json", "declared.tensors"
-OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "buffers", "number")
+METHOD = "method.txt"
+OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number")
 Groups = Mapping[str, Mapping[str, Tensor]]
+COMMON = (shared_model, own_buffers)
+"""Client functions of any method's evaluation."""
+STAY = ", which stay at this node; `sartor join --allow-personal-models` lets them go"
 
 
 class Closed(SartorError):
@@ -54,12 +61,22 @@ class Closed(SartorError):
 
 
 class Node:
-    """The clients of one machine. ``task`` stands in for the model that the experiment names."""
+    """The clients of one machine. ``task`` stands in for the model that the experiment names.
+
+    What is the clients' own, their personal models and what they keep, is sent only if ``sends_personal``.
+    """
 
     def __init__(
-        self, load: Load, folder: Path | None = None, *, task: Task | None = None, device: str = "cpu"
+        self,
+        load: Load,
+        folder: Path | None = None,
+        *,
+        task: Task | None = None,
+        device: str = "cpu",
+        sends_personal: bool = False,
     ) -> None:
         self._load, self._folder, self._device = load, folder, device
+        self._sends_personal = sends_personal
         self._given_task = task
         self._told = ""
         self._data: ClientData | None = None
@@ -90,7 +107,7 @@ class Node:
                     f"the server has sartor {told}, this node {version()}; install the same version"
                 )
             answers = {
-                "hello": self._hello,
+                "hello": self._greeted,
                 "open": self._open,
                 "call": self._call,
                 "end": self._end,
@@ -118,6 +135,13 @@ class Node:
         self._process = secrets.token_hex(8)
 
     # Requests -------------------------------------------------------------------------------------
+
+    def _greeted(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
+        """Introduce the clients to a server that asks for nothing which is theirs."""
+        asks = experiments.from_mapping(header["experiment"]).evaluate.personal_models == "yes"
+        if asks and not self._sends_personal:
+            raise SartorError(f"the server asks for personal models (evaluate.personal_models = 'yes'){STAY}")
+        return self._hello(header, groups)
 
     def _hello(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Which clients are here, with how many samples; how these lie, for normalising all alike."""
@@ -182,13 +206,14 @@ class Node:
             local=experiment.local,
             seed=experiment.seed,
             device=self._device,
-            buffers=str(header["buffers"]),
+            buffers=_buffer_policy(experiment),
             evaluation_batch=experiment.evaluate.batch,
             method=experiment.algorithm,
         )
         self._hosted = np.zeros(clients, dtype=bool)
         self._hosted[numbers] = True
         if run != self._run or self._folder is not None:
+            self._check_method(run, experiment.algorithm)
             self._ledger = Ledger(None if self._folder is None else self._folder / run)
         self._run = run
         self._ledger.go_back(int(header["at"]), header["without"], header["keep"])
@@ -213,7 +238,7 @@ class Node:
             raise BadMessage("malformed", "there are no such clients")
         if not self._hosted[numbers].all():
             raise BadMessage("malformed", "it asks clients that are not at this node")
-        function = find_function(str(header["function"]))
+        function = self._function(str(header["function"]))
         hyper = self._hyper(header["algorithm"], header["hyper"])
         federation.round = self.round = int(header["round"])
         rounds = np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy()
@@ -281,6 +306,16 @@ class Node:
             self._folder.mkdir(parents=True, exist_ok=True)
             write(self._folder / OPENED, json.dumps(stored).encode())
 
+    def _check_method(self, run: str, method: str) -> None:
+        """What clients keep in a run is for its method alone: another one might send it."""
+        if self._folder is not None:
+            path = self._folder / run / METHOD
+            began = path.read_text() if path.exists() else method
+            if began != method:
+                raise SartorError(f"run {run}: its states are those of {began}, which {method} may not see")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, method.encode())
+
     def _remember_declared(self, declared: Mapping[str, Tensor]) -> None:
         if self._folder is not None:
             path = self._folder / self._run / DECLARED
@@ -312,6 +347,16 @@ class Node:
         numbers = np.flatnonzero(self._hosted)
         return dict(zip(numbers.tolist(), self._federation.states.rows(name, numbers), strict=True))
 
+    def _function(self, name: str) -> ClientFunction:
+        """A client function of the run's method; one that replies what is a client's own only if it may."""
+        assert self._experiment is not None
+        function = find_function(name)
+        if is_personal(function) and not self._sends_personal:
+            raise SartorError(f"{name}: it sends personal models or what belongs to them{STAY}")
+        if not belongs_to(registered()[self._experiment.algorithm], function):
+            raise SartorError(f"{name}: no client function of {self._experiment.algorithm}, which runs here")
+        return function
+
     def _hyper(self, algorithm: str, values: Mapping[str, Any]) -> Any:
         """Hyper-parameters; the same ones every time, as what is compiled for them is kept."""
         key = json.dumps([algorithm, values], sort_keys=True)
@@ -320,6 +365,25 @@ class Node:
                 raise SartorError(f"algorithm {algorithm!r}: not installed at this node")
             self._hypers[key] = build(registered()[algorithm].Hyper, values, "hyper")
         return self._hypers[key]
+
+
+def belongs_to(algorithm: type, function: ClientFunction) -> bool:
+    """Whether a client function is one of a method's, or of any method's evaluation.
+
+    A method's own are those that it, its bases, or the modules of them have by name. States belong to a
+    method: a function of another one would do with them, and send of them, what theirs does not.
+    """
+    made_by: tuple[str, ...] = getattr(function, "made_by", ())
+    plain = getattr(function, "__wrapped__", function) if made_by else function
+    classes = algorithm.__mro__
+    places = [*classes, *(sys.modules[cls.__module__] for cls in classes)]
+    return plain in COMMON or any(held is plain for place in places for held in vars(place).values())
+
+
+def _buffer_policy(experiment: Experiment) -> str:
+    """What happens to float buffers: as the experiment says, or else the method."""
+    policy = experiment.model.buffers
+    return policy if policy != "auto" else registered()[experiment.algorithm].buffers
 
 
 def hyper_values(hyper: Any) -> dict[str, Any]:

@@ -27,13 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.client.local import Client
 from sartor.data.clients import ClientData, Moments, Split
 from sartor.engines.loop import LoopFederation
 from sartor.errors import SartorError
 from sartor.federation.clock import Conditions, Job
-from sartor.federation.exchange import Arguments, ClientFunction, Outcome, Replies, Reply, Work
-from sartor.federation.federation import Federation
+from sartor.federation.exchange import Arguments, ClientFunction, Outcome, Replies, Work
+from sartor.federation.federation import Federation, own_buffers
 from sartor.federation.functions import name_of, qualified_name
 from sartor.kernels.device import to_device
 from sartor.model.task import Task
@@ -57,11 +56,6 @@ class Back(NamedTuple):
     at: int
     without: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
-
-
-def own_buffers(client: Client, hyper: Any) -> Reply:
-    """A client's float buffers, where each keeps its own."""
-    return Reply(buffers=client.buffers)
 
 
 class FlowerFederation(Federation):
@@ -161,12 +155,32 @@ class FlowerFederation(Federation):
         values = {name: value[places] for name, value in replies.values.items()}
         return replace(replies, clients=replies.clients[good], counts=replies.counts[good], values=values)
 
+    def fetch(
+        self,
+        function: ClientFunction,
+        cohort: Sequence[int] | np.ndarray,
+        shared: Arguments | None = None,
+        each: Arguments | None = None,
+    ) -> Replies | None:
+        """What is the clients' own, where the experiment asks nodes for it; it is counted as traffic."""
+        if self._experiment.evaluate.personal_models != "yes":
+            return None
+        sent, rows, numbers = self._arguments(cohort, shared, each)
+        replies = self.ask(function, numbers, sent, rows)
+        self._send_down(sent, rows, len(numbers))
+        self.traffic.up += sum(value.nbytes for value in replies.values.values())
+        return replies
+
     @property
     def mean_buffers(self) -> Tensor | None:
-        """The float buffers that go with a shared model: the server's, or the mean of the clients'."""
+        """The float buffers that go with a shared model: the server's, or the mean of the clients'.
+
+        None where clients keep theirs and do not send them.
+        """
         if self.policy != "local" or self.buffers is None:
             return self.buffers
-        return self.ask(own_buffers, np.arange(self.clients))["buffers"].mean(dim=0)
+        replies = self.fetch(own_buffers, np.arange(self.clients))
+        return None if replies is None else replies["buffers"].mean(dim=0)
 
     def dispatch(
         self,
@@ -193,10 +207,9 @@ class FlowerFederation(Federation):
     def farewell(self, patience: float = 10.0) -> None:
         """Tell all nodes that the run is over."""
         letters = []
-        for node in self._present():
-            if node in self._opened:
-                with _tolerant(node):
-                    letters.append(self._letter(node, {"kind": "end"}, expected={}))
+        for node in self._present():  # those too that were not asked, as nothing was left to do
+            with _tolerant(node):
+                letters.append(self._letter(node, {"kind": "end"}, expected={}))
         end = time.monotonic() + patience
         while letters and time.monotonic() < end:
             for letter in list(letters):
@@ -282,7 +295,6 @@ class FlowerFederation(Federation):
             "numbers": numbers,
             "classes": self._data.classes,
             "labels": self._data.labels,
-            "buffers": self.policy,
             "at": min((one.at for one in back), default=self._exchange),
             "without": sorted({exchange for one in back for exchange in one.without}),
             "keep": sorted({exchange for one in back for exchange in one.keep}),

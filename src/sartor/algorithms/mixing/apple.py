@@ -12,7 +12,7 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.client.local import Client
 from sartor.errors import SettingError
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -89,6 +89,7 @@ def local_training(
     return Reply(core=both[:size]).keep(core=both[:size], shift=both[size:])  # step 3
 
 
+@personal
 def mixed_model(
     client: Client,
     hyper: AppleHyper,
