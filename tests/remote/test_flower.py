@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,8 +26,13 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 import sartor
+from sartor.algorithms import registered
+from sartor.algorithms.comfed.comfed import MECHANISMS, comfed
+from sartor.algorithms.server.optimizers import OPTIMIZERS
 from sartor.data.clients import ClientData
 from sartor.model.task import Task
+from sartor.remote.journal import Ledger
+from sartor.remote.requests import PARTING
 from sartor.runs.experiment import Experiment, load
 from sartor.runs.runner import execute, open_federation
 
@@ -87,13 +93,14 @@ class Federation:
         options: tuple[Any, ...] = (),
         handles: int = 0,
         script: str = "sartor",
+        common: tuple[str, ...] = SETTINGS,
     ) -> None:
         self.nursery, self.port = nursery, free_port()
         self.place = nursery.folder / f"{name}-{self.port}"
         self.place.mkdir()
         self.run = self.place / "run"
         self.options, self.handles = options, handles
-        words = (f"algorithm={name}", *SETTINGS, *settings, "--out", self.run)
+        words = (f"algorithm={name}", *common, *settings, "--out", self.run)
         self.server = self.serve(*words, script=script)
         self.nodes = [self.join(node) for node in range(nodes)]
 
@@ -115,6 +122,14 @@ class Federation:
             assert "Traceback" not in node.output
         assert "Traceback" not in self.server.output
         return load_file(self.run / "models.safetensors")
+
+    def reach(self, round: int, seconds: float = 90) -> None:
+        """Wait until a round is recorded."""
+        path, end = self.run / "rounds.jsonl", time.monotonic() + seconds
+        while not path.exists() or path.read_bytes().count(b"\n") < round:
+            assert self.server.code() is None, self.server.output
+            assert time.monotonic() < end, f"round {round} was not reached:\n{self.server.output}"
+            time.sleep(0.005)
 
     def rounds(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / "rounds.jsonl").read_text().splitlines()]
@@ -433,6 +448,115 @@ def test_after_everything_was_killed_the_run_goes_on(
     assert_equal(federation.done(), undisturbed)
 
 
+# Every method, through kills -------------------------------------------------------------------------------
+
+
+BY_THE_CLOCK = (
+    "diversifed-async",
+    "fedavg-async",
+    "fedavg-semisync",
+    "fedavg-sync",
+    "lga",
+    "plga",
+    "spfl-async",
+    "twafl",
+)
+"""Methods whose rounds end at a time: everybody is there by then, so nothing depends on who is faster."""
+BY_ARRIVAL = ("fedasync",)
+"""Methods whose result depends on it all the same."""
+NEEDS = {
+    "fedbuff": ("hyper.buffer=6",),
+    "fedfomo": ("data.validation=0.2",),
+    **dict.fromkeys(BY_THE_CLOCK, ("hyper.deadline=600",)),
+}
+NORMALISED = (*(text for text in SETTINGS if "model." not in text), "model.name=resnet8", "model.norm=batch")
+"""A network with float buffers."""
+PAIRS = {f"{client}-{server}" for client in MECHANISMS for server in OPTIMIZERS} | set(comfed.NAMES)
+EVERY = sorted(
+    (set(registered()) - PAIRS)
+    | {f"{client}-sgd" for client in MECHANISMS}
+    | {f"scaf-{server}" for server in OPTIMIZERS}
+    | {"comfed-m"}
+)
+"""All methods; of the pairs every mechanism once, and every optimizer with the one that keeps states."""
+
+
+def through_kills(nursery: Nursery, folder: Path, name: str, common: tuple[str, ...] = SETTINGS) -> None:
+    """A node is killed and comes back, then everything: nodes have what they kept, and all ends as if not."""
+    settings = ("rounds=5", "evaluate.every=5", "checkpoint.every=1", *NEEDS.get(name, ()))
+    federation = Federation(nursery, name, *settings, options=("--quorum", 3), common=common)
+    federation.reach(1)
+    federation.nodes[0].kill()
+    federation.nodes[0] = federation.join(0)
+    federation.reach(3)
+    for child in (federation.nodes[2], federation.server, *federation.nodes[:2]):
+        child.kill()
+    federation.server = federation.serve("--resume", federation.run)
+    federation.nodes = [federation.join(node) for node in range(3)]
+    found = federation.done()
+    rounds = federation.rounds()
+    assert [row["round"] for row in rounds] == [1, 2, 3, 4, 5]
+    assert all(bool(torch.isfinite(value.double()).all()) for value in found.values())
+    if name in BY_ARRIVAL:
+        arrived = [entry for row in rounds for entry in row.get("arrivals", [])]
+        assert len(arrived) == sum(row["answered"] for row in rounds) > 0
+        assert [entry[2] for entry in arrived] == sorted(entry[2] for entry in arrived)
+        return
+    simulations: list[Any] = []
+
+    def opened(experiment: Experiment, task: Task, data: ClientData) -> Any:
+        simulations.append(open_federation(experiment, task, data))
+        return simulations[-1]
+
+    given = [*common, *settings, f"data.path={folder / 'all'}"]
+    out = federation.place / "simulated"
+    result = execute(load(None, given, algorithm=name), out=out, opened=opened)
+    assert_equal(found, load_file(out / "models.safetensors"))
+    summary = json.loads((federation.run / "summary.json").read_text())
+    for cell in ("shared_pooled", "shared_local", "personal_local"):
+        assert summary["accuracy"].get(cell) == pytest.approx(result.summary["accuracy"].get(cell)), cell
+    expected = simulations[0].states.save()
+    kept: dict[str, dict[int, Tensor]] = {}
+    for node in range(3):
+        [stored] = [path for path in (federation.place / f"state{node}" / "runs").iterdir() if path.is_dir()]
+        for key, (numbers, rows) in Ledger(stored).states().items():
+            kept.setdefault(key, {}).update(zip(numbers.tolist(), rows, strict=True))
+    for key in {*kept, *simulations[0].states}:
+        numbers, rows = expected[f"{key}.numbers"].tolist(), expected[f"{key}.rows"]
+        own = kept.get(key, {})
+        assert set(own) == set(numbers), key
+        for number, row in zip(numbers, rows, strict=True):
+            assert torch.equal(own[number], row), key
+
+
+@pytest.mark.parametrize("name", ["ditto", "fedproto", "vrl-sgd", "fedasync"])
+def test_methods_that_differ_come_through_kills(nursery: Nursery, folder: Path, name: str) -> None:
+    """Two states, prototypes, states of both sides, no rounds that wait."""
+    through_kills(nursery, folder, name)
+
+
+def test_buffers_come_through_kills(nursery: Nursery, folder: Path) -> None:
+    through_kills(nursery, folder, "fedbn", common=NORMALISED)
+
+
+def test_nodes_that_train_one_client_on_the_fast_engine(nursery: Nursery, folder: Path) -> None:
+    """What is the same for all clients, such as a rate, is spread out over one there."""
+    common = ("data.clients=6", "engine.name=stacked", "local.batch=16", "model.name=softmax")
+    settings = ("rounds=2", "evaluate.every=0", "cohort.fraction=0.5")
+    federation = Federation(nursery, "fedadc", *settings, common=common)
+    out = federation.place / "simulated"
+    execute(load(None, [*common, *settings, f"data.path={folder / 'all'}"], algorithm="fedadc"), out=out)
+    found = federation.done(240)
+    for key, value in load_file(out / "models.safetensors").items():
+        assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-6), key
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", EVERY)
+def test_every_method_comes_through_kills(nursery: Nursery, folder: Path, name: str) -> None:
+    through_kills(nursery, folder, name)
+
+
 # Hostile nodes ---------------------------------------------------------------------------------------------
 
 
@@ -638,6 +762,69 @@ def test_a_node_that_introduces_itself_wrongly_is_told_so(nursery: Nursery, fold
     told(pretend(names=[]), "names: expected one or more")
     assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
     assert sum(row.get("malformed", 0) for row in federation.rounds()) == 2
+
+
+# A server that fails ---------------------------------------------------------------------------------------
+
+
+def replace_by_a_file(folder: Path) -> None:
+    """Whoever writes in this folder cannot any more."""
+    folder.rename(folder.with_name(f"{folder.name}-before"))
+    folder.touch()
+
+
+def told_of_failure(federation: Federation, nodes: list[Child]) -> str:
+    """The reason for which a server has ended, which it and these nodes have told, and nothing after it."""
+    assert federation.server.wait(60) == 2, federation.server.output
+    end = time.monotonic() + 15  # they wait for a server that is gone for ten minutes
+    reason = federation.server.output.splitlines()[-1].removeprefix("sartor: ")
+    for node in nodes:
+        assert node.wait(end - time.monotonic()) == 2, node.output
+        last = node.output.splitlines()[-1]
+        assert last == f"sartor: 127.0.0.1:{federation.port}: the server ended: {reason}", node.output
+        assert "Traceback" not in node.output
+    return reason
+
+
+def test_nodes_of_a_server_that_fails_end_with_its_reason(
+    nursery: Nursery, undisturbed: dict[str, Tensor]
+) -> None:
+    """A node cannot store what its clients keep, and all must answer; when it can, the run is continued."""
+    federation = Federation(nursery, "scaffold", *KILLED, options=("--quorum", 3))
+    federation.nodes[2].wait_for("round 3")
+    [states] = [path for path in (federation.place / "state2" / "runs").iterdir() if path.is_dir()]
+    replace_by_a_file(states)
+    reason = told_of_failure(federation, federation.nodes)
+    assert re.fullmatch(r"2 of 3 nodes answered, 3 must: .* cannot be (read|written): .*", reason)
+    states.unlink()
+    states.with_name(f"{states.name}-before").rename(states)
+    federation.server = federation.serve("--resume", federation.run)
+    federation.nodes = [federation.join(node) for node in range(3)]
+    assert_equal(federation.done(), undisturbed)
+
+
+def test_a_dead_node_does_not_keep_the_others_from_hearing_of_a_failure(nursery: Nursery) -> None:
+    """The server cannot write its results; it still believes in a node that was killed."""
+    settings = ("rounds=400", "evaluate.every=0", "checkpoint.every=1")
+    federation = Federation(nursery, "fedavg", *settings, options=("--deadline", 3))
+    federation.nodes[2].wait_for("round 2")
+    federation.nodes[2].kill()
+    replace_by_a_file(federation.run)
+    begun = time.monotonic()
+    assert "Not a directory" in told_of_failure(federation, federation.nodes[:2])
+    assert time.monotonic() - begun < 3 + PARTING + 15
+
+
+def test_nodes_wait_for_a_server_that_was_interrupted(
+    nursery: Nursery, undisturbed: dict[str, Tensor]
+) -> None:
+    """By Ctrl-C: the same nodes go on when it does."""
+    federation = Federation(nursery, "scaffold", *KILLED)
+    federation.nodes[0].wait_for("round 3")
+    os.kill(federation.server.pid, signal.SIGINT)
+    assert federation.server.wait(60) == 130, federation.server.output
+    federation.server = federation.serve("--resume", federation.run)
+    assert_equal(federation.done(), undisturbed)
 
 
 # Certificates and keys -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.federation.functions import find_function, qualified_name
 from sartor.remote.admission import Reception, misfit
+from sartor.remote.deploy import Service, serve_on
 from sartor.remote.messages import Parts, decode, encode, read_header
 from sartor.remote.node import Node
 from sartor.remote.requests import MOST_FORGED, Post
@@ -32,7 +33,7 @@ BLOCKS = [[0, 3], [1, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("name", sorted(registered()))
-def test_nodes_give_what_a_simulation_gives(name: str) -> None:
+def test_nodes_give_what_a_simulation_gives(name: str, tmp_path: Path) -> None:
     # Answers that arrive one by one move the server's float buffers one by one; a simulation's come together.
     data, task = vectors(), plain() if name == "fedbuff" else network()
     policy = registered()[name].buffers
@@ -42,7 +43,7 @@ def test_nodes_give_what_a_simulation_gives(name: str) -> None:
         return federation_of("loop", task, data, local={"batch": 8, **local}, buffers=policy, workers=1)
 
     def deployed(local: dict[str, float]) -> Federation:
-        grid = HereGrid(nodes_of(data, task, BLOCKS, sends_personal=True))
+        grid = HereGrid(nodes_of(data, task, BLOCKS, tmp_path / str(len(made)), sends_personal=True))
         experiment = experiment_of(name, local={"batch": 8, **local})
         made.append((grid, federation_on(grid, experiment, task, buffers=policy)))
         return made[-1][1]
@@ -252,13 +253,14 @@ def test_a_server_that_continues_takes_the_nodes_back(tmp_path: Path, name: str,
     algorithm = make(registered()[name], lr=0.05)
     expected = rounds_on(simulation(), name)
     nodes = nodes_of(vectors(), plain(), BLOCKS, tmp_path)
-    first = deployed(name, HereGrid(nodes), plain())
+    soon = 1e-6  # everybody takes longer than the unit of time that a simulation lets them take
+    first = deployed(name, HereGrid(nodes), plain(), unit=soon)
     server = rounds_on(first, name, COHORTS[:1])
     structure, tensors = pack({"server": dict(tensors_of(server)), "federation": first.snapshot()}, "saved")
     rounds_on(first, name, [COHORTS[2], COHORTS[0]], server)
     if anew:
         nodes = nodes_of(vectors(), plain(), BLOCKS, tmp_path)
-    second = deployed(name, HereGrid(nodes), plain())
+    second = deployed(name, HereGrid(nodes), plain(), unit=soon)
     algorithm.start(second)
     second.restore(unpack(structure, tensors, {}, torch.device("cpu"))["federation"])
     second.round = 1
@@ -308,6 +310,54 @@ def test_a_refused_node_knows_why() -> None:
     assert not grid.requests
     reception.met(set())
     assert reception.met({1}).keys() == {1}  # it has been away
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbuff"])
+def test_nodes_are_told_of_whatever_ends_the_server(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that nobody has foreseen, while clients are at work; not an interruption."""
+    reasons = {
+        RuntimeError("a\n\x1b[2J disk" + 1000 * "!"): "RuntimeError: a [2J disk!",
+        SartorError("\n"): "no reason given",
+        KeyboardInterrupt(): "",
+    }
+    data = vectors(torch.float32)
+    for place, (error, reason) in enumerate(reasons.items()):
+
+        def changed(node: int, parts: Parts, error: BaseException = error) -> Parts:
+            if "exchange" in read_header(parts):
+                raise error
+            return parts
+
+        grid = HereGrid(nodes_of(data, model_task("mlp", data), BLOCKS), changed)
+        with pytest.raises(type(error)) as raised:
+            serve_on(grid, experiment_of(name), Service(min_nodes=3), out=tmp_path / str(place))
+        assert raised.value is error or not reason
+        for node in grid.at.values():
+            assert node.failure[: len(reason) or None] == reason
+            assert len(node.failure) < 600
+            assert not node.done
+        if name == "fedbuff" and reason:  # what was asked before is called off
+            assert not grid.requests
+    assert "could not be told" not in caplog.text
+
+
+def test_a_grid_that_fails_does_not_hide_what_the_server_failed_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Breaking(HereGrid):
+        def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+            if read_header(parts)["kind"] in ("open", "fail"):
+                raise OSError("no space left")
+            return super().send(node, parts, lifetime, note)
+
+    data = vectors(torch.float32)
+    grid = Breaking(nodes_of(data, model_task("mlp", data), BLOCKS))
+    with pytest.raises(OSError, match="no space left") as raised:
+        serve_on(grid, experiment_of("fedavg"), Service(min_nodes=3), out=tmp_path / "run")
+    assert "_open" in [entry.name for entry in raised.traceback]
+    assert "nodes could not be told that the server ends: no space left" in caplog.text
 
 
 # What is said of a run -------------------------------------------------------------------------------------

@@ -21,10 +21,11 @@ from torch import Tensor
 from sartor.data.clients import Moments, prepare
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.remote.deploy import Service, loader, make_keys, read_key, read_public_keys, split_address
-from sartor.remote.journal import MOST_FILES, Ledger
+from sartor.remote.journal import MOST_FILES, Ledger, rows_of
 from sartor.remote.messages import DTYPES, BadMessage, Parts, decode, encode, spec_of, version
 from sartor.remote.node import Node
 from sartor.runs.experiment import from_mapping, to_mapping
+from sartor.runs.record import hash_of
 
 # Messages --------------------------------------------------------------------------------------------------
 
@@ -47,6 +48,50 @@ def test_what_is_encoded_is_decoded(shapes: list[list[int]], dtypes: list[str]) 
     for name, value in values.items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name], value)
+
+
+def laid_out(dtype: str) -> dict[str, Tensor]:
+    """Tensors as client functions and servers may have them, however they lie in memory."""
+    whole = torch.arange(24).to(DTYPES[dtype]).view(4, 6)
+    one = torch.ones((), dtype=DTYPES[dtype])
+    return {
+        "whole": whole,
+        "itself": whole,
+        "view": whole.view(-1),
+        "part": whole[1:3],
+        "transposed": whole.t(),
+        "strided": whole[::2, ::3],
+        "cut": whole[:, 1:1],
+        "none": whole[:0],
+        "number": one,
+        "spread": one.expand(4, 3),
+        "single": one.expand(1),
+        "single of many": one.expand(1, 1, 1),
+        **({"learnt": whole.clone().requires_grad_().t()} if whole.is_floating_point() else {}),
+    }
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_tensors_travel_and_are_kept_however_they_lie(dtype: str, tmp_path: Path) -> None:
+    values = laid_out(dtype)
+    _, groups = decode(encode({}, {"all": values}))
+    ledger, numbers = Ledger(tmp_path), torch.arange(4)
+    kept = {name: value for name, value in values.items() if value.dim() and len(value) == len(numbers)}
+    assert len(kept) == 4
+    ledger.stage(1, rows_of(numbers, kept))
+    settled = Ledger(tmp_path).settle(1, [1, 3])
+    for name, value in values.items():
+        assert groups["all"][name].dtype == value.dtype
+        assert torch.equal(groups["all"][name], value), name
+        if name in kept:
+            assert settled[name][0].tolist() == [1, 3]
+            assert torch.equal(settled[name][1], value[[1, 3]]), name
+    assert hash_of(values) == hash_of({name: value.detach().clone() for name, value in values.items()})
+
+
+def test_a_tensor_that_cannot_travel_is_named() -> None:
+    with pytest.raises(SartorError, match="tensors of complex64 cannot travel; those of float16, "):
+        encode({}, {"all": {"w": torch.zeros(2, dtype=torch.complex64)}})
 
 
 def tampered(**header: Any) -> Parts:

@@ -142,4 +142,6 @@ def answer(message: Message, context: Any) -> Message:
     reply = node.handle(from_content(message.content))
     if node.refusal:
         log.warning("this node cannot take part: %s", node.refusal)
+    if node.failure:
+        log.warning("the server ended: %s", node.failure)
     return Message(to_content(reply), reply_to=message)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from sartor.errors import SartorError
+from sartor.runs.record import bytes_of
 
 Parts = dict[str, bytes]
 Spec = tuple[str, tuple[int, ...]]
@@ -66,7 +67,10 @@ def version() -> str:
 
 def spec_of(tensor: Tensor) -> Spec:
     """A tensor's type and shape."""
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise SartorError(f"tensors of {name} cannot travel; those of {', '.join(DTYPES)} can")
+    return name, tuple(tensor.shape)
 
 
 def size_of(spec: Spec) -> int:
@@ -81,7 +85,7 @@ def encode(header: Mapping[str, Any], groups: Mapping[str, Mapping[str, Tensor]]
     for group, values in (groups or {}).items():
         if values:
             tensors[group] = [[name, *spec_of(value)] for name, value in values.items()]
-            parts[group] = b"".join(map(_bytes_of, values.values()))
+            parts[group] = b"".join(map(bytes_of, values.values()))
     parts[HEADER] = json.dumps({**header, "tensors": tensors}, allow_nan=False).encode()
     return parts
 
@@ -172,11 +176,6 @@ def _compare(specs: Mapping[str, Mapping[str, Spec]], expected: Mapping[str, Map
 
 def _words(spec: Spec | None) -> str:
     return "nothing" if spec is None else f"{spec[0]} {list(spec[1])}"
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    plain = tensor.detach().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def _tensors(data: bytes, specs: Mapping[str, Spec]) -> dict[str, Tensor]:

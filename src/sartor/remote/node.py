@@ -1,11 +1,11 @@
 """What a node does: it holds the data and the states of its clients and answers requests, one at a time.
 
 A node knows nothing of how requests reach it; :mod:`sartor.remote.messages` has their form. Of a request's
-``kind`` there are five. ``hello`` says which experiment this is: the node answers which clients it hosts and
+``kind`` there are six. ``hello`` says which experiment this is: the node answers which clients it hosts and
 how many samples each has, never the samples. ``open`` says which numbers they have in the run and where it
 stands. ``call`` names a client function of the installed package, which some of the clients run; ``end`` is
-the end of the run; ``refuse`` says why this node cannot take part. Nothing from the wire is executed or
-imported.
+the end of the run; ``fail`` says why the server ends before it; ``refuse`` says why this node cannot take
+part. Nothing from the wire is executed or imported.
 
 A client's number is the same as in a simulation of the whole federation, so its batches are too.
 """
@@ -41,6 +41,7 @@ from sartor.remote.messages import BadMessage, Parts, decode, encode, version
 from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
+from sartor.runs.record import separate
 from sartor.settings import build
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class Node:
         """Whether the run has come to its end."""
         self.refusal = ""
         """Why this node cannot take part."""
+        self.failure = ""
+        """Why the server has ended before the run did."""
         self.round = 0
         """The round of the last call."""
 
@@ -111,6 +114,7 @@ class Node:
                 "open": self._open,
                 "call": self._call,
                 "end": self._end,
+                "fail": self._fail,
                 "refuse": self._refuse,
             }
             answer = answers.get(kind)
@@ -269,7 +273,12 @@ class Node:
 
     def _refuse(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """The server does without this node."""
-        self.refusal = "".join(filter(str.isprintable, str(header["reason"])[:500]))
+        self.refusal = _reason(header)
+        return {}, {}
+
+    def _fail(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
+        """The server has failed; what was staged is decided when the run is continued."""
+        self.failure = _reason(header)
         return {}, {}
 
     # What outlives the process --------------------------------------------------------------------
@@ -320,7 +329,7 @@ class Node:
         if self._folder is not None:
             path = self._folder / self._run / DECLARED
             known = load(path.read_bytes()) if path.exists() else {}
-            write(path, save({**known, **{name: value.contiguous() for name, value in declared.items()}}))
+            write(path, save(separate({**known, **declared})))
 
     # What clients keep ----------------------------------------------------------------------------
 
@@ -390,6 +399,12 @@ def hyper_values(hyper: Any) -> dict[str, Any]:
     """Hyper-parameters for the wire."""
     values = {field.name: getattr(hyper, field.name) for field in dataclasses.fields(hyper)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _reason(header: Mapping[str, Any]) -> str:
+    """What the server gives as its reason: one line of bounded length, fit for a terminal."""
+    words = " ".join(str(header["reason"])[:500].split())
+    return "".join(filter(str.isprintable, words)) or "no reason given"
 
 
 def _widened(data: ClientData, numbers: np.ndarray, clients: int, classes: int | None) -> ClientData:
