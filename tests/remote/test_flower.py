@@ -511,9 +511,11 @@ def through_kills(nursery: Nursery, folder: Path, name: str, common: tuple[str, 
     given = [*common, *settings, f"data.path={folder / 'all'}"]
     out = federation.place / "simulated"
     result = execute(load(None, given, algorithm=name), out=out, opened=opened)
-    assert_equal(found, load_file(out / "models.safetensors"))
+    assert_equal(found, without_personal(load_file(out / "models.safetensors")))
     summary = json.loads((federation.run / "summary.json").read_text())
     for cell in ("shared_pooled", "shared_local", "personal_local"):
+        if cell == "shared_pooled" and registered()[name].buffers == "local":
+            continue  # nodes do not send what its mean would be made of
         assert summary["accuracy"].get(cell) == pytest.approx(result.summary["accuracy"].get(cell)), cell
     expected = simulations[0].states.save()
     kept: dict[str, dict[int, Tensor]] = {}
