@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install run test test-fast lint docs bench clean
+.PHONY: install run test test-fast nightly lint docs bench clean
 
 install: $(STAMP)
 
@@ -20,6 +20,9 @@ test: lint
 
 test-fast: lint
 	$(BIN)/python -m pytest -n auto -m 'not slow'
+
+nightly: install
+	$(BIN)/python -m pytest -n auto -m nightly
 
 lint: install
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import sartor
-from sartor import Algorithm, Call, Client, Reply, register, setting
+from sartor import Algorithm, Call, Client, Reply, personal, register, setting
 from sartor.algorithms import Hyper
 from sartor.data.sources import load_source
 
@@ -45,6 +45,7 @@ def local_training(
     return Reply(w=w).keep(w_i=w)
 
 
+@personal
 def own_model(client: Client, hyper: DiversityHyper, w_i: Tensor) -> Reply:
     return Reply(w=w_i)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -65,6 +65,56 @@ class Point(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w.expand(x.shape[0], -1)
+
+
+def plain_cnn(shape: tuple[int, int, int] = (1, 28, 28), classes: int = 10, seed: int = 0) -> nn.Module:
+    """A user's own network: two convolutions, two dense layers, nothing else."""
+    channels, height, width = shape
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+            *(nn.Linear(32 * (height // 4) * (width // 4), 64), nn.ReLU(), nn.Linear(64, classes)),
+        )
+
+    return seeded(build, seed)
+
+
+class _Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), norm(outputs), nn.ReLU()),
+            *(nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), norm(outputs)),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if inputs != outputs or stride != 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet18(
+    norm: Callable[[int], nn.Module], width: int = 64, channels: int = 3, classes: int = 10, seed: int = 0
+) -> nn.Module:
+    """ResNet-18 for small images: eight residual blocks of width, 2, 4 and 8 times width channels."""
+
+    def build() -> nn.Module:
+        layers: list[nn.Module] = [
+            nn.Conv2d(channels, width, 3, padding=1, bias=False),
+            norm(width),
+            nn.ReLU(),
+        ]
+        inputs = width
+        for stage in range(4):
+            for stride in (1 if stage == 0 else 2, 1):
+                layers.append(_Residual(inputs, width << stage, stride, norm))
+                inputs = width << stage
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+    return seeded(build, seed)
 
 
 def quadratics(

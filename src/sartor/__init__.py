@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sartor.algorithms import Algorithm, register
     from sartor.api import run
     from sartor.client.local import Client
-    from sartor.federation import Call, Reply
+    from sartor.federation import Call, Reply, personal
     from sartor.model.task import Task
     from sartor.report import write_report
     from sartor.runs.experiment import Experiment
@@ -46,6 +46,7 @@ _HOMES = {
     "Client": "sartor.client.local",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
+    "personal": "sartor.federation",
     "Result": "sartor.runs.runner",
     "setting": "sartor.settings",
 }
@@ -59,6 +60,7 @@ __all__ = [
     "Result",
     "Task",
     "compare",
+    "personal",
     "register",
     "reproduce",
     "resume",

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 from test_engines import as_allowed, assert_close, ended, network, vectors
+from torch import nn
 
-from helpers import RAGGED, classification, federation_of, model_task
+import sartor
+from helpers import RAGGED, classification, federation_of, model_task, plain_cnn, resnet18
 from sartor import random
 from sartor.algorithms import registered
 from sartor.client.settings import Local
+from sartor.data.clients import ClientData
 from sartor.engines import make_federation
+from sartor.errors import NotStackable
 from sartor.federation import Federation
+from sartor.model.task import Task
+from sartor.runs.runner import Result
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -73,6 +79,92 @@ def test_convolutions_equal_the_loop(name: str, compiled: bool, sizes: tuple[int
         ended_with = ended(name, federation, everyone * 5)
         left[device] = {key: value.cpu() for key, value in ended_with.items()}
     assert_close(left["cpu"], left["cuda"], 1e-3)
+
+
+# A user's own model ----------------------------------------------------------------------------------------
+
+
+def ran(
+    model: nn.Module, data: ClientData, device: str, engine: str, rounds: int = 2, batch: int = 8
+) -> Result:
+    """FedAvg with a user's own model, for a few small steps."""
+    settings = {"local": {"batch": batch}, "hyper": {"lr": 0.01}}
+    return sartor.run(
+        "fedavg", data=data, model=model, device=device, engine=engine, rounds=rounds, store=False, **settings
+    )
+
+
+def by_groups(channels: int) -> nn.Module:
+    return nn.GroupNorm(min(32, channels), channels)
+
+
+def by_channels(channels: int) -> nn.Module:
+    return nn.GroupNorm(channels, channels)
+
+
+OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "cnn": (plain_cnn, (1, 28, 28)),
+    "resnet18-groups": (lambda: resnet18(by_groups, 8), (3, 16, 16)),
+    "resnet18-batch": (lambda: resnet18(nn.BatchNorm2d, 8), (3, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-3)])
+def test_an_own_model_on_auto_equals_the_loop_on_a_cpu(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    build, shape = OWN[name]
+    data = classification((5, 17, 8), shape=shape, dtype=dtype)
+    left = {}
+    for device, engine in (("cpu", "loop"), ("cuda", "auto")):
+        result = ran(build().to(dtype), data, device, engine)
+        assert result.summary["engine"] == ("loop" if device == "cpu" else "stacked")
+        assert result.w is not None
+        left[device] = {"w": result.w}
+    assert_close(left["cpu"], left["cuda"], tolerance)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (plain_cnn, (1, 28, 28)),
+        (lambda: resnet18(by_groups), (3, 32, 32)),
+        (lambda: resnet18(by_channels), (3, 32, 32)),
+        (lambda: resnet18(nn.BatchNorm2d), (3, 32, 32)),
+    ],
+)
+def test_an_own_model_runs_stacked_in_the_precision_that_is_usual(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    """Convolutions in TF32 differ from batch to batch by more than float32 does: no reason to refuse.
+
+    One step each is compared, roughly: such rounding decides whether many a unit is active.
+    """
+    torch.backends.cudnn.allow_tf32 = True  # the fixture sets it back
+    data = classification((16, 9, 8), shape=shape, classes=10)
+    moved = {}
+    for engine in ("loop", "auto"):
+        model = build()
+        result = ran(model, data, "cuda", engine, rounds=1, batch=0)
+        assert result.summary["engine"] == ("loop" if engine == "loop" else "stacked")
+        assert result.w is not None
+        moved[engine] = result.w - Task(model).initial()
+    assert float(moved["loop"].norm()) > 0
+    assert float((moved["auto"] - moved["loop"]).norm()) < 0.5 * float(moved["loop"].norm())
+
+
+def test_a_model_is_found_to_be_stackable_or_not_for_samples_on_the_device() -> None:
+    class Mixing(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = super().forward(x - x.mean(0))
+            return result
+
+    torch.backends.cudnn.allow_tf32 = True  # the fixture sets it back
+    data = classification((9, 4), shape=(1, 8, 8))
+    federation_of("stacked", Task(plain_cnn((1, 8, 8), 4), classes=4), data, device="cuda")
+    with pytest.raises(NotStackable, match="mixes samples"):
+        federation_of("stacked", Task(Mixing(plain_cnn((1, 8, 8), 4)), classes=4), data, device="cuda")
 
 
 def test_a_federation_may_be_freed_while_another_captures() -> None:

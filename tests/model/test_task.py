@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sartor
-from helpers import classification, federation_of, flat, module_of, play
+from helpers import classification, federation_of, flat, module_of, plain_cnn, play, resnet18
 from sartor.algorithms import make, registered
 from sartor.engines.base import LocalEngine
 from sartor.errors import NotStackable, SartorError
-from sartor.federation import Federation, Reply
+from sartor.federation import Federation, Reply, choose_engine
 from sartor.model.networks import MODELS
 from sartor.model.task import Batch, Task
 from sartor.runs.evaluation import evaluate
@@ -718,11 +720,84 @@ class Mixing(Branching):
         return result
 
 
+class Maximal(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        result: Tensor = self.output(x - x.amax(0))
+        return result
+
+
+class BySize(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.output(x.flatten(1)) / len(x)
+        return result
+
+
+class MixingBeforeZeros(Mixing):
+    """Its outputs are zero for any samples, until it has learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.output.weight)
+
+
+class MixingInFloat32(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float().flatten(1)
+        result: Tensor = self.output(x - x.mean(0))
+        return result
+
+
+class MixingWithinBounds(Branching):
+    """Allows few values of a parameter: a little less than it has is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        result: Tensor = self.output(x - x.mean(0)) * (self.scale + 1e-4).sqrt().sum()
+        return result
+
+
+class Remembering(Branching):
+    """Writes of one client's samples into what all clients may share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.get_buffer("first").copy_(x[0].detach())
+        result: Tensor = self.output(x)
+        return result
+
+
+class Drawing(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.output(F.dropout(x.flatten(1), 0.5))
+        return result
+
+
+def spectral() -> nn.Module:
+    """Its layer can be computed for many clients' samples, but not with weights of their own."""
+    return Shared(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
         (Branching, "branches on the data"),
         (Mixing, "mixes samples"),
+        (Maximal, "mixes samples"),
+        (BySize, "mixes samples"),
+        (MixingBeforeZeros, "mixes samples"),
+        (MixingInFloat32, "mixes samples"),
+        (Remembering, "vmap"),
+        (Drawing, "random"),
+        (spectral, "atching rule"),
         (lambda: Shared(nn.BatchNorm1d(8, track_running_stats=False)), "mixes samples"),
     ],
 )
@@ -738,21 +813,136 @@ def test_a_model_that_cannot_be_stacked_is_refused_with_the_reason_and_runs_on_t
     assert not torch.equal(server.w, task.initial())
 
 
-def test_engine_auto_runs_a_model_that_branches_on_the_loop() -> None:
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Branching, "branches on the data"), (Mixing, "mixes samples"), (spectral, "atching")],
+)
+def test_engine_auto_runs_a_model_that_cannot_be_stacked_on_the_loop_and_says_why(
+    kind: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     data = classification((9, 4), shape=(6,), classes=CLASSES)
-    result = sartor.run("fedavg", data=data, model=Branching(), rounds=1, store=False)
+    model = kind()
+    result = sartor.run("fedavg", data=data, model=model, rounds=1, store=False)
     assert result.summary["engine"] == "loop"
-    with pytest.raises(NotStackable, match="branches on the data"):
-        sartor.run("fedavg", data=data, model=Branching(), rounds=1, engine="stacked", store=False)
+    assert re.search(rf"{type(model).__name__} runs on the loop engine.*{reason}", caplog.text)
+    with pytest.raises(NotStackable, match=reason):
+        sartor.run("fedavg", data=data, model=model, rounds=1, engine="stacked", out=tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+def test_that_a_model_can_be_stacked_is_not_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    data = classification((9, 4), shape=(6,), classes=CLASSES)
+    result = sartor.run("fedavg", data=data, model=Shared(nn.Identity()), rounds=1, store=False)
+    assert result.summary["engine"] == "stacked"
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("few", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Mixing, Maximal, MixingWithinBounds])
+def test_layers_that_mix_samples_show_with_few_of_them(kind: Callable[[], nn.Module], few: int) -> None:
+    task = Task(kind(), classes=CLASSES)
+    assert "mixes samples" in str(task.why_not_stackable(*samples((6,), few)))
+
+
+class Rounding(nn.Module):
+    """What a tensor core's short mantissa does: float32 is rounded in a way that depends on the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return x
+        step = 2.0**-10 * x.detach().abs() * (1 + 0.1 * len(x))
+        return x + (torch.round(x / step) * step - x).detach()
+
+
+class Float32(Branching):
+    """Wants float32 whatever it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.output(x.float().flatten(1))
+        return result
+
+
+class Float32Inside(Branching):
+    """Has a product in float32 between numbers of the model's type, whose last bit the batch decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = F.linear(x.flatten(1).float(), self.output.weight.float()) * (1 + 2.0**-22 * len(x))
+        return product.to(self.output.bias.dtype) + self.output.bias
+
+
+class Viewing(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.log_softmax(self.output(x.view(x.shape[0], -1)), dim=1)
+
+
+def half_frozen() -> nn.Module:
+    model = Shared(Rounding())
+    model.first.requires_grad_(False)
+    return model
 
 
 @pytest.mark.parametrize(
-    "layer", [lambda: nn.GroupNorm(2, 8), lambda: nn.BatchNorm1d(8), lambda: nn.Dropout(0.3)]
+    ("kind", "shape"),
+    [
+        (lambda: Shared(nn.GroupNorm(2, 8)), (6,)),
+        (lambda: Shared(nn.BatchNorm1d(8)), (6,)),
+        (lambda: Shared(nn.Dropout(0.3)), (6,)),
+        (lambda: Shared(Rounding()), (6,)),
+        (lambda: Shared(nn.Linear(8, 8)).double(), (6,)),
+        (lambda: Shared(nn.Linear(8, 8)).bfloat16(), (6,)),
+        (half_frozen, (6,)),
+        (Float32, (6,)),
+        (Float32Inside, (6,)),
+        (Viewing, (2, 3)),
+        (plain_cnn, (1, 28, 28)),
+        (lambda: nn.Sequential(Rounding(), plain_cnn((1, 8, 8))), (1, 8, 8)),
+        (lambda: resnet18(lambda channels: nn.GroupNorm(2, channels), 8), (3, 8, 8)),
+        # Groups of one number each in the last blocks: their outputs are zero but for rounding.
+        (lambda: resnet18(lambda channels: nn.GroupNorm(channels, channels), 8), (3, 8, 8)),
+        (lambda: resnet18(nn.BatchNorm2d, 8), (3, 8, 8)),
+    ],
 )
-def test_layers_that_a_cohort_can_share_are_stackable(layer: Callable[[], nn.Module]) -> None:
-    task = Task(own(layer()), classes=CLASSES)
-    x, y = samples((6,), 2)
-    assert task.why_not_stackable(x, y) is None
+def test_models_that_a_cohort_can_share_are_stackable(
+    kind: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    task = Task(kind(), classes=CLASSES)
+    x, y = samples(shape, 4)
+    assert task.why_not_stackable(x.float(), y) is None
+
+
+def test_models_of_whole_numbers_are_stackable() -> None:
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(20, CLASSES))
+    x = torch.randint(0, 7, (4, 5), generator=torch.Generator().manual_seed(0))
+    assert Task(model, classes=CLASSES).why_not_stackable(x, torch.arange(4)) is None
+
+
+def test_finding_whether_a_model_can_be_stacked_draws_nothing() -> None:
+    task = Task(Drawing(), classes=CLASSES)
+    state = torch.get_rng_state()
+    assert task.why_not_stackable(*samples((6,))) is not None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_whether_a_model_can_be_stacked_is_found_once() -> None:
+    passes = []
+
+    class Counting(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            passes.append(len(x))
+            result: Tensor = self.output(x.flatten(1))
+            return result
+
+    data = classification((9, 4), shape=(6,), classes=CLASSES)
+    task = Task(Counting(), classes=CLASSES)
+    assert choose_engine("auto", task, "cpu", data.train.x, data.train.y) == "stacked"
+    found = len(passes)
+    assert max(passes) <= 3
+    task.require_stackable(data.train.x, data.train.y)
+    task.require_stackable(data.train.x.flip(0), data.train.y)
+    assert len(passes) == found
+    federation_of("stacked", task, data)
+    assert passes[found:] == [1]  # how much room a sample needs
 
 
 def test_shared_evaluation_uses_each_clients_own_statistics() -> None:

@@ -109,6 +109,7 @@ def part_of(data: ClientData, numbers: Sequence[int]) -> ClientData:
         data.classes,
         f"{data.hash} {numbers}",
         data.name,
+        data.labels,
     )
 
 
@@ -120,7 +121,11 @@ def experiment_of(name: str, **tables: Any) -> Any:
 
 
 def nodes_of(
-    data: ClientData, task: Task, blocks: Sequence[Sequence[int]], folder: Path | None = None
+    data: ClientData,
+    task: Task,
+    blocks: Sequence[Sequence[int]],
+    folder: Path | None = None,
+    sends_personal: bool = False,
 ) -> dict[int, Node]:
     """Nodes, each with some of the clients."""
 
@@ -129,7 +134,12 @@ def nodes_of(
         return lambda experiment: own
 
     return {
-        place: Node(loads(block), None if folder is None else folder / str(place), task=task)
+        place: Node(
+            loads(block),
+            None if folder is None else folder / str(place),
+            task=task,
+            sends_personal=sends_personal,
+        )
         for place, block in enumerate(blocks, 1)
     }
 

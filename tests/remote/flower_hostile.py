@@ -1,16 +1,24 @@
-"""A node that joins a federation and then answers whatever it likes, another thing every round."""
+"""A node that joins a federation and then answers whatever it likes, another thing every round.
+
+Or it says of itself what is not so, where it is given entries for its introduction.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import httpx
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 
 from sartor.remote import flower as flwr_adapter
@@ -29,6 +37,8 @@ ROUNDS = [
     "bad",
     "replayed",
     "garbage",
+    "growing",
+    "numerous",
 ]
 """What it does in round 1, 2, …"""
 
@@ -49,14 +59,19 @@ def main(words: Sequence[str]) -> None:
     address, data, state = words[0], Path(words[1]), Path(words[2])
     link = joined(address, state)
     node = Node(loader(data, None, None, None), state / "runs")
+    pretended = json.loads(words[3]) if len(words) > 3 else {}
     remembered: Parts = {}
-    while not node.done:
+    while not node.done and not node.refusal:
         request = link.receive()
         if request is None:
             time.sleep(0.02)
             continue
         header = read_header(request.parts)
         honest = node.handle(request.parts)
+        if header["kind"] == "hello" and pretended:
+            told, groups = decode(honest)
+            link.reply(request, encode({**told, **pretended}, groups))
+            continue
         if header["kind"] != "call":
             link.reply(request, honest)
             continue
@@ -67,6 +82,11 @@ def main(words: Sequence[str]) -> None:
             link.reply(request, honest)
         elif mode == "unfinished":
             announce(link, request, honest)
+        elif mode in ("growing", "numerous"):
+            try:
+                announce(link, request, honest, growing(60) if mode == "growing" else numerous(9000))
+            except httpx.HTTPStatusError as error:
+                print(error.response.status_code, error.response.json()["detail"], flush=True)
         elif mode == "garbage":
             original = flwr_adapter.to_content
             flwr_adapter.to_content = lambda parts: RecordDict({"x": ConfigRecord({"y": 1})})
@@ -74,6 +94,9 @@ def main(words: Sequence[str]) -> None:
             flwr_adapter.to_content = original
         else:
             link.reply(request, changed(mode, honest, remembered))
+
+    if node.refusal:
+        print(f"refused: {node.refusal}", flush=True)
 
 
 def changed(mode: str, honest: Parts, remembered: Parts) -> Parts:
@@ -96,14 +119,35 @@ def changed(mode: str, honest: Parts, remembered: Parts) -> Parts:
     return encode(header, {**groups, "sent": wrong})
 
 
-def announce(link: FleetLink, request: Request, parts: Parts) -> None:
-    """Tell of a reply that is never uploaded."""
+def announce(
+    link: FleetLink, request: Request, parts: Parts, children: Sequence[ObjectTree] | None = None
+) -> None:
+    """Tell of a reply that is never uploaded, and of pieces that it does not have where some are given."""
     reply = Message(flwr_adapter.to_content(parts), reply_to=request.message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
+    tree = get_object_tree(reply)
     link._client.PushMessages(
         PushMessagesRequest(
             node=link._node,
             messages_list=[message_to_proto(remove_content_from_message(reply))],
-            message_object_trees=[get_object_tree(reply)],
+            message_object_trees=[
+                tree if children is None else ObjectTree(object_id=tree.object_id, children=children)
+            ],
         )
     )
+
+
+def piece(name: Any, *children: ObjectTree) -> ObjectTree:
+    return ObjectTree(object_id=hashlib.sha256(str(name).encode()).hexdigest(), children=children)
+
+
+def growing(deep: int) -> list[ObjectTree]:
+    """Pieces that name each other twice: followed to their ends, 2 to the power of their number."""
+    level = [piece(deep)]
+    for place in range(deep):
+        level = [piece(place, *level), piece(place)]
+    return level
+
+
+def numerous(number: int) -> list[ObjectTree]:
+    return [piece(place) for place in range(number)]

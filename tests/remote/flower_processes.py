@@ -103,7 +103,7 @@ class Nursery:
             child.kill()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 def free_port() -> int:

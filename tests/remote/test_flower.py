@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,8 +26,13 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 import sartor
+from sartor.algorithms import registered
+from sartor.algorithms.comfed.comfed import MECHANISMS, comfed
+from sartor.algorithms.server.optimizers import OPTIMIZERS
 from sartor.data.clients import ClientData
 from sartor.model.task import Task
+from sartor.remote.journal import Ledger
+from sartor.remote.requests import PARTING
 from sartor.runs.experiment import Experiment, load
 from sartor.runs.runner import execute, open_federation
 
@@ -78,18 +85,30 @@ class Federation:
     """A server and three nodes of one run."""
 
     def __init__(
-        self, nursery: Nursery, name: str, *settings: str, nodes: int = 3, options: tuple[Any, ...] = ()
+        self,
+        nursery: Nursery,
+        name: str,
+        *settings: str,
+        nodes: int = 3,
+        options: tuple[Any, ...] = (),
+        handles: int = 0,
+        script: str = "sartor",
+        common: tuple[str, ...] = SETTINGS,
     ) -> None:
         self.nursery, self.port = nursery, free_port()
         self.place = nursery.folder / f"{name}-{self.port}"
         self.place.mkdir()
         self.run = self.place / "run"
-        self.options = options
-        self.server = self.serve(f"algorithm={name}", *SETTINGS, *settings, "--out", self.run)
+        self.options, self.handles = options, handles
+        words = (f"algorithm={name}", *common, *settings, "--out", self.run)
+        self.server = self.serve(*words, script=script)
         self.nodes = [self.join(node) for node in range(nodes)]
 
-    def serve(self, *words: Any) -> Child:
-        return self.nursery.start("serve", *words, "--listen", f"127.0.0.1:{self.port}", *self.options)
+    def serve(self, *words: Any, script: str = "sartor") -> Child:
+        words = ("serve", *words, "--listen", f"127.0.0.1:{self.port}", *self.options)
+        if self.handles:
+            return self.nursery.start("limited", self.handles, *words, script="flower_crowd")
+        return self.nursery.start(*words, script=script)
 
     def join(self, node: int, *words: Any) -> Child:
         data = ("--data", self.nursery.folder / f"node{node}", "--state", self.place / f"state{node}")
@@ -103,6 +122,14 @@ class Federation:
             assert "Traceback" not in node.output
         assert "Traceback" not in self.server.output
         return load_file(self.run / "models.safetensors")
+
+    def reach(self, round: int, seconds: float = 90) -> None:
+        """Wait until a round is recorded."""
+        path, end = self.run / "rounds.jsonl", time.monotonic() + seconds
+        while not path.exists() or path.read_bytes().count(b"\n") < round:
+            assert self.server.code() is None, self.server.output
+            assert time.monotonic() < end, f"round {round} was not reached:\n{self.server.output}"
+            time.sleep(0.005)
 
     def rounds(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / "rounds.jsonl").read_text().splitlines()]
@@ -122,11 +149,16 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
+def without_personal(models: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What of a run's models is the server's: personal models stay at the nodes."""
+    return {name: value for name, value in models.items() if not name.startswith("personal")}
+
+
 @pytest.mark.parametrize("name", ["fedavg", "fedrep", "ma-fsvrg", "diversifed"])
 def test_processes_give_what_a_simulation_gives(nursery: Nursery, folder: Path, name: str) -> None:
     federation = Federation(nursery, name, "rounds=3")
     expected, summary = simulated(folder, name, "rounds=3")
-    assert_equal(federation.done(), expected)
+    assert_equal(federation.done(), without_personal(expected))
     found = json.loads((federation.run / "summary.json").read_text())
     for cell in ("shared_pooled", "shared_local", "personal_local"):
         assert found["accuracy"][cell] == pytest.approx(summary["accuracy"][cell]), cell
@@ -212,10 +244,100 @@ def test_an_asynchronous_run_is_what_its_record_says(
     out = federation.place / "replayed"
     execute(load(None, given, algorithm=name), out=out, opened=replayed)
     assert not any(recorded.ends.values())  # every arrival took place
-    expected = load_file(out / "models.safetensors")
+    expected = without_personal(load_file(out / "models.safetensors"))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.allclose(found[key].double(), value.double(), rtol=0, atol=1e-6), key
+
+
+# Personal models -------------------------------------------------------------------------------------------
+
+
+def holding(folder: Path, rows: Tensor, pattern: str = "**/*") -> set[Path]:
+    """The files of a folder in which one of these rows stands, byte by byte."""
+    wanted = [row.numpy().tobytes() for row in rows]
+    files = [path for path in folder.glob(pattern) if path.is_file()]
+    assert files
+    return {path for path in files if any(row in path.read_bytes() for row in wanted)}
+
+
+def test_personal_models_stay_at_their_nodes(nursery: Nursery, folder: Path) -> None:
+    """With certificates and keys; whatever is evaluated with them is what a simulation evaluates."""
+    keys, names = folder / "personal-keys", ("north", "south", "west")
+    made = nursery.start("keys", keys, "--host", "127.0.0.1", "--nodes", ",".join(names))
+    assert made.wait(20) == 0, made.output
+    files = (keys / "server.crt", keys / "server.key", keys / "ca.crt")
+    options = ("--tls", *files, "--nodes", keys / "nodes.pub", "--store", folder / "personal.db")
+    settings = ("rounds=3", "data.validation=0.2")
+    federation = Federation(nursery, "separate", *settings, nodes=0, options=options)
+    federation.nodes = [
+        federation.join(node, "--key", keys / f"{name}.key", "--ca", keys / "ca.crt")
+        for node, name in enumerate(names)
+    ]
+    assert federation.done() == {}
+    expected, summary = simulated(folder, "separate", *settings)
+    assert holding(federation.run, expected["personal"]) == set()
+    assert holding(folder, expected["personal"], "personal.db*") == set()
+    for node, block in enumerate(BLOCKS):  # where they do lie
+        state = federation.place / f"state{node}"
+        assert all(holding(state, expected["personal"][[client]]) for client in block)
+    found = json.loads((federation.run / "summary.json").read_text())
+    assert (found["bytes_down"], found["bytes_up"]) == (0, 0)
+    assert found["last"]["personal_local"]["accuracy"] == summary["last"]["personal_local"]["accuracy"]
+    assert found["best_by_validation"]["personal_local"] == summary["best_by_validation"]["personal_local"]
+    # The folder of a run whose clients are elsewhere.
+    again = nursery.start("resume", federation.run)
+    assert again.wait(30) == 0, again.output
+    for words in (("resume", federation.run, "--rounds", 5), ("evaluate", federation.run)):
+        refused = nursery.start(*words)
+        assert refused.wait(30) == 2, refused.output
+        assert len(refused.output.splitlines()) == 1, refused.output
+        assert "its clients are at nodes" in refused.output
+
+
+def test_personal_models_that_both_sides_allow_are_counted(nursery: Nursery, folder: Path) -> None:
+    settings = ("rounds=2", "evaluate.personal_models=yes")
+    federation = Federation(nursery, "fedupdate", *settings, nodes=0)
+    federation.nodes = [federation.join(node, "--allow-personal-models") for node in range(3)]
+    expected, summary = simulated(folder, "fedupdate", *settings)
+    assert_equal(federation.done(), expected)
+    found = json.loads((federation.run / "summary.json").read_text())
+    assert expected["personal"].shape[0] == 6
+    assert found["bytes_up"] - summary["bytes_up"] == expected["personal"].nbytes
+    assert found["bytes_down"] - summary["bytes_down"] == 6 * expected["server.w"].nbytes  # to make them of
+
+
+def test_a_node_that_keeps_its_models_takes_no_part_where_they_are_asked_for(
+    nursery: Nursery, folder: Path
+) -> None:
+    federation = Federation(nursery, "separate", "rounds=1", "evaluate.personal_models=yes", nodes=0)
+    reason = "the server asks for personal models .*which stay at this node; `sartor join --allow-personal"
+    keeping = federation.join(0)
+    assert keeping.wait(30) == 2, keeping.output
+    said = [line for line in keeping.output.splitlines() if "joined" not in line]
+    assert len(said) == 1, keeping.output
+    assert re.search(f"this node cannot take part: {reason}", said[0]), said
+    federation.server.wait_for("the server asks for personal models")
+    assert re.search(f"node .*: failed: {reason}", federation.server.output), federation.server.output
+    federation.nodes = [federation.join(node, "--allow-personal-models") for node in range(3)]
+    assert_equal(federation.done(), simulated(folder, "separate", "rounds=1")[0])
+
+
+def test_a_server_that_asks_without_having_said_so_is_refused(nursery: Nursery, folder: Path) -> None:
+    """The nodes train and evaluate, send no model, and end the run with a server that does not ask."""
+    federation = Federation(nursery, "separate", "rounds=2", script="flower_curious")
+    assert federation.server.wait(90) == 2, federation.server.output
+    last = federation.server.output.splitlines()[-1]
+    assert "0 of 3 nodes answered" in last
+    assert "own_model: it sends personal models" in last
+    assert "Traceback" not in federation.server.output
+    expected = simulated(folder, "separate", "rounds=2")[0]["personal"]
+    assert holding(federation.run, expected) == set()
+    for node in federation.nodes:
+        node.wait_for("request refused: model_of/sartor.algorithms.references.separate:own_model")
+        assert node.code() is None
+    federation.server = federation.serve("--resume", federation.run)
+    assert federation.done() == {}
 
 
 # Kills -----------------------------------------------------------------------------------------------------
@@ -326,6 +448,117 @@ def test_after_everything_was_killed_the_run_goes_on(
     assert_equal(federation.done(), undisturbed)
 
 
+# Every method, through kills -------------------------------------------------------------------------------
+
+
+BY_THE_CLOCK = (
+    "diversifed-async",
+    "fedavg-async",
+    "fedavg-semisync",
+    "fedavg-sync",
+    "lga",
+    "plga",
+    "spfl-async",
+    "twafl",
+)
+"""Methods whose rounds end at a time: everybody is there by then, so nothing depends on who is faster."""
+BY_ARRIVAL = ("fedasync",)
+"""Methods whose result depends on it all the same."""
+NEEDS = {
+    "fedbuff": ("hyper.buffer=6",),
+    "fedfomo": ("data.validation=0.2",),
+    **dict.fromkeys(BY_THE_CLOCK, ("hyper.deadline=600",)),
+}
+NORMALISED = (*(text for text in SETTINGS if "model." not in text), "model.name=resnet8", "model.norm=batch")
+"""A network with float buffers."""
+PAIRS = {f"{client}-{server}" for client in MECHANISMS for server in OPTIMIZERS} | set(comfed.NAMES)
+EVERY = sorted(
+    (set(registered()) - PAIRS)
+    | {f"{client}-sgd" for client in MECHANISMS}
+    | {f"scaf-{server}" for server in OPTIMIZERS}
+    | {"comfed-m"}
+)
+"""All methods; of the pairs every mechanism once, and every optimizer with the one that keeps states."""
+
+
+def through_kills(nursery: Nursery, folder: Path, name: str, common: tuple[str, ...] = SETTINGS) -> None:
+    """A node is killed and comes back, then everything: nodes have what they kept, and all ends as if not."""
+    settings = ("rounds=5", "evaluate.every=5", "checkpoint.every=1", *NEEDS.get(name, ()))
+    federation = Federation(nursery, name, *settings, options=("--quorum", 3), common=common)
+    federation.reach(1)
+    federation.nodes[0].kill()
+    federation.nodes[0] = federation.join(0)
+    federation.reach(3)
+    for child in (federation.nodes[2], federation.server, *federation.nodes[:2]):
+        child.kill()
+    federation.server = federation.serve("--resume", federation.run)
+    federation.nodes = [federation.join(node) for node in range(3)]
+    found = federation.done()
+    rounds = federation.rounds()
+    assert [row["round"] for row in rounds] == [1, 2, 3, 4, 5]
+    assert all(bool(torch.isfinite(value.double()).all()) for value in found.values())
+    if name in BY_ARRIVAL:
+        arrived = [entry for row in rounds for entry in row.get("arrivals", [])]
+        assert len(arrived) == sum(row["answered"] for row in rounds) > 0
+        assert [entry[2] for entry in arrived] == sorted(entry[2] for entry in arrived)
+        return
+    simulations: list[Any] = []
+
+    def opened(experiment: Experiment, task: Task, data: ClientData) -> Any:
+        simulations.append(open_federation(experiment, task, data))
+        return simulations[-1]
+
+    given = [*common, *settings, f"data.path={folder / 'all'}"]
+    out = federation.place / "simulated"
+    result = execute(load(None, given, algorithm=name), out=out, opened=opened)
+    assert_equal(found, without_personal(load_file(out / "models.safetensors")))
+    summary = json.loads((federation.run / "summary.json").read_text())
+    for cell in ("shared_pooled", "shared_local", "personal_local"):
+        if cell == "shared_pooled" and registered()[name].buffers == "local":
+            continue  # nodes do not send what its mean would be made of
+        assert summary["accuracy"].get(cell) == pytest.approx(result.summary["accuracy"].get(cell)), cell
+    expected = simulations[0].states.save()
+    kept: dict[str, dict[int, Tensor]] = {}
+    for node in range(3):
+        [stored] = [path for path in (federation.place / f"state{node}" / "runs").iterdir() if path.is_dir()]
+        for key, (numbers, rows) in Ledger(stored).states().items():
+            kept.setdefault(key, {}).update(zip(numbers.tolist(), rows, strict=True))
+    for key in {*kept, *simulations[0].states}:
+        numbers, rows = expected[f"{key}.numbers"].tolist(), expected[f"{key}.rows"]
+        own = kept.get(key, {})
+        assert set(own) == set(numbers), key
+        for number, row in zip(numbers, rows, strict=True):
+            assert torch.equal(own[number], row), key
+
+
+@pytest.mark.parametrize("name", ["ditto", "fedproto", "vrl-sgd", "fedasync"])
+def test_methods_that_differ_come_through_kills(nursery: Nursery, folder: Path, name: str) -> None:
+    """Two states, prototypes, states of both sides, no rounds that wait."""
+    through_kills(nursery, folder, name)
+
+
+def test_buffers_come_through_kills(nursery: Nursery, folder: Path) -> None:
+    through_kills(nursery, folder, "fedbn", common=NORMALISED)
+
+
+def test_nodes_that_train_one_client_on_the_fast_engine(nursery: Nursery, folder: Path) -> None:
+    """What is the same for all clients, such as a rate, is spread out over one there."""
+    common = ("data.clients=6", "engine.name=stacked", "local.batch=16", "model.name=softmax")
+    settings = ("rounds=2", "evaluate.every=0", "cohort.fraction=0.5")
+    federation = Federation(nursery, "fedadc", *settings, common=common)
+    out = federation.place / "simulated"
+    execute(load(None, [*common, *settings, f"data.path={folder / 'all'}"], algorithm="fedadc"), out=out)
+    found = federation.done(240)
+    for key, value in load_file(out / "models.safetensors").items():
+        assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-6), key
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", EVERY)
+def test_every_method_comes_through_kills(nursery: Nursery, folder: Path, name: str) -> None:
+    through_kills(nursery, folder, name)
+
+
 # Hostile nodes ---------------------------------------------------------------------------------------------
 
 
@@ -343,6 +576,8 @@ def test_a_hostile_node_harms_itself_alone(nursery: Nursery, folder: Path) -> No
         "bad",
         "forged",
         "malformed",
+        "malformed",
+        "oversized",
     ]
     settings = (f"rounds={len(ROUNDS)}", "evaluate.every=0")
     federation = Federation(nursery, "scaffold", *settings, nodes=2, options=("--deadline", 4))
@@ -359,6 +594,9 @@ def test_a_hostile_node_harms_itself_alone(nursery: Nursery, folder: Path) -> No
     for kind in set(kinds) - {"", "bad"}:
         assert f"{kind}: " in federation.server.output
     assert "is not finite" in federation.server.output
+    for reason in ("a piece of its reply is named twice", "a reply of more than 8192 pieces"):
+        assert reason in federation.server.output
+        assert f"403 {reason}" in hostile.output
     # What it had answered in the first round was used; nothing else of it was.
     gone = BLOCKS[2]
 
@@ -418,6 +656,36 @@ def test_a_forger_harms_nobody(nursery: Nursery, folder: Path) -> None:
     assert min(row["forged"] for row in rounds) >= 1
 
 
+@pytest.mark.parametrize(
+    ("kinds", "secure"),
+    [(("idle",), False), (("headers", "body"), False), (("idle", "handshake"), True)],
+    ids=["idle", "slow", "handshake"],
+)
+def test_a_crowd_of_strangers_keeps_nobody_out(
+    nursery: Nursery, folder: Path, kinds: tuple[str, ...], secure: bool
+) -> None:
+    """It holds more connections open than the server has handles, before the first node joins and after."""
+    settings = ("rounds=3", "evaluate.every=0")
+    options: tuple[Any, ...] = ()
+    joining: list[tuple[Any, ...]] = [()] * 3
+    if secure:
+        keys = folder / "crowded"
+        made = nursery.start("keys", keys, "--host", "127.0.0.1", "--nodes", "3")
+        assert made.wait(20) == 0, made.output
+        options = ("--tls", *(keys / name for name in ("server.crt", "server.key", "ca.crt")))
+        options += ("--nodes", keys / "nodes.pub")
+        joining = [("--key", keys / f"node-{node}.key", "--ca", keys / "ca.crt") for node in (1, 2, 3)]
+    federation = Federation(nursery, "fedavg", *settings, nodes=0, options=options, handles=512)
+    federation.server.wait_for("waiting for")
+    crowd = nursery.start("127.0.0.1", federation.port, 1000, *kinds, script="flower_crowd")
+    crowd.wait_for("opened 1000")
+    federation.nodes = [federation.join(node, *words) for node, words in enumerate(joining)]
+    assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
+    assert crowd.wait(60) == 0, crowd.output  # it went on until the server had ended
+    assert [row["answered"] for row in federation.rounds()] == [6] * 3
+    assert "too many connections" in federation.server.output
+
+
 # Refused nodes ---------------------------------------------------------------------------------------------
 
 
@@ -464,6 +732,101 @@ def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path
     told(join(place / "late.npz", "late"), "client 'late' is not in this run, which has begun without it")
     told(join(place / "one", "again"), "client 'c0' is at another node already")
     assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
+
+
+def test_a_node_that_introduces_itself_wrongly_is_told_so(nursery: Nursery, folder: Path) -> None:
+    """Before the run and while it is under way, which goes on with the others."""
+    settings = ("rounds=4", "evaluate.every=0", "local.epochs=30")
+    federation = Federation(nursery, "fedavg", *settings, nodes=2)
+    federation.server.wait_for("with c1, c4")
+
+    def pretend(**entries: Any) -> Child:
+        address, place = f"127.0.0.1:{federation.port}", federation.place / f"x-{time.monotonic_ns()}"
+        words = (address, folder / "node2", place, json.dumps(entries))
+        return nursery.start(*words, script="flower_hostile")
+
+    def told(node: Child, reason: str) -> None:
+        assert node.wait(60) == 0, node.output
+        assert f"refused: its introduction: {reason}" in node.output
+        assert f"malformed: its introduction: {reason}" in federation.server.output
+
+    wrong = {
+        "counts: expected whole numbers, for each client one, for train, test": pretend(counts=5),
+        "shape: expected the sizes of a sample": pretend(shape=[2**22, 2**22]),
+        "'more': nobody asked for that": pretend(more={}),
+    }
+    for reason, node in wrong.items():
+        told(node, reason)
+    federation.nodes.append(federation.join(2))
+    federation.nodes[2].wait_for("round 1")
+    told(pretend(counts=6), "counts: expected whole numbers")
+    assert "got 6" in federation.server.output
+    told(pretend(names=[]), "names: expected one or more")
+    assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
+    assert sum(row.get("malformed", 0) for row in federation.rounds()) == 2
+
+
+# A server that fails ---------------------------------------------------------------------------------------
+
+
+def replace_by_a_file(folder: Path) -> None:
+    """Whoever writes in this folder cannot any more."""
+    folder.rename(folder.with_name(f"{folder.name}-before"))
+    folder.touch()
+
+
+def told_of_failure(federation: Federation, nodes: list[Child]) -> str:
+    """The reason for which a server has ended, which it and these nodes have told, and nothing after it."""
+    assert federation.server.wait(60) == 2, federation.server.output
+    end = time.monotonic() + 15  # they wait for a server that is gone for ten minutes
+    reason = federation.server.output.splitlines()[-1].removeprefix("sartor: ")
+    for node in nodes:
+        assert node.wait(end - time.monotonic()) == 2, node.output
+        last = node.output.splitlines()[-1]
+        assert last == f"sartor: 127.0.0.1:{federation.port}: the server ended: {reason}", node.output
+        assert "Traceback" not in node.output
+    return reason
+
+
+def test_nodes_of_a_server_that_fails_end_with_its_reason(
+    nursery: Nursery, undisturbed: dict[str, Tensor]
+) -> None:
+    """A node cannot store what its clients keep, and all must answer; when it can, the run is continued."""
+    federation = Federation(nursery, "scaffold", *KILLED, options=("--quorum", 3))
+    federation.nodes[2].wait_for("round 3")
+    [states] = [path for path in (federation.place / "state2" / "runs").iterdir() if path.is_dir()]
+    replace_by_a_file(states)
+    reason = told_of_failure(federation, federation.nodes)
+    assert re.fullmatch(r"2 of 3 nodes answered, 3 must: .* cannot be (read|written): .*", reason)
+    states.unlink()
+    states.with_name(f"{states.name}-before").rename(states)
+    federation.server = federation.serve("--resume", federation.run)
+    federation.nodes = [federation.join(node) for node in range(3)]
+    assert_equal(federation.done(), undisturbed)
+
+
+def test_a_dead_node_does_not_keep_the_others_from_hearing_of_a_failure(nursery: Nursery) -> None:
+    """The server cannot write its results; it still believes in a node that was killed."""
+    settings = ("rounds=400", "evaluate.every=0", "checkpoint.every=1")
+    federation = Federation(nursery, "fedavg", *settings, options=("--deadline", 3))
+    federation.nodes[2].wait_for("round 2")
+    federation.nodes[2].kill()
+    replace_by_a_file(federation.run)
+    begun = time.monotonic()
+    assert "Not a directory" in told_of_failure(federation, federation.nodes[:2])
+    assert time.monotonic() - begun < 3 + PARTING + 15
+
+
+def test_nodes_wait_for_a_server_that_was_interrupted(
+    nursery: Nursery, undisturbed: dict[str, Tensor]
+) -> None:
+    """By Ctrl-C: the same nodes go on when it does."""
+    federation = Federation(nursery, "scaffold", *KILLED)
+    federation.nodes[0].wait_for("round 3")
+    os.kill(federation.server.pid, signal.SIGINT)
+    assert federation.server.wait(60) == 130, federation.server.output
+    federation.server = federation.serve("--resume", federation.run)
+    assert_equal(federation.done(), undisturbed)
 
 
 # Certificates and keys -------------------------------------------------------------------------------------
@@ -554,6 +917,92 @@ def test_the_port_offers_what_nodes_need_and_nothing_else(link: Any) -> None:
     assert httpx.post(pull, content=unbounded()).status_code == 413
 
 
+def certified(folder: Path) -> dict[str, Any]:
+    """Settings of a server with a certificate that lets in nodes with a key."""
+    from sartor.remote.deploy import make_keys, read_public_keys
+
+    make_keys(folder, ["127.0.0.1"], ["one"])
+    tls = (folder / "server.crt", folder / "server.key")
+    return {"tls": tls, "keys": read_public_keys(folder / "nodes.pub")}
+
+
+def refused(connection: socket.socket) -> bytes:
+    """What the server says before it closes a connection."""
+    found = b""
+    try:
+        while part := connection.recv(4096):
+            found += part
+    except ConnectionError:
+        pass
+    return found
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_who_does_not_finish_what_it_begins_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secure: bool
+) -> None:
+    """Its connection is closed, and the server does not wait for it when it ends."""
+    from flower_crowd import HALVES
+
+    from sartor.federation import connections
+    from sartor.remote.flower import SuperLink
+
+    monkeypatch.setattr(connections, "PATIENCE", 1.0)
+    kinds = ("idle", "handshake") if secure else ("idle", "headers", "body")
+    with SuperLink("127.0.0.1", 0, **(certified(tmp_path) if secure else {})) as link:
+
+        def begun(kind: str) -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", link.port), 30)
+            connection.sendall(HALVES[kind][0])
+            return connection
+
+        for connection in map(begun, kinds):
+            assert refused(connection) == b""
+            connection.close()
+        monkeypatch.setattr(connections, "PATIENCE", 60.0)
+        held = list(map(begun, kinds))
+        ending = time.monotonic()
+    assert time.monotonic() - ending < 5
+    assert not link._thread.is_alive()
+    for connection in held:
+        assert refused(connection) == b""
+        connection.close()
+
+
+def test_a_stranger_without_a_key_is_refused_before_it_has_sent_anything(tmp_path: Path) -> None:
+    """Only its headers are read: nobody can fill the server's memory with what is thrown away later."""
+    from base64 import b64encode
+
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    from sartor.remote.deploy import _public
+    from sartor.remote.flower import SuperLink
+
+    mine, allowed = (_public(ec.generate_private_key(ec.SECP384R1())) for _ in range(2))
+    now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+    begin = "POST /v1/fleet/push-object HTTP/1.1\r\nhost: x\r\ncontent-type: application/x-protobuf\r\n"
+
+    def signed(key: bytes, stamp: str = now) -> str:
+        public = f"flwr-public-key: {b64encode(key).decode()}"
+        return f"{public}\r\nflwr-timestamp: {stamp}\r\nflwr-signature: eA==\r\n"
+
+    cases = {
+        "": 401,
+        signed(mine): 403,
+        signed(allowed): 401,
+        signed(allowed, "yesterday"): 401,
+        "flwr-public-key: ?\r\nflwr-timestamp: 1\r\nflwr-signature: ?\r\n": 401,
+        "transfer-encoding: chunked\r\n": 413,
+    }
+    with SuperLink("127.0.0.1", 0, keys=[allowed]) as link:
+        for headers, status in cases.items():
+            with socket.create_connection(("127.0.0.1", link.port), 30) as connection:
+                connection.sendall(f"{begin}{headers}content-length: 10000000\r\n\r\n".encode())
+                answer = connection.recv(4096).decode()
+                assert answer.startswith(f"HTTP/1.1 {status} "), (headers, answer)
+                assert ("sartor-refused: key" in answer) == (status == 403)
+
+
 def test_a_store_remembers_nodes_but_lets_in_those_with_a_key(tmp_path: Path) -> None:
     """The keys are those that this server was given, whoever has joined an earlier one."""
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -633,6 +1082,93 @@ def test_a_node_cannot_answer_for_another(link: Any, late: bool) -> None:
     assert (error.kind, str(honest.known) in str(error)) == ("forged", True)
     assert post.caught() == []
     for node in (honest, liar):
+        node.close()
+
+
+def leaves(number: int, name: str = "leaf") -> list[Any]:
+    from flower_hostile import piece
+
+    return [piece(f"{name}{place}") for place in range(number)]
+
+
+def pieces_of(kind: str) -> list[Any]:
+    """Announcements that would grow where they are followed, or are too large as they are."""
+    from flower_hostile import growing, numerous, piece
+
+    if kind == "deep and growing":
+        return growing(60)
+    if kind == "deep":
+        level = leaves(1)
+        for place in range(50):
+            level = [piece(place, *level)]
+        return level
+    if kind == "numerous":
+        return numerous(9000)
+    if kind == "twice beside itself":
+        return [piece("a", *leaves(40), *leaves(40))]
+    if kind == "here with pieces and there without":
+        return [piece("a", piece("b", *leaves(40))), piece("c", piece("b"))]
+    assert kind == "without a name"
+    return [type(piece("a"))(object_id="a")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("deep and growing", "malformed"),
+        ("deep", "malformed"),
+        ("numerous", "oversized"),
+        ("twice beside itself", "malformed"),
+        ("here with pieces and there without", "malformed"),
+        ("without a name", "malformed"),
+    ],
+)
+def test_a_reply_is_refused_before_it_grows(link: Any, kind: str, fault: str) -> None:
+    import httpx
+    from flower_hostile import announce
+
+    from sartor.remote.messages import decode, encode
+    from sartor.remote.requests import Failed
+
+    node, other = joined(link), joined(link)
+    messages = {each: link.send(each.known, encode({"n": 1}), 30) for each in (node, other)}
+    request, begun = node.receive(), time.monotonic()
+    with pytest.raises(httpx.HTTPStatusError) as refusal:
+        announce(node, request, encode({"n": 2}), pieces_of(kind))
+    assert refusal.value.response.status_code == 403
+    with pytest.raises(Failed) as found:
+        link.poll(messages[node], 1000)
+    assert time.monotonic() - begun < 10  # it is not waited for
+    assert found.value.kind == fault
+    assert refusal.value.response.json()["detail"] == str(found.value)
+    link.forget(messages[node])
+    other.reply(other.receive(), encode({"n": 3}))
+    assert decode(link.poll(messages[other], 1000))[0]["n"] == 3
+    link.forget(messages[other])
+    assert len(link._state.object_store) == 0  # nothing is left behind
+    for each in (node, other):
+        each.close()
+
+
+def test_a_reply_does_not_grow_by_what_another_has_announced(link: Any) -> None:
+    """Each is small, but names pieces that the other says to consist of more."""
+    import httpx
+    from flower_hostile import announce, piece
+
+    from sartor.remote.messages import encode
+
+    nodes = [joined(link) for _ in range(2)]
+    for node in nodes:
+        link.send(node.known, encode({"n": 1}), 30)
+    requests = [node.receive() for node in nodes]
+    announce(nodes[0], requests[0], encode({"n": 2}), [piece("a", *leaves(40)), piece("b")])
+    announce(nodes[1], requests[1], encode({"n": 3}), [piece("c", piece("a", *leaves(40))), piece("b")])
+    for children in ([piece("c", piece("a"))], [piece("b", *leaves(2))]):
+        link.send(nodes[0].known, encode({"n": 4, "of": len(children[0].children)}), 30)
+        request = nodes[0].receive()
+        with pytest.raises(httpx.HTTPStatusError, match="403"):
+            announce(nodes[0], request, encode({"n": 5}), children)
+    for node in nodes:
         node.close()
 
 

@@ -19,6 +19,7 @@ from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.federation.functions import find_function, qualified_name
 from sartor.remote.admission import Reception, misfit
+from sartor.remote.deploy import Service, serve_on
 from sartor.remote.messages import Parts, decode, encode, read_header
 from sartor.remote.node import Node
 from sartor.remote.requests import MOST_FORGED, Post
@@ -26,13 +27,13 @@ from sartor.remote.server import FlowerFederation
 from sartor.runs.checkpoint import pack, unpack
 from sartor.runs.evaluation import evaluate, evaluation_of, model_of, shared_model
 from sartor.runs.experiment import Evaluate
-from sartor.runs.runner import tensors_of
+from sartor.runs.runner import Result, execute, tensors_of
 
 BLOCKS = [[0, 3], [1, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("name", sorted(registered()))
-def test_nodes_give_what_a_simulation_gives(name: str) -> None:
+def test_nodes_give_what_a_simulation_gives(name: str, tmp_path: Path) -> None:
     # Answers that arrive one by one move the server's float buffers one by one; a simulation's come together.
     data, task = vectors(), plain() if name == "fedbuff" else network()
     policy = registered()[name].buffers
@@ -42,7 +43,7 @@ def test_nodes_give_what_a_simulation_gives(name: str) -> None:
         return federation_of("loop", task, data, local={"batch": 8, **local}, buffers=policy, workers=1)
 
     def deployed(local: dict[str, float]) -> Federation:
-        grid = HereGrid(nodes_of(data, task, BLOCKS))
+        grid = HereGrid(nodes_of(data, task, BLOCKS, tmp_path / str(len(made)), sends_personal=True))
         experiment = experiment_of(name, local={"batch": 8, **local})
         made.append((grid, federation_on(grid, experiment, task, buffers=policy)))
         return made[-1][1]
@@ -252,13 +253,14 @@ def test_a_server_that_continues_takes_the_nodes_back(tmp_path: Path, name: str,
     algorithm = make(registered()[name], lr=0.05)
     expected = rounds_on(simulation(), name)
     nodes = nodes_of(vectors(), plain(), BLOCKS, tmp_path)
-    first = deployed(name, HereGrid(nodes), plain())
+    soon = 1e-6  # everybody takes longer than the unit of time that a simulation lets them take
+    first = deployed(name, HereGrid(nodes), plain(), unit=soon)
     server = rounds_on(first, name, COHORTS[:1])
     structure, tensors = pack({"server": dict(tensors_of(server)), "federation": first.snapshot()}, "saved")
     rounds_on(first, name, [COHORTS[2], COHORTS[0]], server)
     if anew:
         nodes = nodes_of(vectors(), plain(), BLOCKS, tmp_path)
-    second = deployed(name, HereGrid(nodes), plain())
+    second = deployed(name, HereGrid(nodes), plain(), unit=soon)
     algorithm.start(second)
     second.restore(unpack(structure, tensors, {}, torch.device("cpu"))["federation"])
     second.round = 1
@@ -310,28 +312,136 @@ def test_a_refused_node_knows_why() -> None:
     assert reception.met({1}).keys() == {1}  # it has been away
 
 
+@pytest.mark.parametrize("name", ["fedavg", "fedbuff"])
+def test_nodes_are_told_of_whatever_ends_the_server(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that nobody has foreseen, while clients are at work; not an interruption."""
+    reasons = {
+        RuntimeError("a\n\x1b[2J disk" + 1000 * "!"): "RuntimeError: a [2J disk!",
+        SartorError("\n"): "no reason given",
+        KeyboardInterrupt(): "",
+    }
+    data = vectors(torch.float32)
+    for place, (error, reason) in enumerate(reasons.items()):
+
+        def changed(node: int, parts: Parts, error: BaseException = error) -> Parts:
+            if "exchange" in read_header(parts):
+                raise error
+            return parts
+
+        grid = HereGrid(nodes_of(data, model_task("mlp", data), BLOCKS), changed)
+        with pytest.raises(type(error)) as raised:
+            serve_on(grid, experiment_of(name), Service(min_nodes=3), out=tmp_path / str(place))
+        assert raised.value is error or not reason
+        for node in grid.at.values():
+            assert node.failure[: len(reason) or None] == reason
+            assert len(node.failure) < 600
+            assert not node.done
+        if name == "fedbuff" and reason:  # what was asked before is called off
+            assert not grid.requests
+    assert "could not be told" not in caplog.text
+
+
+def test_a_grid_that_fails_does_not_hide_what_the_server_failed_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Breaking(HereGrid):
+        def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+            if read_header(parts)["kind"] in ("open", "fail"):
+                raise OSError("no space left")
+            return super().send(node, parts, lifetime, note)
+
+    data = vectors(torch.float32)
+    grid = Breaking(nodes_of(data, model_task("mlp", data), BLOCKS))
+    with pytest.raises(OSError, match="no space left") as raised:
+        serve_on(grid, experiment_of("fedavg"), Service(min_nodes=3), out=tmp_path / "run")
+    assert "_open" in [entry.name for entry in raised.traceback]
+    assert "nodes could not be told that the server ends: no space left" in caplog.text
+
+
 # What is said of a run -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("asked", ["auto", "yes"])
 @pytest.mark.parametrize("name", ["fedavg", "fedbn", "fedper", "ma-fsvrg"])
-def test_evaluation_is_that_of_a_simulation(name: str) -> None:
-    """Pooled results are sums over the clients' own test data, which together are the pooled data."""
+def test_evaluation_is_that_of_a_simulation(name: str, asked: str) -> None:
+    """Pooled results are sums over the clients' own test data, which together are the pooled data.
+
+    Float buffers that clients keep stay with them like personal models: unless they are asked for, each has
+    evaluated the shared model with its own.
+    """
     data, task, policy = vectors(), network(), registered()[name].buffers
     cohorts = [[0, 1, 2, 3, 4, 5]] * 2
     simulated = federation_of("loop", task, data, local={"batch": 8}, buffers=policy, workers=1)
-    grid = HereGrid(nodes_of(data, task, BLOCKS))
-    real = deployed(name, grid, task, buffers=policy)
+    grid = HereGrid(nodes_of(data, task, BLOCKS, sends_personal=asked == "yes"))
+    experiment = experiment_of(name, local={"batch": 8}, evaluate={"personal_models": asked})
+    real = federation_on(grid, experiment, task, buffers=policy)
     algorithm = make(registered()[name], lr=0.05)
     cells = [
         evaluate(algorithm, rounds_on(federation, name, cohorts), federation, Evaluate())
         for federation in (simulated, real)
     ]
     assert set(cells[1]) == set(cells[0]) - {"personal_pooled"}  # nobody holds all test data
+    own = policy == "local" and asked != "yes"
     for cell in cells[1]:
         a, b = cells[0][cell].summary(), cells[1][cell].summary()
+        if own and cell == "shared_pooled":
+            a = cells[0]["shared_local"].summary()
+            assert b["accuracy"] == pytest.approx(a["accuracy_weighted"])
+            continue
         assert b["accuracy"] == a["accuracy"], cell
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-12), cell
-    assert (real.traffic, real.updates) == (simulated.traffic, simulated.updates)
+    sent = task.initial_buffers().nbytes * 6 if policy == "local" and asked == "yes" else 0
+    assert real.traffic == replace(simulated.traffic, up=simulated.traffic.up + sent)
+    assert real.updates == simulated.updates
+
+
+@pytest.mark.parametrize("name", ["separate", "fedper", "fedrod"])
+@pytest.mark.parametrize("buffers", ["auto", "local"])
+def test_a_result_says_where_the_personal_models_are(name: str, buffers: str) -> None:
+    """A model that is a vector, one with parts of the server's, one that is a function; with BatchNorm."""
+    data, task = vectors(), network()
+    simulation, results = execute_on(None, name, buffers), []
+    for asked in ("auto", "yes"):
+        grid = HereGrid(nodes_of(data, task, BLOCKS, sends_personal=True))
+        results.append(execute_on(grid, name, buffers, asked))
+    stay, sent = results
+    for cell in ("shared_local", "personal_local"):
+        found = [result.summary["accuracy"][cell] for result in (simulation, *results)]
+        assert found == [found[0]] * 3
+    assert simulation.personal_stored
+    assert sent.personal_stored
+    assert sent.summary["bytes_up"] > stay.summary["bytes_up"] == simulation.summary["bytes_up"]
+    assert not stay.personal_stored
+    assert stay.personal is stay.personal_buffers is None
+    with pytest.raises(SartorError, match=rf"{name}: the personal models stay at the nodes; evaluate\.perso"):
+        stay.state_dict(client=0)
+    if name == "fedrod" and buffers == "local":  # which has a shared model
+        with pytest.raises(SartorError, match="the float buffers of the model stay at the nodes"):
+            stay.state_dict()
+    if simulation.personal is None:  # what makes up the prediction is in the run folder
+        assert name == "fedrod"
+        return
+    assert sent.personal is not None
+    assert torch.equal(sent.personal, simulation.personal)
+    for key, value in simulation.state_dict(client=4).items():
+        assert torch.equal(sent.state_dict(client=4)[key], value), key
+
+
+def execute_on(grid: HereGrid | None, name: str, buffers: str, asked: str = "auto") -> Result:
+    """Two rounds at the nodes of a grid, or simulated."""
+    task = network()
+    tables = {"model": {"buffers": buffers}, "evaluate": {"personal_models": asked}}
+    told = experiment_of(name, local={"batch": 8}, rounds=2, **tables)
+
+    def opened(experiment: Any, task: Any, data: Any) -> FlowerFederation:
+        assert grid is not None
+        settings = {"buffers": experiment.model.buffers, "hyper": experiment.hyper}
+        return federation_on(grid, told, task, **settings)
+
+    data = vectors()
+    return execute(told, data=data, task=task, store=False, opened=None if grid is None else opened)
 
 
 def test_messages_are_as_large_as_what_is_declared() -> None:

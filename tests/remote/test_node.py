@@ -21,10 +21,11 @@ from torch import Tensor
 from sartor.data.clients import Moments, prepare
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.remote.deploy import Service, loader, make_keys, read_key, read_public_keys, split_address
-from sartor.remote.journal import MOST_FILES, Ledger
+from sartor.remote.journal import MOST_FILES, Ledger, rows_of
 from sartor.remote.messages import DTYPES, BadMessage, Parts, decode, encode, spec_of, version
 from sartor.remote.node import Node
 from sartor.runs.experiment import from_mapping, to_mapping
+from sartor.runs.record import hash_of
 
 # Messages --------------------------------------------------------------------------------------------------
 
@@ -49,6 +50,50 @@ def test_what_is_encoded_is_decoded(shapes: list[list[int]], dtypes: list[str]) 
         assert torch.equal(found[name], value)
 
 
+def laid_out(dtype: str) -> dict[str, Tensor]:
+    """Tensors as client functions and servers may have them, however they lie in memory."""
+    whole = torch.arange(24).to(DTYPES[dtype]).view(4, 6)
+    one = torch.ones((), dtype=DTYPES[dtype])
+    return {
+        "whole": whole,
+        "itself": whole,
+        "view": whole.view(-1),
+        "part": whole[1:3],
+        "transposed": whole.t(),
+        "strided": whole[::2, ::3],
+        "cut": whole[:, 1:1],
+        "none": whole[:0],
+        "number": one,
+        "spread": one.expand(4, 3),
+        "single": one.expand(1),
+        "single of many": one.expand(1, 1, 1),
+        **({"learnt": whole.clone().requires_grad_().t()} if whole.is_floating_point() else {}),
+    }
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_tensors_travel_and_are_kept_however_they_lie(dtype: str, tmp_path: Path) -> None:
+    values = laid_out(dtype)
+    _, groups = decode(encode({}, {"all": values}))
+    ledger, numbers = Ledger(tmp_path), torch.arange(4)
+    kept = {name: value for name, value in values.items() if value.dim() and len(value) == len(numbers)}
+    assert len(kept) == 4
+    ledger.stage(1, rows_of(numbers, kept))
+    settled = Ledger(tmp_path).settle(1, [1, 3])
+    for name, value in values.items():
+        assert groups["all"][name].dtype == value.dtype
+        assert torch.equal(groups["all"][name], value), name
+        if name in kept:
+            assert settled[name][0].tolist() == [1, 3]
+            assert torch.equal(settled[name][1], value[[1, 3]]), name
+    assert hash_of(values) == hash_of({name: value.detach().clone() for name, value in values.items()})
+
+
+def test_a_tensor_that_cannot_travel_is_named() -> None:
+    with pytest.raises(SartorError, match="tensors of complex64 cannot travel; those of float16, "):
+        encode({}, {"all": {"w": torch.zeros(2, dtype=torch.complex64)}})
+
+
 def tampered(**header: Any) -> Parts:
     parts = encode({}, {"sent": {"w": torch.zeros(3)}})
     return {**parts, "header": json.dumps({**json.loads(parts["header"]), **header}).encode()}
@@ -70,6 +115,9 @@ def tampered(**header: Any) -> Parts:
         (tampered(tensors={"sent": [["w", "object", [3]]]}), "malformed"),
         (tampered(tensors={"sent": [["w", "float32", [2]]]}), "malformed"),
         (tampered(tensors={"sent": "w"}), "malformed"),
+        ({**tampered(tensors={"sent": [["w", "float32", [0, 2**47, 2**47]]]}), "sent": b""}, "malformed"),
+        ({"header": json.dumps({"tensors": {"s\n" * 99: [1]}}).encode(), "s\n" * 99: b""}, "malformed"),
+        (tampered(tensors={"sent": [["v\n" * 999, "float32", [3]]]}), "misshapen"),
         (tampered(tensors={"sent": [["w", "int32", [3]]]}), "misshapen"),
         (tampered(tensors={"sent": [["w", "float32", [3, 1]]]}), "misshapen"),
         (tampered(tensors={"sent": [["v", "float32", [3]]]}), "misshapen"),
@@ -80,6 +128,7 @@ def test_messages_that_are_not_what_is_expected_are_refused(parts: Parts, kind: 
         decode(parts, {"sent": {"w": ("float32", (3,))}})
     assert refused.value.kind == kind
     assert len(str(refused.value)) < 200
+    assert str(refused.value).isprintable()
 
 
 # States ----------------------------------------------------------------------------------------------------
@@ -165,9 +214,9 @@ def asked(node: Node, kind: str, groups: Any = None, **header: Any) -> dict[str,
     return decode(node.handle(encode({"kind": kind, **header}, groups)))[0]
 
 
-def opened(folder: Path | None = None) -> Node:
+def opened(folder: Path | None = None, sends_personal: bool = False) -> Node:
     """A node with clients 1 and 4 of six."""
-    node = nodes_of(vectors(), plain(), [[1, 4]], folder)[1]
+    node = nodes_of(vectors(), plain(), [[1, 4]], folder, sends_personal)[1]
     told = asked(node, "hello", experiment=to_mapping(experiment_of("fedavg")))
     assert told["names"] == ["client 1", "client 4"]
     assert told["counts"]["train"] == [17, 7]
@@ -175,7 +224,7 @@ def opened(folder: Path | None = None) -> Node:
         "clients": 6,
         "numbers": [1, 4],
         "classes": 4,
-        "buffers": "average",
+        "labels": None,
         "at": 0,
         "without": [],
         "keep": [],
@@ -242,6 +291,27 @@ def test_a_node_answers_with_what_its_clients_send() -> None:
         ({"numbers": "all"}, "ValueError"),
         ({"kind": "eval"}, "no such request: 'eval'"),
         ({"run": "other"}, "started anew"),
+        (
+            {"function": "model_of/sartor.algorithms.references.fedavg:fine_tuning"},
+            "personal models .* stay at this node",
+        ),
+        (
+            {"function": "sartor.algorithms.references.fedavg:fine_tuning"},
+            "personal models .* stay at this node",
+        ),
+        (
+            {"function": "sartor.algorithms.references.separate:own_model"},
+            "personal models .* stay at this node",
+        ),
+        ({"function": "sartor.remote.server:own_buffers"}, "personal models .* stay at this node"),
+        (
+            {"function": "sartor.algorithms.mixing.ditto:local_training"},
+            "no client function of fedavg, which runs here",
+        ),
+        (
+            {"function": "evaluation_of/test/sartor.algorithms.references.separate:own_model"},
+            "no client function of fedavg, which runs here",
+        ),
     ],
 )
 def test_a_node_refuses_what_it_should_not_do(wrong: dict[str, Any], message: str) -> None:
@@ -249,6 +319,40 @@ def test_a_node_refuses_what_it_should_not_do(wrong: dict[str, Any], message: st
     kind = wrong.pop("kind", "call")
     reply = asked(node, kind, {"shared": {"w": plain().initial()}}, **{**CALL, **wrong})
     assert re.search(message, reply["error"]), reply
+
+
+def test_what_is_counted_may_be_sent_and_what_it_is_counted_with_may_not() -> None:
+    node, shared = opened(), {"shared": {"w": plain().initial()}}
+    function = "sartor.algorithms.references.fedavg:fine_tuning"
+    hyper = {"hyper": {"lr": 0.1}, "algorithm": "fedupdate", "keeps": False}
+    told = asked(node, "call", shared, **{**CALL, **hyper, "function": f"evaluation_of/test/{function}"})
+    assert sorted(name for name, *_ in told["tensors"]["sent"]) == ["confusion", "loss", "n"]
+    assert "error" in asked(node, "call", shared, **{**CALL, **hyper, "function": f"model_of/{function}"})
+    node = opened(sends_personal=True)
+    told = asked(node, "call", shared, **{**CALL, **hyper, "function": f"model_of/{function}"})
+    assert [name for name, *_ in told["tensors"]["sent"]] == ["w"]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_node_takes_part_where_personal_models_are_asked_for_only_if_it_may(allowed: bool) -> None:
+    node = nodes_of(vectors(), plain(), [[1, 4]], sends_personal=allowed)[1]
+    experiment = to_mapping(experiment_of("separate", evaluate={"personal_models": "yes"}))
+    told = asked(node, "hello", experiment=experiment)
+    assert ("error" in told) is not allowed
+    assert ("--allow-personal-models" in node.refusal) is not allowed
+
+
+def test_what_is_kept_in_a_run_is_for_its_method_alone(tmp_path: Path) -> None:
+    """A server cannot have the states of one method sent by a function of another."""
+    node = opened(tmp_path)
+    where = {"clients": 6, "numbers": [1, 4], "classes": 4, "at": 0, "without": [], "keep": []}
+    for again in (node, nodes_of(vectors(), plain(), [[1, 4]], tmp_path)[1]):
+        asked(again, "hello", experiment=to_mapping(experiment_of("diversifed")))
+        told = asked(again, "open", **where)
+        assert "its states are those of fedavg, which diversifed may not see" in told["error"]
+        assert "error" not in asked(again, "open", **where, run="other")
+        asked(again, "hello", experiment=to_mapping(experiment_of("fedavg", rounds=7)))
+        assert "error" not in asked(again, "open", **where)
 
 
 def test_a_node_that_was_not_told_of_the_run_says_so() -> None:

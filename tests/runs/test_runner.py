@@ -305,6 +305,33 @@ def test_the_run_folder_holds_what_the_run_returned(data: ClientData, tmp_path: 
     assert folder.config["engine"]["name"] == result.summary["engine"] == "stacked"  # what auto came to
 
 
+@pytest.mark.parametrize("choice", ["auto", "yes", "no"])
+def test_personal_models_are_stored_unless_they_are_too_many_or_unwanted(
+    data: ClientData, choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"evaluate": {"personal_models": choice}, "store": True}
+    first = go("separate", data, **settings, out=tmp_path / "few")
+    assert ("personal" in RunFolder.open(tmp_path / "few").models) == (choice != "no")
+    assert (first.personal is not None) == first.personal_stored == (choice != "no")
+    monkeypatch.setattr("sartor.runs.runner.MOST_MODEL_NUMBERS", 6 * first.summary["parameters"] - 1)
+    second = go("separate", data, **settings, out=tmp_path / "many")
+    assert ("personal" in RunFolder.open(tmp_path / "many").models) == (choice == "yes")
+    if choice != "yes":
+        with pytest.raises(SartorError, match=r"were not stored; evaluate\.personal_models = 'yes' stores"):
+            second.state_dict(client=0)
+    assert second.summary["accuracy"] == first.summary["accuracy"]
+
+
+def test_a_personal_model_is_marked_as_such(data: ClientData, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node could not tell it from what may be sent; it is found before anything is trained."""
+    call = registered()["separate"]().personalize(None, np.arange(1))
+    assert call is not None
+    monkeypatch.setattr(call.function, "personal", False)
+    monkeypatch.setattr(registered()["separate"], "round", None)
+    with pytest.raises(SartorError, match=r"separate: .* own_model, .* write @sartor\.personal above it"):
+        go("separate", data)
+
+
 def test_a_stored_experiment_runs_again_to_the_same_models(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "rounds": 1,

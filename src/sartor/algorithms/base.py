@@ -71,7 +71,8 @@ class Algorithm(ABC):
     def personalize(self, server: Any, cohort: np.ndarray) -> Call | None:
         """How a client gets its personal model.
 
-        A client function whose reply has ``w``, or None where there is none. ``w`` is a vector, or a function
+        A client function, marked :func:`~sartor.federation.exchange.personal`, whose reply has ``w``; None
+        where there is none. ``w`` is a vector, or a function
         from inputs to outputs where the method predicts in another way; the tensors beside it are then what
         is stored. A client that never trained gets its model by the same call.
         """

@@ -134,8 +134,15 @@ def join(
         float, typer.Option(min=0, help="Seconds that a server which is gone is waited for.")
     ] = 600.0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    allow_personal_models: Annotated[
+        bool,
+        typer.Option(
+            "--allow-personal-models",
+            help="Send the personal models to a server that asks for them; left out: they stay here.",
+        ),
+    ] = False,
 ) -> None:
-    """Take part in a federation with the data of this machine, which stay here.
+    """Take part in a federation with the data and the personal models of this machine, which stay here.
 
     sartor join fl.example.org:8000 --data mine.npz --key north.key --ca ca.crt
     """
@@ -156,6 +163,7 @@ def join(
         insecure=insecure,
         patience=patience,
         device=device,
+        sends_personal=allow_personal_models,
         show=lambda text: print(f"sartor: {text}", file=sys.stderr, flush=True),
     )
 

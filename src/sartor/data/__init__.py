@@ -1,6 +1,6 @@
 """Data: where it comes from, how it is divided among clients, and what the clients hold in the end."""
 
-from sartor.data.clients import ClientData, Split, from_clients, lazy_clients, prepare
+from sartor.data.clients import ClientData, Split, from_clients, lazy_clients, prepare, relabel
 from sartor.data.features import FEATURES
 from sartor.data.loaders import (
     from_dataset,
@@ -41,5 +41,6 @@ __all__ = [
     "make_partition",
     "plot_partition",
     "prepare",
+    "relabel",
     "source_from_dataset",
 ]

@@ -20,8 +20,10 @@ import numpy as np
 import torch
 
 from sartor.data.apportion import cut
+from sartor.data.labels import check_labels, listed, other_kind, texts_of
 from sartor.data.streams import stream
 from sartor.errors import DataError
+from sartor.settings import shown
 
 SPLITS = ("train", "test", "validation")
 POOLED_CLIENTS = 100
@@ -84,7 +86,7 @@ class ClientData:
 
     ``pooled_x, pooled_y`` are the official test set where there is one, otherwise all clients' test samples
     together. ``classes`` is None for regression. ``hash`` identifies the partition, for own data the
-    contents.
+    contents. ``labels`` are the names of the classes, in the order of their numbers, where labels are texts.
     """
 
     names: Sequence[str]
@@ -96,6 +98,7 @@ class ClientData:
     classes: int | None
     hash: str
     name: str
+    labels: tuple[str, ...] | None = None
 
     @property
     def clients(self) -> int:
@@ -121,6 +124,7 @@ def from_clients(
     validation_fraction: float = 0.0,
     seed: int = 0,
     regression: bool = False,
+    labels: Sequence[str] | None = None,
     name: str = "own",
 ) -> ClientData:
     """Data that is split by client already.
@@ -128,12 +132,16 @@ def from_clients(
     Each client gives ``(x, y)``, of which a test part and, if asked for, a validation part are drawn; or
     its own splits as ``{"train": (x, y), "test": (x, y), "validation": (x, y)}``, where a missing ``test``
     or ``validation`` is drawn from ``train``. A client with at least two samples has at least one to test
-    on and one to train on. Labels are whole numbers from 0, or any finite numbers with ``regression=True``.
+    on and one to train on. Labels are whole numbers from 0, or any finite numbers with ``regression=True``;
+    or texts, which are numbered in alphabetical order, or as in ``labels``, outside which there is none then.
 
     >>> x, y = np.eye(10), np.arange(10) % 2
     >>> data = from_clients({"north": (x, y), "south": (x[:5], y[:5])})
     >>> data.names, data.train.count.tolist(), data.test.count.tolist()
     (('north', 'south'), [8, 4], [2, 1])
+    >>> data = from_clients({"north": (x, ["ill"] * 10), "south": (x, ["well", "ill"] * 5)})
+    >>> data.labels, data.classes, data.test.of(0)[1].tolist()
+    (('ill', 'well'), 2, [0, 0])
     """
     if not clients:
         raise DataError(f"{name}: no clients; give at least one")
@@ -143,8 +151,9 @@ def from_clients(
     names = tuple(str(client) for client in clients)
     if len(set(names)) < len(names):
         raise DataError(f"{name}: two clients have the same name")
+    found = None if regression else _text_labels(clients)
     for client, given in zip(names, clients.values(), strict=True):
-        own = _splits_of(client, given, regression)
+        own = _splits_of(client, given, regression, found)
         for split, fraction in (("test", test_fraction), ("validation", validation_fraction)):
             if split not in own and (fraction > 0 or split == "test"):
                 x, y = own["train"]
@@ -159,7 +168,8 @@ def from_clients(
             f"{name}: {len(parts['validation'])} of {len(names)} clients have a validation split; "
             "give one to every client, or set validation_fraction to draw the missing ones"
         )
-    return gather(names, parts, regression=regression, name=name)
+    data = gather(names, parts, regression=regression, labels=found, name=name)
+    return data if labels is None else relabel(data, labels)
 
 
 def lazy_clients(
@@ -332,15 +342,16 @@ def gather(
     parts: Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]],
     *,
     regression: bool,
+    labels: tuple[str, ...] | None,
     name: str,
 ) -> ClientData:
     """Client data from checked tensors, a pair per client and split; the pooled test set is theirs."""
     splits = {split: _concatenate(parts[split]) for split in SPLITS if parts[split]}
     if not len(splits["test"].y):
         raise DataError(f"{name}: no client has a test sample; give each client at least two samples")
-    classes = (
-        None if regression else int(max(int(split.y.max()) for split in splits.values() if len(split.y))) + 1
-    )
+    classes = None if labels is None else len(labels)
+    if labels is None and not regression:
+        classes = int(max(int(split.y.max()) for split in splits.values() if len(split.y))) + 1
     return ClientData(
         names=tuple(names),
         train=splits["train"],
@@ -349,9 +360,51 @@ def gather(
         pooled_x=splits["test"].x,
         pooled_y=splits["test"].y,
         classes=classes,
-        hash=_content_hash(names, splits),
+        hash=_content_hash(names, splits, labels),
         name=name,
+        labels=labels,
     )
+
+
+def relabel(data: ClientData, labels: Sequence[str] | None, where: str | None = None) -> ClientData:
+    """The same data with its classes numbered as in ``labels``; None stands for labels that are numbers.
+
+    A label that is not among them is refused; ``where`` is the place that the message names.
+
+    >>> x = np.eye(4)
+    >>> data = from_clients({"a": (x, ["b", "c", "b", "c"])})
+    >>> relabel(data, ["a", "b", "c"]).classes, sorted(relabel(data, ["c", "a", "b"]).train.y.tolist())
+    (3, [0, 0, 2])
+    """
+    labels = None if labels is None else tuple(labels)
+    where = data.name if where is None else where
+    if data.labels == labels:
+        return data
+    if data.labels is None or labels is None:
+        raise DataError(f"{where}: {other_kind(data.labels, labels)}; give it such labels")
+    splits = {name: getattr(data, name) for name in SPLITS if getattr(data, name) is not None}
+    place = {label: number for number, label in enumerate(labels)}
+    for number, label in enumerate(data.labels):
+        client = None if label in place else _client_with(number, splits)
+        if client is not None:
+            raise DataError(
+                f"{where}: client {data.names[client]!r} has the label {shown(label)}, which is not among "
+                f"the classes {listed(labels)}; correct it, leave its samples out, or start a run with it "
+                "in data.labels"
+            )
+    table = torch.tensor([place.get(label, 0) for label in data.labels], device=data.train.y.device)
+    mapped = {name: dataclasses.replace(split, y=table[split.y]) for name, split in splits.items()}
+    pooled = mapped["test"].y if data.pooled_y is data.test.y else table[data.pooled_y]
+    return dataclasses.replace(data, pooled_y=pooled, classes=len(labels), labels=labels, **mapped)
+
+
+def _client_with(number: int, splits: Mapping[str, Split]) -> int | None:
+    """The first client with a sample of this class."""
+    for split in splits.values():
+        for client in range(len(split.count)):
+            if bool((split.of(client)[1] == number).any()):
+                return client
+    return None
 
 
 def prepare(
@@ -437,7 +490,7 @@ class Moments:
 
 
 def _splits_of(
-    client: str, given: Samples | Mapping[str, Samples], regression: bool
+    client: str, given: Samples | Mapping[str, Samples], regression: bool, labels: tuple[str, ...] | None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The given splits of one client as checked tensors."""
     if not isinstance(given, Mapping):
@@ -452,13 +505,32 @@ def _splits_of(
         where = f"client {client}, {split}"
         if not isinstance(samples, (tuple, list)) or len(samples) != 2:
             raise DataError(f"{where}: expected (x, y)")
-        x, y = tensor_x(samples[0], where), tensor_y(samples[1], where, regression)
+        x, y = tensor_x(samples[0], where), tensor_y(samples[1], where, regression, labels)
         if len(x) != len(y):
             raise DataError(f"{where}: {len(x)} samples in x but {len(y)} labels in y")
         if len(x) == 0:
             raise DataError(f"{where}: no samples; leave the client out or give it data")
         own[split] = (x, y)
     return own
+
+
+def _text_labels(clients: Mapping[str, Samples | Mapping[str, Samples]]) -> tuple[str, ...] | None:
+    """All labels that are texts, in alphabetical order; None where there are none."""
+    found: set[str] = set()
+    for client, given in clients.items():
+        new: set[str] = set()
+        for samples in given.values() if isinstance(given, Mapping) else (given,):
+            # What is no pair of arrays is reported where the samples are read.
+            texts = texts_of(samples[1]) if isinstance(samples, (tuple, list)) and len(samples) == 2 else None
+            if texts is not None:
+                new.update(np.unique(texts).tolist())
+        try:
+            check_labels(sorted(new - found))
+        except DataError as error:
+            raise DataError(f"client {client}: {error}") from None
+        found |= new
+    check_labels(sorted(found))
+    return tuple(sorted(found)) or None
 
 
 def tensor_x(values: Any, where: str) -> torch.Tensor:
@@ -476,9 +548,20 @@ def tensor_x(values: Any, where: str) -> torch.Tensor:
     return x
 
 
-def tensor_y(values: Any, where: str, regression: bool) -> torch.Tensor:
-    """Labels as an int64 tensor of whole numbers from 0, or targets as finite float32."""
-    array = _array(values, where, "y")
+def tensor_y(
+    values: Any, where: str, regression: bool, labels: tuple[str, ...] | None = None
+) -> torch.Tensor:
+    """Labels as an int64 tensor of whole numbers from 0, or targets as finite float32.
+
+    ``labels``, in alphabetical order, are all those there are where labels are texts.
+    """
+    texts = None if labels is None else texts_of(values)
+    if labels is not None and texts is None:
+        raise DataError(
+            f"{where}: labels are numbers, those of other clients the texts {listed(labels)}; "
+            "give all clients labels of one kind"
+        )
+    array = _array(values, where, "y") if texts is None else texts
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1:
@@ -490,6 +573,8 @@ def tensor_y(values: Any, where: str, regression: bool) -> torch.Tensor:
             row = int(np.argmin(np.isfinite(targets)))
             raise DataError(f"{where}: y has a value that is not finite, first in sample {row}")
         return torch.from_numpy(targets)
+    if labels is not None:
+        return torch.from_numpy(np.searchsorted(np.array(labels), array).astype(np.int64))
     with np.errstate(invalid="ignore"):  # nan is reported as not whole
         whole = array == np.trunc(array)
     wrong = ~(whole & (array >= 0) & (array < 2**31))
@@ -539,9 +624,11 @@ def _concatenate(samples: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Split:
     return Split(x, y, np.cumsum(count) - count, count)
 
 
-def _content_hash(names: Sequence[str], splits: Mapping[str, Split]) -> str:
+def _content_hash(names: Sequence[str], splits: Mapping[str, Split], labels: tuple[str, ...] | None) -> str:
     """The sha256 of every name, sample and label."""
     digest = hashlib.sha256(repr((tuple(names), list(splits))).encode())
+    if labels is not None:
+        digest.update(repr(labels).encode())
     for split in splits.values():
         for part in _bytes_of(split):
             digest.update(part)

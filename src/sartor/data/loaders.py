@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from sartor.data.apportion import cut
-from sartor.data.clients import SPLITS, ClientData, Samples, from_clients, tensor_x, tensor_y
+from sartor.data.clients import SPLITS, ClientData, Samples, from_clients, relabel, tensor_x, tensor_y
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.readers import read_npz
 from sartor.data.schemes import Scheme
@@ -32,18 +32,20 @@ def from_folder(
     validation_fraction: float = 0.0,
     seed: int = 0,
     regression: bool = False,
+    labels: Sequence[str] | None = None,
 ) -> ClientData:
     """A folder with one npz file per client, named after it.
 
     A file holds ``x`` and ``y``, or ``train_x, train_y, test_x, test_y`` and perhaps ``validation_x,
-    validation_y``. What is not given is drawn as in :func:`~sartor.data.clients.from_clients`.
+    validation_y``. What is not given is drawn as in :func:`~sartor.data.clients.from_clients`, which has the
+    other settings too.
     """
     path = Path(path)
     files = sorted(path.glob("*.npz"))
     if not files:
         raise DataError(f"{path}: no npz files; expected one per client")
     clients = {file.stem: read_client(file) for file in files}
-    return from_clients(
+    data = from_clients(
         clients,
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
@@ -51,6 +53,7 @@ def from_folder(
         regression=regression,
         name=path.name,
     )
+    return data if labels is None else relabel(data, labels, str(path))
 
 
 def read_client(file: Path) -> Samples | Mapping[str, Samples]:
@@ -84,15 +87,17 @@ def from_table(
     validation_fraction: float = 0.0,
     seed: int = 0,
     regression: bool = False,
+    labels: Sequence[str] | None = None,
 ) -> ClientData:
     """A CSV or Parquet table with a column that names the client of each row.
 
     Features are the given columns, or all others; they must be numbers. Labels are whole numbers from 0, or
-    texts, which are numbered in alphabetical order. ``split_column`` may say ``train``, ``test`` or
-    ``validation`` for each row; otherwise the splits are drawn. Clients are in ascending order.
+    texts, which are numbered in alphabetical order, or as in ``labels``: then every label in a CSV file is a
+    text, also one that looks like a number. ``split_column`` may say ``train``, ``test`` or ``validation``
+    for each row; otherwise the splits are drawn. Clients are in ascending order.
     """
     path = Path(path)
-    columns = _read_table(path)
+    columns = _read_table(path, texts=() if labels is None else (label_column,))
     if not len(next(iter(columns.values()), ())):
         raise DataError(f"{path}: no rows")
     reserved = [column for column in (client_column, label_column, split_column) if column is not None]
@@ -111,8 +116,6 @@ def from_table(
             raise DataError(f"{path}: column {column} has no value in row {row} (first row is 0)")
     x = np.column_stack([_numbers(path, column, columns[column]) for column in feature_columns])
     y = np.asarray(columns[label_column].to_pylist())
-    if y.dtype.kind in "US" and not regression:
-        y = np.unique(y, return_inverse=True)[1]
     names, owner = np.unique(np.asarray(columns[client_column].to_pylist()), return_inverse=True)
     split = None if split_column is None else np.asarray(columns[split_column].to_pylist()).astype(str)
     if split is not None and not np.isin(split, SPLITS).all():
@@ -126,7 +129,7 @@ def from_table(
         else:
             parts = {part: mine[split[mine] == part] for part in SPLITS}
             clients[str(name)] = {part: (x[rows], y[rows]) for part, rows in parts.items() if len(rows)}
-    return from_clients(
+    data = from_clients(
         clients,
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
@@ -134,6 +137,7 @@ def from_table(
         regression=regression,
         name=path.stem,
     )
+    return data if labels is None else relabel(data, labels, str(path))
 
 
 def source_from_dataset(dataset: Any, test: Any = None, name: str = "dataset") -> Source:
@@ -211,8 +215,8 @@ def from_flower_partitioner(
     )
 
 
-def _read_table(path: Path) -> dict[str, Any]:
-    """The columns of a table, by the ending of its name."""
+def _read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
+    """The columns of a table, by the ending of its name; some of a CSV file are texts, whatever they hold."""
     import pyarrow
     from pyarrow import csv, parquet
 
@@ -220,7 +224,8 @@ def _read_table(path: Path) -> dict[str, Any]:
         if path.suffix.lower() in (".parquet", ".pq"):
             table = parquet.read_table(path)
         elif path.suffix.lower() == ".csv":
-            table = csv.read_csv(path)
+            types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
+            table = csv.read_csv(path, convert_options=types)
         else:
             raise DataError(f"{path}: expected a name that ends in .csv or .parquet")
         names = list(table.column_names)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sartor.data.labels import check_labels
+from sartor.errors import DataError, SettingError
 from sartor.settings import setting
 
 OWN_DATA = "own"
@@ -21,12 +23,25 @@ class Data:
     path: str | None = setting(None, "own data instead of `name`: a folder of npz files or a table")
     client_column: str | None = setting(None, "column of an own table that names the client")
     label_column: str | None = setting(None, "column of an own table that holds the label")
+    labels: tuple[str, ...] | None = setting(
+        None, "all classes in order, where labels are texts; left out: those that occur, alphabetically"
+    )
     validation: float = setting(
         0.0, "share of each client's training data kept for validation", low=0, high=0.5
     )
     normalise: bool = setting(
         True, "whether inputs are scaled to mean 0 and deviation 1 on the training data"
     )
+
+    def __post_init__(self) -> None:
+        """Labels that can name classes."""
+        if self.labels is not None:
+            if not self.labels:
+                raise SettingError("data.labels: names no class; leave it out, or name all of them")
+            try:
+                check_labels(self.labels)
+            except DataError as error:
+                raise SettingError(f"data.labels: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

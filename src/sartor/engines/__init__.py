@@ -5,6 +5,7 @@ Imports the federation's contract and what lies below it. No algorithm imports a
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import Tensor
@@ -24,18 +25,28 @@ __all__ = ["choose_engine", "make_engine", "make_federation"]
 ENGINES: dict[str, type[LocalEngine]] = {"loop": LoopEngine, "stacked": StackedEngine}
 
 
+log = logging.getLogger(__name__)
+
+
 def choose_engine(name: str, task: Task, device: str, x: Tensor, y: Tensor) -> str:
     """The engine that ``auto`` means for a model, before anything runs.
 
     On CUDA: stacked. On a CPU: stacked for models without convolutions, whose steps are too small to keep a
     core busy; the loop for those with convolutions, which a CPU computes one client at a time faster than
-    grouped. A model that cannot be stacked at all runs on the loop engine everywhere.
+    grouped. A model that cannot be stacked at all runs on the loop engine everywhere, which is said; where
+    ``stacked`` was asked for, that is an error.
     """
+    if name == "stacked":
+        task.require_stackable(x, y)
     if name != "auto":
         return name
     if device == "cpu" and task.has_convolutions:
         return "loop"
-    return "loop" if task.why_not_stackable(x[:2], y[:2]) else "stacked"
+    reason = task.why_not_stackable(x, y)
+    if reason is None:
+        return "stacked"
+    log.warning("model %s runs on the loop engine, as it cannot be stacked (%s)", task.name, reason)
+    return "loop"
 
 
 def make_engine(

@@ -5,7 +5,7 @@ Imports client, model and data. What an algorithm may see of the clients is here
 
 from __future__ import annotations
 
-from sartor.federation.exchange import Call, Replies, Reply
+from sartor.federation.exchange import Call, Replies, Reply, personal
 from sartor.federation.federation import Federation
 
-__all__ = ["Call", "Federation", "Replies", "Reply"]
+__all__ = ["Call", "Federation", "Replies", "Reply", "personal"]

@@ -113,6 +113,20 @@ class Replies:
         return self.sum(name, self.weights if weights is None else weights / weights.sum())
 
 
+def personal(function: ClientFunction) -> ClientFunction:
+    """Mark a client function whose reply is a client's own: its model, or what belongs to it.
+
+    Nodes of a real federation evaluate such a model and do not send it, unless they were told that they may.
+    """
+    function.personal = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_personal(function: ClientFunction) -> bool:
+    """Whether a client function replies what is a client's own."""
+    return bool(getattr(function, "personal", False))
+
+
 @dataclass(frozen=True)
 class Call:
     """A client function with what it is sent: the argument of ``map`` as a value."""

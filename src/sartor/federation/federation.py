@@ -38,6 +38,7 @@ from sartor.federation.exchange import (
     as_tensor,
     joined,
     norms_of,
+    personal,
 )
 from sartor.federation.functions import find_function, name_of, qualified_name
 from sartor.federation.settings import FederationSettings
@@ -62,6 +63,7 @@ class Traffic:
     up: int = 0
 
 
+@personal
 def own_buffers(client: Any, hyper: Any) -> Reply:
     """A client's float buffers, where each keeps its own."""
     return Reply(buffers=client.buffers)
@@ -240,6 +242,16 @@ class Federation:
         places = to_device(np.flatnonzero(good), self._device)
         values = {name: value[places] for name, value in replies.values.items()}
         return replace(replies, clients=replies.clients[good], counts=replies.counts[good], values=values)
+
+    def fetch(
+        self,
+        function: ClientFunction,
+        cohort: Sequence[int] | np.ndarray,
+        shared: Arguments | None = None,
+        each: Arguments | None = None,
+    ) -> Replies | None:
+        """Ask as ``ask`` does, for what is the clients' own; None where it stays with them."""
+        return self.ask(function, cohort, shared, each)
 
     # Work in flight -------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sartor import random
 from sartor.errors import NotStackable, SartorError
@@ -154,6 +156,8 @@ class Task:
         fixed |= {key: value for key, value in module.named_parameters() if not value.requires_grad}
         self._constants = {key: value.detach().clone() for key, value in fixed.items()}
         self._constants_by_device: dict[torch.device, dict[str, Tensor]] = {}
+        self._reasons: dict[Hashable, str | None] = {}
+        """Why the model cannot be stacked, if so, by the kind of samples."""
         self._parameters, self._buffers = _Layout(parameters), _Layout(floats)
         self.size, self.buffer_size = self._parameters.size, self._buffers.size
         self._initial_w = self._parameters.flatten(parameters).to(self.dtype)
@@ -398,12 +402,18 @@ class Task:
             raise SartorError(f"model {self.name}: its forward pass never calls the head {self.head_path!r}")
         return run.features
 
-    def _constants_on(self, device: torch.device) -> dict[str, Tensor]:
-        if device not in self._constants_by_device:
-            self._constants_by_device[device] = {
-                key: value.to(device) for key, value in self._constants.items()
+    def _constants_like(self, w: Tensor) -> dict[str, Tensor]:
+        """What is not trained, on the device of a vector, and in its type what has the model's."""
+        if w.device not in self._constants_by_device:
+            self._constants_by_device[w.device] = {
+                key: value.to(w.device) for key, value in self._constants.items()
             }
-        return self._constants_by_device[device]
+        constants = self._constants_by_device[w.device]
+        if w.dtype == self.dtype:
+            return constants
+        return {
+            key: value.to(w.dtype) if value.dtype == self.dtype else value for key, value in constants.items()
+        }
 
     def _given(self, buffers: Tensor | None, w: Tensor) -> Tensor:
         return self.initial_buffers(w.device) if buffers is None else buffers
@@ -424,7 +434,7 @@ class Task:
             named |= self._buffers.views(self._given(buffers, w))
             for key in self._changed_in_place:  # such a layer shall not write into the vector it was given
                 named[key] = named[key].clone()
-        named |= self._constants_on(w.device)
+        named |= self._constants_like(w)
         previous = getattr(_context, "mode", None)
         _context.mode = mode
         try:
@@ -465,30 +475,76 @@ class Task:
     def why_not_stackable(self, x: Tensor, y: Tensor) -> str | None:
         """The reason why this model cannot train many clients in one batch, or None.
 
-        One step of two clients is tried.
+        That is a property of the model for samples of this kind. It is found once, with the first of them, on
+        the CPU and in float64, so that no device's rounding decides; in the model's own type where it cannot
+        run in float64.
         """
-        w, buffers = self.initial(x.device), self.initial_buffers(x.device)
-        # Each client's batch is padded by one more sample, so that a layer that looks across samples shows.
-        padded_x, padded_y = torch.cat([x, x[:1]]), torch.cat([y, y[:1]])
-        weight = torch.ones(len(padded_y), device=x.device, dtype=w.dtype)
+        kind = (x.shape[1:], x.dtype, y.shape[1:], y.dtype)
+        if kind not in self._reasons:
+            few = torch.arange(3) % len(y)
+            # Where there are fewer, a sample that comes again is made another one by moving its numbers on.
+            others = [
+                row.flatten().roll(turn // len(y)).view(row.shape)
+                for turn, row in enumerate(x[:3].cpu()[few])
+            ]
+            self._reasons[kind] = self._tried(torch.stack(others), y[:3].cpu()[few])
+        return self._reasons[kind]
+
+    def _tried(self, x: Tensor, y: Tensor) -> str | None:
+        """What stands against stacking when one step is tried."""
+        reason = None
+        for dtype in dict.fromkeys((torch.float64, self.dtype)):
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    alike = self._stacks_alike(x, y, dtype)
+            except Exception as error:  # whatever torch says about this module is the reason
+                reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+                if "data-dependent control flow" in str(error):
+                    reason = "its forward pass branches on the data"
+            else:
+                mixed = "a padded batch gives another result: a layer mixes samples or draws at random"
+                return None if alike else mixed
+        return reason
+
+    def _stacks_alike(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> bool:
+        """Whether a step gives the same for a client alone and for one in a stack, padded by the last sample.
+
+        In a stack the model may be each client's own or the same for all; the latter only has to run.
+        """
+        x, y = (value.to(dtype) if value.is_floating_point() else value for value in (x, y))
+        real = Batch(x[:-1], y[:-1])
+        initial, buffers = self.initial().to(dtype), self.initial_buffers().to(dtype)
+        # Not at the initial values: a layer of zeros hides what mixes samples before it, and where a unit
+        # stands on the edge of being active rounding would decide about its gradient.
+        noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=dtype)
+        with _FloatTypes() as used, torch.no_grad():
+            for w in (initial + 0.02 * (noise - 0.5), initial):
+                outputs = self.outputs(w, real.x, buffers)
+                if self.loss_function(outputs, real.y).isfinite().all():  # some layers allow but few values
+                    break
+        # Half of the digits: of those of the coarsest type, as a layer may have a type of its own.
+        tolerance = max(torch.finfo(kind).eps for kind in {dtype, *used.found}) ** 0.5
+
+        def step(w: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            gradient, after = self.grad_and_buffers(w, batch, buffers)
+            assert after is not None  # as there were some before
+            return gradient, after
+
+        def lane(
+            w: Tensor, buffers: Tensor, x: Tensor, y: Tensor, weight: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            return *step(w, buffers, Batch(x, y, weight)), self.outputs(w, x, buffers)
+
+        weight = torch.ones(len(y), dtype=dtype)
         weight[-1] = 0
-
-        def step(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            gradient = self.grad_and_buffers(w, Batch(x, y, weight), buffers)[0]
-            return gradient, self.outputs(w, x, buffers)[:-1]
-
-        try:
-            pair = [torch.stack([value, value]) for value in (padded_x, padded_y, weight)]
-            stacked, outputs = torch.vmap(step)(*pair)
-        except Exception as error:  # whatever torch says about this module is the reason
-            if "data-dependent control flow" in str(error):
-                return "its forward pass branches on the data"
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        for several, one in ((stacked, self.grad(w, Batch(x, y))), (outputs, self.outputs(w, x, buffers))):
-            largest = float(one.abs().nan_to_num().max())
-            if not torch.allclose(several[0], one, rtol=1e-3, atol=1e-4 * largest + 1e-8, equal_nan=True):
-                return "a padded batch gives another result: a layer mixes samples or draws at random"
-        return None
+        padded = x[None], y[None], weight[None]
+        with torch.no_grad():
+            torch.vmap(lambda *padded: self.loss(w, Batch(*padded), buffers))(*padded)
+        stacked = torch.vmap(lane)(w[None], buffers[None], *padded)
+        alone = (*step(w, buffers, real), outputs)
+        return all(
+            _close(value[0, : len(one)], one, tolerance) for value, one in zip(stacked, alone, strict=True)
+        )
 
     def require_stackable(self, x: Tensor, y: Tensor) -> None:
         """Raise :class:`NotStackable`, with the reason, for a model that only the loop engine can run."""
@@ -562,6 +618,30 @@ def _merge(slices: list[slice]) -> tuple[slice, ...]:
         else:
             merged.append(piece)
     return tuple(merged)
+
+
+def _close(value: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether two tensors are not finite in the same places and differ by at most this share elsewhere."""
+    finite = other.isfinite()
+    if not torch.equal(value.isfinite(), finite):
+        return False
+    if not finite.all():
+        value, other = value[finite], other[finite]
+    return bool((value - other).norm() <= tolerance * other.norm())
+
+
+class _FloatTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the float types that operations give."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        self.found |= {value.dtype for value in leaves if value.is_floating_point()}
+        return result
 
 
 def _inside_transform() -> bool:

@@ -6,18 +6,32 @@ A node that is refused is told why, and ends with that reason; it is greeted aga
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from sartor.data.clients import ClientData, Moments, Split
-from sartor.remote.messages import DTYPES
-from sartor.remote.requests import Failed, Letter, Post
+from sartor.data.clients import SPLITS, ClientData, Moments, Split
+from sartor.data.labels import check_labels, listed, other_kind
+from sartor.errors import DataError
+from sartor.remote.messages import DTYPES, readable, spec_of
+from sartor.remote.requests import Failed, Groups, Letter, Post
 from sartor.runs.experiment import Experiment, to_mapping
+from sartor.settings import shown
+
+LONGEST_TEXT = 500
+"""Characters of a name."""
+LARGEST_SAMPLE = 2**26
+"""Numbers of a sample."""
+MOST_CLASSES = 2**20
+LARGEST_MOMENT = 1e100
+CARRIED = {"nonce", "tensors"}
+"""Entries of every header, which were read when it arrived."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,8 @@ class Introduction:
     process: str
     """Which process of the node this is."""
     moments: Moments | None
+    labels: tuple[str, ...] | None = None
+    """The names of its classes, where its labels are texts."""
 
     @property
     def samples(self) -> str:
@@ -77,8 +93,13 @@ class Reception:
         return answers
 
     def greet(self, node: int) -> Introduction:
-        """Greet a node and wait for its answer."""
-        return self._introduction(*self._post.wait(self._hello(node)))
+        """Greet a node and wait for its answer; one that cannot be used refuses the node."""
+        answer = self._post.wait(self._hello(node))
+        try:
+            return self._introduction(*answer)
+        except Failed as error:
+            self.refuse(node, str(error))
+            raise
 
     def refuse(self, node: int, reason: str) -> None:
         """Do not greet this node again, and tell it why."""
@@ -96,55 +117,148 @@ class Reception:
     def _hello(self, node: int) -> Letter:
         return self._post.send(node, {"kind": "hello", "experiment": to_mapping(self._experiment)})
 
-    def _introduction(self, header: Mapping[str, Any], groups: Any) -> Introduction:
-        try:
-            return _introduction(header, groups, self._experiment.data.normalise)
-        except (KeyError, TypeError, ValueError) as error:
-            raise Failed("malformed", f"its introduction has a wrong or no entry ({error})") from None
+    def _introduction(self, header: Mapping[str, Any], groups: Groups) -> Introduction:
+        return introduction_of(header, groups, self._experiment.data.normalise)
 
 
-def _introduction(header: Mapping[str, Any], groups: Any, normalised: bool) -> Introduction:
-    names = tuple(header["names"])
-    if not names or len(set(names)) < len(names) or not all(type(name) is str and name for name in names):
-        raise ValueError("names")
-    counts = {split: list(values) for split, values in header["counts"].items()}
-    whole = all(type(count) is int and 0 <= count < 2**40 for held in counts.values() for count in held)
-    if not {"train", "test"} <= set(counts) <= {"train", "test", "validation"} or not whole:
-        raise ValueError("counts")
-    if any(len(held) != len(names) for held in counts.values()):
-        raise ValueError("counts")
-    shape, classes, dtype = tuple(header["shape"]), header["classes"], header["dtype"]
-    if not all(type(size) is int and 0 < size < 2**24 for size in shape) or dtype not in DTYPES:
-        raise ValueError("shape")
-    if classes is not None and not (type(classes) is int and 0 < classes < 2**24):
-        raise ValueError("classes")
+class Entry(NamedTuple):
+    """What an entry of a header must be."""
+
+    good: Callable[[Any], bool]
+    words: str
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= LONGEST_TEXT and value.isprintable()
+
+
+def _whole(value: Any, least: int, end: int) -> bool:
+    return type(value) is int and least <= value < end
+
+
+def _names(value: Any) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and all(map(_text, value)) and len(set(value)) == len(value)
+    )
+
+
+def _counts(value: Any) -> bool:
+    if not (isinstance(value, dict) and {"train", "test"} <= set(value) <= set(SPLITS)):
+        return False
+    held = value.values()
+    return all(isinstance(own, list) and all(_whole(count, 0, 2**40) for count in own) for own in held)
+
+
+def _shape(value: Any) -> bool:
+    if not (isinstance(value, list) and len(value) <= 16 and all(_whole(size, 1, 2**32) for size in value)):
+        return False
+    return math.prod(value) <= LARGEST_SAMPLE
+
+
+def _classes(value: Any) -> bool:
+    return value is None or _whole(value, 1, MOST_CLASSES + 1)
+
+
+def _labels(value: Any) -> bool:
+    if value is None:
+        return True
+    try:
+        check_labels(value if isinstance(value, list) else [value])
+    except DataError:
+        return False
+    return isinstance(value, list)
+
+
+INTRODUCTION = {
+    "names": Entry(_names, f"one or more different printable names of at most {LONGEST_TEXT} characters"),
+    "counts": Entry(_counts, "whole numbers, for each client one, for train, test and perhaps validation"),
+    "shape": Entry(_shape, f"the sizes of a sample, of at most {LARGEST_SAMPLE} numbers"),
+    "dtype": Entry(lambda value: isinstance(value, str) and value in DTYPES, "a type of numbers"),
+    "classes": Entry(_classes, f"null or a number of at most {MOST_CLASSES} classes"),
+    "labels": Entry(_labels, "null or the different printable texts that name the classes"),
+    "hash": Entry(_text, "a text"),
+    "process": Entry(_text, "a text"),
+}
+"""An introduction: every entry that it has, and no other."""
+NORMALISED = {**INTRODUCTION, "number": Entry(lambda value: _whole(value, 0, 2**60), "a whole number")}
+"""One that goes with the moments of the samples."""
+
+
+def introduction_of(header: Mapping[str, Any], groups: Groups, normalised: bool) -> Introduction:
+    """What a node says of itself; whatever is wrong with it is a :class:`Failed`."""
+    entries = NORMALISED if normalised else INTRODUCTION
+    for key in sorted((set(header) | set(entries)) - CARRIED):
+        if key not in header:
+            raise _wrong(f"{key}: there is none")
+        if key not in entries:
+            raise _wrong(f"{readable(key, 50)!r}: nobody asked for that")
+        if not entries[key].good(header[key]):
+            raise _wrong(f"{key}: expected {entries[key].words}, got {reprlib.repr(header[key])}")
+    names, counts, shape = tuple(header["names"]), header["counts"], tuple(header["shape"])
+    for part, held in counts.items():
+        if len(held) != len(names):
+            raise _wrong(f"counts: {len(held)} for {part}, but there are {len(names)} clients")
+    labels = None if header["labels"] is None else tuple(header["labels"])
+    if labels is not None and len(labels) != header["classes"]:
+        raise _wrong(f"labels: {len(labels)} for {header['classes']} classes")
     moments = None
     if normalised:
-        number, mean, squares = header["number"], groups["moments"]["mean"], groups["moments"]["squares"]
-        fits = mean.shape == squares.shape == shape[:1] and mean.dtype == squares.dtype == torch.float64
-        finite = fits and bool(torch.isfinite(mean).all() and torch.isfinite(squares).all())
-        if not (type(number) is int and 0 <= number < 2**60 and finite and bool((squares >= 0).all())):
-            raise ValueError("moments")
-        moments = Moments(number, mean, squares)
-    hash, process = str(header["hash"])[:128], str(header["process"])[:128]
-    return Introduction(names, counts, shape, dtype, classes, hash, process, moments)
+        like = {"mean": ("float64", shape[:1]), "squares": ("float64", shape[:1])}
+        told = groups.get("moments", {})
+        if set(groups) != {"moments"} or {name: spec_of(value) for name, value in told.items()} != like:
+            raise _wrong(f"moments: expected a mean and squares of float64 {list(shape[:1])}")
+        mean, squares = told["mean"], told["squares"]
+        # A not-a-number fails each of these.
+        possible = (mean.abs() < LARGEST_MOMENT) & (squares >= 0) & (squares < LARGEST_MOMENT)
+        if not bool(possible.all()):
+            raise _wrong("moments: not those of any samples")
+        moments = Moments(header["number"], mean, squares)
+    elif groups:
+        raise _wrong("tensors: nobody asked for any")
+    rest = (header["dtype"], header["classes"], header["hash"], header["process"])
+    return Introduction(names, counts, shape, *rest, moments, labels)
 
 
-def misfit(met: Introduction, others: Iterable[Introduction]) -> str | None:
-    """Why a node cannot take part beside others that do; None if it can."""
+def _wrong(text: str) -> Failed:
+    return Failed("malformed", f"its introduction: {text}")
+
+
+def misfit(
+    met: Introduction, others: Iterable[Introduction], labels: tuple[str, ...] | None = None
+) -> str | None:
+    """Why a node cannot take part beside others that do; None if it can. ``labels`` are set beforehand."""
     for other in others:
         taken = set(met.names) & set(other.names)
         if taken:
             return f"client {min(taken)!r} is at another node already; give each client a name of its own"
         if met.samples != other.samples:
             return f"its samples are {met.samples}, those of the others {other.samples}"
-    return None
+        if (met.labels is None) != (other.labels is None):
+            return unknown_label(met, other.labels)
+    return None if labels is None else unknown_label(met, labels)
 
 
-def assemble(introductions: Mapping[int, Introduction]) -> ClientData:
+def unknown_label(met: Introduction, labels: tuple[str, ...] | None) -> str | None:
+    """Why the labels of a node are not those of a run with these classes; None if they are."""
+    kind = other_kind(met.labels, labels)
+    if kind is not None:
+        return (
+            f"{kind}; give all nodes labels of one kind, or name the classes in the experiment "
+            "(data.labels): labels in CSV files are texts then"
+        )
+    unknown = sorted(set(met.labels or ()) - set(labels or ()))
+    if not unknown:
+        return None
+    return (
+        f"its label {shown(unknown[0])} is not among the classes of the run, {listed(labels or ())}; "
+        "correct it, leave its samples out, or start a run with it in data.labels"
+    )
+
+
+def assemble(introductions: Mapping[int, Introduction], labels: tuple[str, ...] | None = None) -> ClientData:
     """The clients of all nodes in the order of their names, as the server sees them: without samples.
 
-    The nodes must belong together, by :func:`misfit`.
+    The nodes must belong together, by :func:`misfit`. Their classes are ``labels``, or all that they name.
     """
     first = next(iter(introductions.values()))
     rows: dict[str, tuple[Introduction, int]] = {}
@@ -152,6 +266,9 @@ def assemble(introductions: Mapping[int, Introduction]) -> ClientData:
         rows |= {name: (met, place) for place, name in enumerate(met.names)}
     names = tuple(sorted(rows))
     classes = None if first.classes is None else max(met.classes or 0 for met in introductions.values())
+    if labels is None and first.labels is not None:
+        labels = tuple(sorted({label for met in introductions.values() for label in met.labels or ()}))
+    classes = classes if labels is None else len(labels)
     # One sample of zeros stands for all, so that a model can be tried on it.
     x = torch.zeros((1, *first.shape), dtype=DTYPES[first.dtype])
     y = torch.zeros(1, dtype=x.dtype if classes is None else torch.int64)
@@ -171,4 +288,5 @@ def assemble(introductions: Mapping[int, Introduction]) -> ClientData:
         classes=classes,
         hash=hashlib.sha256(repr(hashes).encode()).hexdigest(),
         name="own",
+        labels=labels,
     )

@@ -14,6 +14,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from sartor.model.task import Task
 from sartor.remote.admission import Introduction, Reception, assemble, misfit
 from sartor.remote.journal import write
 from sartor.remote.node import Load, Node
-from sartor.remote.requests import Failed, Grid, Post
+from sartor.remote.requests import PARTING, Failed, Grid, Post
 from sartor.remote.server import FlowerFederation
 from sartor.runs import runner
 from sartor.runs.experiment import Experiment, to_toml
@@ -136,25 +137,60 @@ def serve_on(
     resume: Path | None = None,
     progress: bool = False,
 ) -> Result:
-    """Run an experiment with the nodes of a grid, or continue the run of a folder with them."""
+    """Run an experiment with the nodes of a grid, or continue the run of a folder with them.
+
+    Nodes are told when it fails, and end; when it is interrupted they are not, and wait for it to go on.
+    """
+    opened: list[FlowerFederation] = []
+    try:
+        result = _serve_on(grid, experiment, service, opened, out=out, resume=resume, progress=progress)
+    except Exception as error:
+        reason = str(error) if isinstance(error, SartorError) else f"{type(error).__name__}: {error}"
+        try:
+            for federation in opened:
+                federation.cancel(federation.running)  # nobody begins what was asked before
+            _tell_failure(grid, reason)
+        except Exception as other:  # what the run has failed of is what counts
+            log.warning("nodes could not be told that the server ends: %s", other)
+        raise
+    for federation in opened:
+        federation.farewell()
+    return result
+
+
+def _tell_failure(grid: Grid, reason: str) -> None:
+    """Tell all nodes why the server ends; one that does not hear it in time waits for another server."""
+    post, letters = Post(grid, PARTING), []
+    for node in grid.nodes():
+        with suppress(Failed):  # it has left
+            letters.append(post.send(node, {"kind": "fail", "reason": reason}, expected={}))
+    post.deliver(letters, PARTING)
+
+
+def _serve_on(
+    grid: Grid,
+    experiment: Experiment,
+    service: Service,
+    opened: list[FlowerFederation],
+    *,
+    out: Path | None,
+    resume: Path | None,
+    progress: bool,
+) -> Result:
+    """The run itself; its federation is added to those that are ``opened``."""
     met = _await(Reception(Post(grid, service.deadline), experiment), grid, experiment, service)
-    data = assemble(met)
+    data = assemble(met, experiment.data.labels)
     _say(f"{len(met)} nodes with {data.clients} clients; {experiment.algorithm} begins")
     told = experiment
-    opened: list[FlowerFederation] = []
 
     def open_federation(experiment: Experiment, task: Task, data: ClientData) -> FlowerFederation:
         opened.append(_federation(grid, met, told, experiment, task, data, service))
         return opened[-1]
 
     if resume is not None:
-        result = runner.resume(resume, data=data, progress=progress, opened=open_federation)
-    else:
-        experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, clients=data.clients))
-        result = runner.execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
-    for federation in opened:
-        federation.farewell()
-    return result
+        return runner.resume(resume, data=data, progress=progress, opened=open_federation)
+    experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, clients=data.clients))
+    return runner.execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
 
 
 def _await(
@@ -171,7 +207,7 @@ def _await(
             if isinstance(answer, Failed):
                 log.warning("node %d: %s: %s", node, answer.kind, answer)
                 continue
-            reason = misfit(answer, met.values())
+            reason = misfit(answer, met.values(), experiment.data.labels)
             if reason is not None:
                 log.warning("node %d: refused: %s", node, reason)
                 reception.refuse(node, reason)
@@ -223,12 +259,16 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
         raise SettingError(f"{path}: a table needs --client-column and --label-column too")
 
     def load(experiment: Experiment) -> ClientData:
-        options: dict[str, Any] = {"validation_fraction": experiment.data.validation, "seed": experiment.seed}
+        options: dict[str, Any] = {
+            "validation_fraction": experiment.data.validation,
+            "seed": experiment.seed,
+            "labels": experiment.data.labels,
+        }
         if path.is_dir():
             return from_folder(path, **options)
         if path.suffix in TABLES:
             return from_table(path, str(client_column), str(label_column), **options)
-        return from_clients({name or path.stem: read_client(path)}, **options)
+        return from_clients({name or path.stem: read_client(path)}, name=path.name, **options)
 
     return load
 
@@ -243,9 +283,13 @@ def join(
     insecure: bool = False,
     patience: float = 600.0,
     device: str = "cpu",
+    sends_personal: bool = False,
     show: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Take part in the run of a server until it ends; a server that is gone is waited for."""
+    """Take part in the run of a server until it ends; a server that is gone is waited for.
+
+    A server that asks for personal models gets them only if ``sends_personal``.
+    """
     from sartor.remote.flower import FleetLink, Lost
 
     host, _ = split_address(address)
@@ -258,13 +302,17 @@ def join(
     own = read_key(key) if key is not None else _own_key(state / "key.pem")
     known = state / "known.json"
     numbers: dict[str, int] = json.loads(known.read_text()) if known.exists() else {}
-    node = Node(load, state / "runs", device=device)
+    node = Node(load, state / "runs", device=device, sends_personal=sends_personal)
     link = FleetLink(
         address, own, certificates=certificates, insecure=certificates is None, known=numbers.get(address, 0)
     )
     try:
         connected, since, round, quiet = False, time.monotonic(), 0, SHORTEST
         while not node.done:
+            if node.refusal:
+                raise SartorError(f"{address}: this node cannot take part: {node.refusal}")
+            if node.failure:
+                raise SartorError(f"{address}: the server ended: {node.failure}")
             try:
                 if not connected:
                     if link.connect():
@@ -276,8 +324,6 @@ def join(
                 request = link.receive()
                 if request is not None:
                     link.reply(request, node.handle(request.parts))
-                if node.refusal:
-                    raise SartorError(f"{address}: this node cannot take part: {node.refusal}")
                 since = time.monotonic()
             except Lost as error:
                 connected = False

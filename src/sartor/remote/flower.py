@@ -10,6 +10,7 @@ of an application. Nothing is sent to anybody else: telemetry and the search for
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import json
@@ -22,14 +23,15 @@ import threading
 import time
 from base64 import b64decode
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sartor.errors import SartorError, SettingError
+from sartor.remote.connections import Listener
 from sartor.remote.flower_app import TYPE, VERSIONS, from_content, to_content  # turns telemetry off first
-from sartor.remote.messages import HEADER, LARGEST_HEADER, Parts
+from sartor.remote.messages import HEADER, LARGEST_HEADER, Parts, readable
 from sartor.remote.requests import Failed
 
 try:
@@ -45,7 +47,16 @@ try:
     from fastapi import HTTPException
     from flwr.app import Message, Metadata
     from flwr.app.message import make_message, remove_content_from_message
-    from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID, ErrorCode, Status
+    from flwr.common.constant import (
+        NOOP_ACCOUNT_NAME,
+        NOOP_FLWR_AID,
+        SUPERLINK_NODE_ID,
+        SYSTEM_TIME_TOLERANCE,
+        TIMESTAMP_HEADER,
+        TIMESTAMP_TOLERANCE,
+        ErrorCode,
+        Status,
+    )
     from flwr.common.serde import message_from_proto, message_to_proto
     from flwr.proto.fleet_pb2 import (
         ActivateNodeRequest,
@@ -57,7 +68,12 @@ try:
     from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
     from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PullObjectResponse
     from flwr.proto.node_pb2 import Node as FleetNode
-    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, NOOP_FEDERATION_ID, TaskType
+    from flwr.supercore.constant import (
+        FLEET_HTTP_PUBLIC_KEY_HEADER,
+        FLEET_HTTP_SIGNATURE_HEADER,
+        NOOP_FEDERATION_ID,
+        TaskType,
+    )
     from flwr.supercore.inflatable.inflatable_object import (
         get_all_nested_objects,
         get_object_tree,
@@ -75,9 +91,14 @@ try:
     )
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
     from flwr.supercore.object_store import NoObjectInStoreError
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+    from flwr.supercore.primitives.asymmetric import (
+        bytes_to_public_key,
+        public_key_to_bytes,
+        verify_signature,
+    )
     from flwr.supernode.fleet_http_client import FleetHttpClient
     from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+    from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
     from starlette.middleware.base import BaseHTTPMiddleware
 except ImportError as error:
@@ -90,14 +111,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LARGEST_REQUEST = 16 << 20
-"""Bytes of one HTTP request; Flower cuts tensors into pieces of 5 MB."""
+LARGEST_PIECE = 16 << 20
+"""Bytes of one HTTP request that brings a piece of a reply; Flower cuts tensors into pieces of 5 MB."""
+LARGEST_REQUEST = 1 << 20
+"""Bytes of any other HTTP request."""
 HEARTBEAT = 15.0
 """Seconds; a node from which nothing was heard for twice as long is gone."""
 SPARE = 1 << 20
 """Bytes that a reply may have besides its tensors and its header."""
 MOST_OBJECTS = 1000
 """Pieces that a reply may consist of, besides those its size asks for."""
+MOST_PIECES = 1 << 13
+"""Pieces that a reply may consist of, however large it is: of 5 MB each, 40 GB."""
+DEEPEST = 8
+"""Pieces may consist of pieces so many times: those of a message do five times."""
 NODE_PATHS = frozenset(
     f"/v1/fleet/{call}"
     for call in (
@@ -135,6 +162,8 @@ class _Awaited:
     """The pieces of the request."""
     reply: str = ""
     pieces: tuple[str, ...] = ()
+    fault: Failed | None = None
+    """What the node has tried to answer, and was refused at the door."""
 
 
 class SuperLink:
@@ -168,16 +197,17 @@ class SuperLink:
             with contextlib.suppress(ValueError):  # it is known from an earlier process
                 self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
         self._awaited: dict[str, _Awaited] = {}
+        self._announcing = asyncio.Lock()
         self._left: dict[str, str] = {}
         """The notes of messages that an earlier process has sent."""
         self._task = 0
         self._run = (self._last_run(anew) if self.lasting else 0) or self._start_run()
         self._caught: deque[tuple[int, Failed]] = deque(maxlen=MOST_CAUGHT)
-        self._socket = _bound(host, port)
-        self.port = int(self._socket.getsockname()[1])
+        self._listener = Listener(_bound(host, port))
+        self.port = int(self._listener.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
-                _FleetOnly(app),
+                _FleetOnly(app, self._keys, self._listener),
                 log_level="error",
                 log_config=None,
                 access_log=False,
@@ -186,9 +216,14 @@ class SuperLink:
                 ssl_keyfile=None if tls is None else str(tls[1]),
                 timeout_keep_alive=60,
                 ws="none",
+                http="h11",  # its headers are bounded
+                loop="asyncio:SelectorEventLoop",  # it accepts connections by the listener's means
+                proxy_headers=False,  # an address is where a connection comes from, whatever a request says
+                callback_notify=self._listener.tidy,
+                timeout_notify=1,
             )
         )
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), daemon=True)
         self._closing = threading.Event()
         self._pulse = threading.Thread(target=self._keep_alive, daemon=True)
 
@@ -205,7 +240,7 @@ class SuperLink:
         self._closing.set()
         self._server.should_exit = True
         self._thread.join(timeout=10)
-        self._socket.close()
+        self._listener.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -247,6 +282,8 @@ class SuperLink:
     def poll(self, message: str, most: int) -> Parts | None:
         """A node's reply, once all of it has arrived."""
         awaited = self._awaited[message]
+        if awaited.fault is not None:
+            raise awaited.fault
         if not awaited.reply and not self._announced(message, awaited, most):
             self._patience(awaited)
             return None
@@ -279,7 +316,7 @@ class SuperLink:
         for reply in self._state.get_message_res(message_ids={message}, run_id=self._run):
             if reply.has_error():
                 gone = reply.error.code == ErrorCode.NODE_UNAVAILABLE
-                raise Failed("gone" if gone else "failed", str(reply.error.reason)[:200])
+                raise Failed("gone" if gone else "failed", readable(reply.error.reason))
             awaited.reply = str(reply.metadata.message_id)
             try:
                 tree = self._state.object_store.get_object_tree(awaited.reply)
@@ -331,7 +368,7 @@ class SuperLink:
         awaited.due, awaited.since = time.monotonic() + lifetime, self._joined(node)
 
     def caught(self) -> list[tuple[int, Failed]]:
-        """Nodes that tried to answer or to confirm for another since the last call."""
+        """Nodes that tried what the door refused since the last call, besides answers of their own."""
         return [self._caught.popleft() for _ in range(len(self._caught))]
 
     async def _door(self, request: Any, proceed: Any) -> Any:
@@ -347,10 +384,14 @@ class SuperLink:
             key = b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER])
             if key not in self._keys:
                 raise HTTPException(403, "its key is not among those of the server", {REASON: "key"})
+        self._listener.heard(request.scope["client"])
         if isinstance(asked, PushMessagesRequest):
             for message in asked.messages_list:
                 if message.metadata.src_node_id != asked.node.node_id:
                     self._catch(asked.node.node_id, "a reply", message.metadata.src_node_id)
+            async with self._announcing:  # one after the other, as each is compared with what is stored
+                await run_in_threadpool(self._check_announcement, asked)
+                return await proceed(request)
         elif isinstance(asked, ConfirmMessageReceivedRequest):
             awaited = self._awaited.get(asked.message_object_id)
             if awaited is None:
@@ -362,6 +403,42 @@ class SuperLink:
             if not any(asked.object_id in held.asked for held in mine):
                 raise HTTPException(404, "no such piece of a request to this node")
         return await proceed(request)
+
+    def _check_announcement(self, asked: PushMessagesRequest) -> None:
+        """Refuse a reply before anything is made of it: Flower follows its tree wherever that leads."""
+        answered = asked.messages_list[0].metadata.reply_to_message_id if asked.messages_list else ""
+        try:
+            if len(asked.messages_list) != 1 or len(asked.message_object_trees) != 1:
+                raise Failed("malformed", "it announces no reply, or several at once")
+            if asked.message_object_trees[0].object_id != asked.messages_list[0].metadata.message_id:
+                raise Failed("malformed", "its reply is not the one that it announces the pieces of")
+            _tree_of(asked.message_object_trees[0])
+            self._compare_tree(asked.message_object_trees[0])
+        except Failed as error:
+            awaited = self._awaited.get(answered)
+            if awaited is not None and awaited.node == asked.node.node_id:
+                awaited.fault = error
+            else:
+                self._caught.append((asked.node.node_id, error))
+            raise HTTPException(403, str(error)) from None
+
+    def _compare_tree(self, tree: Any) -> None:
+        """Refuse a tree with a piece that is in the store and consists of others there.
+
+        So whatever is in the store is no larger than what was announced, however pieces name each other.
+        """
+        store, level = self._state.object_store, [tree]
+        while level:
+            below: list[Any] = []
+            for part in level:
+                try:
+                    known = store.get_object_tree(part.object_id)
+                except NoObjectInStoreError:
+                    below.extend(part.children)
+                    continue
+                if _tree_of(known) != _tree_of(part):
+                    raise Failed("malformed", "a piece of its reply is known to consist of other pieces")
+            level = below
 
     def _catch(self, node: int, what: str, victim: int) -> None:
         self._caught.append((node, Failed("forged", f"{what} in the name of node {victim}; refused")))
@@ -410,6 +487,32 @@ class SuperLink:
     def _keep_alive(self) -> None:
         while not self._closing.wait(10):
             self._state.acknowledge_task_heartbeat(self._task)
+
+
+def _tree_of(tree: Any) -> dict[str, set[str]]:
+    """The pieces of a tree, each with those that it consists of.
+
+    A tree of too many is refused, and one that would grow where every mention of a piece is followed.
+    """
+    found: dict[str, set[str]] = {}
+    level, count = [tree], 1
+    for _ in range(DEEPEST):
+        below: list[Any] = []
+        for part in level:
+            count += len(part.children)
+            if count > MOST_PIECES:
+                raise Failed("oversized", f"a reply of more than {MOST_PIECES} pieces")
+            children = {child.object_id for child in part.children}
+            if len(part.object_id) != 64:
+                raise Failed("malformed", "a piece of its reply has no name")
+            twice = len(children) < len(part.children)
+            if twice or found.setdefault(part.object_id, children) != children:
+                raise Failed("malformed", "a piece of its reply is named twice")
+            below.extend(part.children)
+        if not below:
+            return found
+        level = below
+    raise Failed("malformed", f"pieces of its reply consist of others more than {DEEPEST} times")
 
 
 def _application(database: Path | None) -> Any:
@@ -475,10 +578,14 @@ def _environment(name: str, value: str | None) -> Iterator[None]:
 
 
 class _FleetOnly:
-    """Lets through what nodes need, of a bounded size; everything else is not there."""
+    """Lets through what nodes need, of a bounded size; everything else is not there.
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    Where nodes have keys, nothing is read from a connection beyond its first headers unless one has signed
+    them: Flower looks at the signature when it has read all of a request.
+    """
+
+    def __init__(self, app: Any, keys: frozenset[bytes] | None, listener: Listener) -> None:
+        self._app, self._keys, self._listener = app, keys, listener
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -487,15 +594,55 @@ class _FleetOnly:
         if scope["type"] != "http" or scope["path"] not in NODE_PATHS:
             await _refuse(send, 404)
             return
-        length = dict(scope["headers"]).get(b"content-length", b"")
-        if not length.isdigit() or int(length) > LARGEST_REQUEST:
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"")
+        most = LARGEST_PIECE if scope["path"].endswith("/push-object") else LARGEST_REQUEST
+        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > most:
             await _refuse(send, 413)
             return
-        await self._app(scope, receive, send)
+        if self._keys is not None and not self._listener.knows(scope["client"]):
+            status = _signature_fault(headers, self._keys)
+            if status:
+                await _refuse(send, status, {REASON: "key"} if status == 403 else {})
+                return
+            self._listener.heard(scope["client"])
+        # Flower's application is only asked once all of a request is there, as it costs more than waiting.
+        body, more = bytearray(), True
+        while more:
+            part = await receive()
+            if part["type"] == "http.disconnect":
+                return
+            body += part.get("body", b"")
+            more = part.get("more_body", False)
+        waiting = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        del body
+
+        async def whole() -> Any:
+            return waiting.pop() if waiting else await receive()
+
+        await self._app(scope, whole, send)
 
 
-async def _refuse(send: Any, status: int) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": []})
+def _signature_fault(headers: Mapping[bytes, bytes], keys: frozenset[bytes]) -> int:
+    """The status of an answer to headers that nobody who has one of the keys has signed of late; else 0."""
+    names = (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER, TIMESTAMP_HEADER)
+    try:
+        key, signature, stamp = (headers[name.encode()] for name in names)
+        public = b64decode(key, validate=True)
+        if public not in keys:
+            return 403
+        age = time.time() - datetime.datetime.fromisoformat(stamp.decode("ascii")).timestamp()
+        recent = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
+        signed = verify_signature(bytes_to_public_key(public), stamp, b64decode(signature, validate=True))
+    except (KeyError, ValueError, TypeError, OverflowError):  # TypeError: a key of another kind
+        return 401
+    return 0 if recent and signed else 401
+
+
+async def _refuse(send: Any, status: int, headers: Mapping[str, str] | None = None) -> None:
+    """Answer without having read the request."""
+    pairs = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": b""})
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sartor.errors import SartorError
-from sartor.remote.messages import HEADER, Parts
+from sartor.remote.messages import HEADER, Parts, readable
 from sartor.remote.requests import Failed
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
@@ -91,7 +91,7 @@ class StockGrid:
         self._next[message] = time.monotonic() + 0.2
         for reply in self._grid.pull_messages([message]):
             if reply.has_error():
-                raise Failed("gone", str(reply.error.reason)[:200])
+                raise Failed("gone", readable(reply.error.reason))
             try:
                 parts = from_content(reply.content)
             except Exception as error:  # whatever a hostile node has sent
@@ -132,9 +132,16 @@ def answer(message: Message, context: Any) -> Message:
         settings.get("client-column"),
         settings.get("label-column"),
     )
-    node = Node(load, Path(str(settings["state"])))
+    allowed = settings.get("allow-personal-models", False)
+    if not isinstance(allowed, bool):
+        raise SartorError(
+            f"flower-supernode --node-config: allow-personal-models is true or false, got {allowed!r}"
+        )
+    node = Node(load, Path(str(settings["state"])), sends_personal=allowed)
     node.recall()
     reply = node.handle(from_content(message.content))
     if node.refusal:
         log.warning("this node cannot take part: %s", node.refusal)
+    if node.failure:
+        log.warning("the server ended: %s", node.failure)
     return Message(to_content(reply), reply_to=message)

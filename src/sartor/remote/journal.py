@@ -27,6 +27,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from sartor.errors import DataError, SartorError
+from sartor.runs.record import separate
 
 MOST_FILES = 16
 """So many files of used exchanges are merged."""
@@ -163,9 +164,9 @@ class Ledger:
             return
         tensors: dict[str, Tensor] = {}
         for name, (numbers, values) in rows.items():
-            tensors |= {f"{name}.numbers": numbers, f"{name}.rows": values.cpu().contiguous()}
+            tensors |= {f"{name}.numbers": numbers, f"{name}.rows": values}
         path = self._path(exchange, kind)
-        write(path, save(tensors))
+        write(path, save(separate(tensors)))
         self._entries[exchange] = _Entry(exchange, kind, path, None)
 
     def _remove(self, exchange: int) -> None:

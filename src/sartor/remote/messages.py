@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from sartor.errors import SartorError
+from sartor.runs.record import bytes_of
 
 Parts = dict[str, bytes]
 Spec = tuple[str, tuple[int, ...]]
@@ -65,7 +67,10 @@ def version() -> str:
 
 def spec_of(tensor: Tensor) -> Spec:
     """A tensor's type and shape."""
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise SartorError(f"tensors of {name} cannot travel; those of {', '.join(DTYPES)} can")
+    return name, tuple(tensor.shape)
 
 
 def size_of(spec: Spec) -> int:
@@ -80,7 +85,7 @@ def encode(header: Mapping[str, Any], groups: Mapping[str, Mapping[str, Tensor]]
     for group, values in (groups or {}).items():
         if values:
             tensors[group] = [[name, *spec_of(value)] for name, value in values.items()]
-            parts[group] = b"".join(map(_bytes_of, values.values()))
+            parts[group] = b"".join(map(bytes_of, values.values()))
     parts[HEADER] = json.dumps({**header, "tensors": tensors}, allow_nan=False).encode()
     return parts
 
@@ -115,6 +120,13 @@ def read_header(parts: Mapping[str, bytes]) -> dict[str, Any]:
     return header
 
 
+def readable(told: Any, most: int = 500) -> str:
+    """What somebody else has written, for a line of a log."""
+    if not isinstance(told, str):
+        return reprlib.repr(told)
+    return "".join(sign if sign.isprintable() else " " for sign in told[:most])
+
+
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
 
@@ -129,17 +141,25 @@ def _specs(header: Mapping[str, Any], parts: Mapping[str, bytes]) -> dict[str, d
         specs[group] = {}
         for entry in entries if isinstance(entries, list) else [None]:
             if not (isinstance(entry, list) and len(entry) == 3 and _is_spec(*entry)):
-                raise BadMessage("malformed", f"{group}: no description of a tensor")
+                raise BadMessage("malformed", f"{readable(group, 50)}: no description of a tensor")
             specs[group][entry[0]] = (entry[1], tuple(entry[2]))
         claimed, size = sum(map(size_of, specs[group].values())), len(parts[group])
         if claimed != size:
-            raise BadMessage("malformed", f"{group}: tensors of {claimed} bytes announced, {size} arrived")
+            told_of = f"tensors of {claimed} bytes announced, {size} arrived"
+            raise BadMessage("malformed", f"{readable(group, 50)}: {told_of}")
     return specs
 
 
 def _is_spec(name: Any, dtype: Any, shape: Any) -> bool:
-    whole = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**48 for size in shape)
-    return isinstance(name, str) and isinstance(dtype, str) and dtype in DTYPES and whole and len(shape) <= 16
+    if not (isinstance(name, str) and isinstance(dtype, str) and dtype in DTYPES):
+        return False
+    if not (isinstance(shape, list) and len(shape) <= 16):
+        return False
+    if not all(type(size) is int and 0 <= size < 2**48 for size in shape):
+        return False
+    return bool(
+        math.prod(max(size, 1) for size in shape) < 2**48
+    )  # of an empty tensor too, whose strides count
 
 
 def _compare(specs: Mapping[str, Mapping[str, Spec]], expected: Mapping[str, Mapping[str, Spec]]) -> None:
@@ -149,16 +169,13 @@ def _compare(specs: Mapping[str, Mapping[str, Spec]], expected: Mapping[str, Map
         for name in {*mine, *theirs}:
             if mine.get(name) != theirs.get(name):
                 words = [_words(mine.get(name)), _words(theirs.get(name))]
-                raise BadMessage("misshapen", f"{name!r}: expected {words[0]}, it is {words[1]}")
+                raise BadMessage(
+                    "misshapen", f"{readable(name, 100)!r}: expected {words[0]}, it is {words[1]}"
+                )
 
 
 def _words(spec: Spec | None) -> str:
     return "nothing" if spec is None else f"{spec[0]} {list(spec[1])}"
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    plain = tensor.detach().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def _tensors(data: bytes, specs: Mapping[str, Spec]) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
 """What a node does: it holds the data and the states of its clients and answers requests, one at a time.
 
 A node knows nothing of how requests reach it; :mod:`sartor.remote.messages` has their form. Of a request's
-``kind`` there are five. ``hello`` says which experiment this is: the node answers which clients it hosts and
+``kind`` there are six. ``hello`` says which experiment this is: the node answers which clients it hosts and
 how many samples each has, never the samples. ``open`` says which numbers they have in the run and where it
 stands. ``call`` names a client function of the installed package, which some of the clients run; ``end`` is
-the end of the run; ``refuse`` says why this node cannot take part. Nothing from the wire is executed or
-imported.
+the end of the run; ``fail`` says why the server ends before it; ``refuse`` says why this node cannot take
+part. Nothing from the wire is executed or imported.
 
 A client's number is the same as in a simulation of the whole federation, so its batches are too.
 """
@@ -27,17 +27,21 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from sartor.algorithms import registered
-from sartor.data.clients import SPLITS, ClientData, Moments, Split, prepare
+from sartor.data.clients import SPLITS, ClientData, Moments, Split, prepare, relabel
 from sartor.engines import choose_engine, make_federation
 from sartor.errors import SartorError
 from sartor.federation import Federation
+from sartor.federation.exchange import ClientFunction, is_personal
+from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
 from sartor.model.networks import make_task
 from sartor.model.task import Task
 from sartor.remote.journal import Ledger, rows_of, write
 from sartor.remote.messages import BadMessage, Parts, decode, encode, version
 from sartor.runs import experiment as experiments
+from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
+from sartor.runs.record import separate
 from sartor.settings import build
 
 log = logging.getLogger(__name__)
@@ -45,8 +49,12 @@ log = logging.getLogger(__name__)
 Load = Callable[[Experiment], ClientData]
 """Gives a node's clients: their raw samples, split as the experiment says."""
 OPENED, DECLARED = "opened.json", "declared.tensors"
-OPEN_KEYS = ("run", "clients", "numbers", "classes", "buffers", "number")
+METHOD = "method.txt"
+OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number")
 Groups = Mapping[str, Mapping[str, Tensor]]
+COMMON = (shared_model, own_buffers)
+"""Client functions of any method's evaluation."""
+STAY = ", which stay at this node; `sartor join --allow-personal-models` lets them go"
 
 
 class Closed(SartorError):
@@ -54,12 +62,22 @@ class Closed(SartorError):
 
 
 class Node:
-    """The clients of one machine. ``task`` stands in for the model that the experiment names."""
+    """The clients of one machine. ``task`` stands in for the model that the experiment names.
+
+    What is the clients' own, their personal models and what they keep, is sent only if ``sends_personal``.
+    """
 
     def __init__(
-        self, load: Load, folder: Path | None = None, *, task: Task | None = None, device: str = "cpu"
+        self,
+        load: Load,
+        folder: Path | None = None,
+        *,
+        task: Task | None = None,
+        device: str = "cpu",
+        sends_personal: bool = False,
     ) -> None:
         self._load, self._folder, self._device = load, folder, device
+        self._sends_personal = sends_personal
         self._given_task = task
         self._told = ""
         self._data: ClientData | None = None
@@ -75,6 +93,8 @@ class Node:
         """Whether the run has come to its end."""
         self.refusal = ""
         """Why this node cannot take part."""
+        self.failure = ""
+        """Why the server has ended before the run did."""
         self.round = 0
         """The round of the last call."""
 
@@ -90,10 +110,11 @@ class Node:
                     f"the server has sartor {told}, this node {version()}; install the same version"
                 )
             answers = {
-                "hello": self._hello,
+                "hello": self._greeted,
                 "open": self._open,
                 "call": self._call,
                 "end": self._end,
+                "fail": self._fail,
                 "refuse": self._refuse,
             }
             answer = answers.get(kind)
@@ -119,12 +140,21 @@ class Node:
 
     # Requests -------------------------------------------------------------------------------------
 
+    def _greeted(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
+        """Introduce the clients to a server that asks for nothing which is theirs."""
+        asks = experiments.from_mapping(header["experiment"]).evaluate.personal_models == "yes"
+        if asks and not self._sends_personal:
+            raise SartorError(f"the server asks for personal models (evaluate.personal_models = 'yes'){STAY}")
+        return self._hello(header, groups)
+
     def _hello(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Which clients are here, with how many samples; how these lie, for normalising all alike."""
         told = json.dumps(header["experiment"], sort_keys=True)
         if self._data is None or told != self._told:
             experiment = experiments.from_mapping(header["experiment"])
             data = prepare(self._load(experiment), features=experiment.features.settings)
+            if experiment.data.labels is not None:
+                data = relabel(data, experiment.data.labels)
             self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
             self._run = ""
@@ -137,6 +167,7 @@ class Node:
             "shape": list(data.train.x.shape[1:]),
             "dtype": str(data.train.x.dtype).removeprefix("torch."),
             "classes": data.classes,
+            "labels": data.labels,
             "hash": data.hash,
             "process": self._process,
         }
@@ -161,6 +192,10 @@ class Node:
             moments = groups["moments"]
             like = Moments(int(header["number"]), moments["mean"], moments["squares"])
             data = prepare(data, normalise=True, like=like)
+        labels = header["labels"]
+        if labels is not None and not (type(labels) is list and all(type(label) is str for label in labels)):
+            raise BadMessage("malformed", "its labels are no texts")
+        data = relabel(data, labels)  # the run numbers classes otherwise than a node that lacks some of them
         wide = _widened(data, numbers, clients, header["classes"])
         task = self._given_task
         if task is None:
@@ -175,13 +210,14 @@ class Node:
             local=experiment.local,
             seed=experiment.seed,
             device=self._device,
-            buffers=str(header["buffers"]),
+            buffers=_buffer_policy(experiment),
             evaluation_batch=experiment.evaluate.batch,
             method=experiment.algorithm,
         )
         self._hosted = np.zeros(clients, dtype=bool)
         self._hosted[numbers] = True
         if run != self._run or self._folder is not None:
+            self._check_method(run, experiment.algorithm)
             self._ledger = Ledger(None if self._folder is None else self._folder / run)
         self._run = run
         self._ledger.go_back(int(header["at"]), header["without"], header["keep"])
@@ -206,7 +242,7 @@ class Node:
             raise BadMessage("malformed", "there are no such clients")
         if not self._hosted[numbers].all():
             raise BadMessage("malformed", "it asks clients that are not at this node")
-        function = find_function(str(header["function"]))
+        function = self._function(str(header["function"]))
         hyper = self._hyper(header["algorithm"], header["hyper"])
         federation.round = self.round = int(header["round"])
         rounds = np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy()
@@ -237,7 +273,12 @@ class Node:
 
     def _refuse(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """The server does without this node."""
-        self.refusal = "".join(filter(str.isprintable, str(header["reason"])[:500]))
+        self.refusal = _reason(header)
+        return {}, {}
+
+    def _fail(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
+        """The server has failed; what was staged is decided when the run is continued."""
+        self.failure = _reason(header)
         return {}, {}
 
     # What outlives the process --------------------------------------------------------------------
@@ -274,11 +315,21 @@ class Node:
             self._folder.mkdir(parents=True, exist_ok=True)
             write(self._folder / OPENED, json.dumps(stored).encode())
 
+    def _check_method(self, run: str, method: str) -> None:
+        """What clients keep in a run is for its method alone: another one might send it."""
+        if self._folder is not None:
+            path = self._folder / run / METHOD
+            began = path.read_text() if path.exists() else method
+            if began != method:
+                raise SartorError(f"run {run}: its states are those of {began}, which {method} may not see")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, method.encode())
+
     def _remember_declared(self, declared: Mapping[str, Tensor]) -> None:
         if self._folder is not None:
             path = self._folder / self._run / DECLARED
             known = load(path.read_bytes()) if path.exists() else {}
-            write(path, save({**known, **{name: value.contiguous() for name, value in declared.items()}}))
+            write(path, save(separate({**known, **declared})))
 
     # What clients keep ----------------------------------------------------------------------------
 
@@ -305,6 +356,16 @@ class Node:
         numbers = np.flatnonzero(self._hosted)
         return dict(zip(numbers.tolist(), self._federation.states.rows(name, numbers), strict=True))
 
+    def _function(self, name: str) -> ClientFunction:
+        """A client function of the run's method; one that replies what is a client's own only if it may."""
+        assert self._experiment is not None
+        function = find_function(name)
+        if is_personal(function) and not self._sends_personal:
+            raise SartorError(f"{name}: it sends personal models or what belongs to them{STAY}")
+        if not belongs_to(registered()[self._experiment.algorithm], function):
+            raise SartorError(f"{name}: no client function of {self._experiment.algorithm}, which runs here")
+        return function
+
     def _hyper(self, algorithm: str, values: Mapping[str, Any]) -> Any:
         """Hyper-parameters; the same ones every time, as what is compiled for them is kept."""
         key = json.dumps([algorithm, values], sort_keys=True)
@@ -315,10 +376,35 @@ class Node:
         return self._hypers[key]
 
 
+def belongs_to(algorithm: type, function: ClientFunction) -> bool:
+    """Whether a client function is one of a method's, or of any method's evaluation.
+
+    A method's own are those that it, its bases, or the modules of them have by name. States belong to a
+    method: a function of another one would do with them, and send of them, what theirs does not.
+    """
+    made_by: tuple[str, ...] = getattr(function, "made_by", ())
+    plain = getattr(function, "__wrapped__", function) if made_by else function
+    classes = algorithm.__mro__
+    places = [*classes, *(sys.modules[cls.__module__] for cls in classes)]
+    return plain in COMMON or any(held is plain for place in places for held in vars(place).values())
+
+
+def _buffer_policy(experiment: Experiment) -> str:
+    """What happens to float buffers: as the experiment says, or else the method."""
+    policy = experiment.model.buffers
+    return policy if policy != "auto" else registered()[experiment.algorithm].buffers
+
+
 def hyper_values(hyper: Any) -> dict[str, Any]:
     """Hyper-parameters for the wire."""
     values = {field.name: getattr(hyper, field.name) for field in dataclasses.fields(hyper)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _reason(header: Mapping[str, Any]) -> str:
+    """What the server gives as its reason: one line of bounded length, fit for a terminal."""
+    words = " ".join(str(header["reason"])[:500].split())
+    return "".join(filter(str.isprintable, words)) or "no reason given"
 
 
 def _widened(data: ClientData, numbers: np.ndarray, clients: int, classes: int | None) -> ClientData:

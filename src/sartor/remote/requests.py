@@ -17,10 +17,22 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from sartor.remote.messages import BadMessage, Parts, Spec, decode, encode, read_header, size_of, version
+from sartor.remote.messages import (
+    BadMessage,
+    Parts,
+    Spec,
+    decode,
+    encode,
+    read_header,
+    readable,
+    size_of,
+    version,
+)
 
 PAUSE = 0.005
 """Seconds between two looks for replies."""
+PARTING = 10.0
+"""Seconds that nodes have to hear that the server ends."""
 MOST_UNKNOWN = 16 << 20
 """Bytes of a reply whose tensors the server does not know beforehand: an introduction."""
 MOST_FORGED = 3
@@ -174,7 +186,7 @@ class Post:
             self._ask_again(letter)
             return None
         if "error" in header:
-            raise Failed("closed" if header.get("closed") else "failed", str(header["error"])[:500])
+            raise Failed("closed" if header.get("closed") else "failed", readable(header["error"]))
         return header, groups
 
     def wait(self, letter: Letter) -> Answer:
@@ -182,6 +194,20 @@ class Post:
         while (answer := self.look(letter)) is None:
             time.sleep(PAUSE)
         return answer
+
+    def deliver(self, letters: list[Letter], patience: float) -> None:
+        """Wait until all have answered, for so long at most; what they answer does not matter."""
+        end = time.monotonic() + patience
+        while letters and time.monotonic() < end:
+            for letter in list(letters):
+                try:
+                    if self.look(letter) is not None:
+                        letters.remove(letter)
+                except Failed:
+                    letters.remove(letter)
+            time.sleep(PAUSE)
+        for letter in letters:
+            self.grid.forget(letter.message)
 
     def caught(self) -> list[tuple[int, Failed]]:
         """What nodes have tried since the last call and what came of it to nothing."""

@@ -27,20 +27,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.client.local import Client
 from sartor.data.clients import ClientData, Moments, Split
 from sartor.engines.loop import LoopFederation
 from sartor.errors import SartorError
 from sartor.federation.clock import Conditions, Job
-from sartor.federation.exchange import Arguments, ClientFunction, Outcome, Replies, Reply, Work
-from sartor.federation.federation import Federation
+from sartor.federation.exchange import Arguments, ClientFunction, Outcome, Replies, Work
+from sartor.federation.federation import Federation, own_buffers
 from sartor.federation.functions import name_of, qualified_name
 from sartor.kernels.device import to_device
 from sartor.model.task import Task
-from sartor.remote.admission import Introduction, Reception
+from sartor.remote.admission import Introduction, Reception, unknown_label
 from sartor.remote.messages import Spec, encode, spec_of
 from sartor.remote.node import hyper_values
-from sartor.remote.requests import PAUSE, Expected, Failed, Grid, Groups, Left, Letter, Post
+from sartor.remote.requests import PARTING, PAUSE, Expected, Failed, Grid, Groups, Left, Letter, Post
 from sartor.runs.experiment import Experiment
 
 log = logging.getLogger(__name__)
@@ -57,11 +56,6 @@ class Back(NamedTuple):
     at: int
     without: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
-
-
-def own_buffers(client: Client, hyper: Any) -> Reply:
-    """A client's float buffers, where each keeps its own."""
-    return Reply(buffers=client.buffers)
 
 
 class FlowerFederation(Federation):
@@ -161,12 +155,32 @@ class FlowerFederation(Federation):
         values = {name: value[places] for name, value in replies.values.items()}
         return replace(replies, clients=replies.clients[good], counts=replies.counts[good], values=values)
 
+    def fetch(
+        self,
+        function: ClientFunction,
+        cohort: Sequence[int] | np.ndarray,
+        shared: Arguments | None = None,
+        each: Arguments | None = None,
+    ) -> Replies | None:
+        """What is the clients' own, where the experiment asks nodes for it; it is counted as traffic."""
+        if self._experiment.evaluate.personal_models != "yes":
+            return None
+        sent, rows, numbers = self._arguments(cohort, shared, each)
+        replies = self.ask(function, numbers, sent, rows)
+        self._send_down(sent, rows, len(numbers))
+        self.traffic.up += sum(value.nbytes for value in replies.values.values())
+        return replies
+
     @property
     def mean_buffers(self) -> Tensor | None:
-        """The float buffers that go with a shared model: the server's, or the mean of the clients'."""
+        """The float buffers that go with a shared model: the server's, or the mean of the clients'.
+
+        None where clients keep theirs and do not send them.
+        """
         if self.policy != "local" or self.buffers is None:
             return self.buffers
-        return self.ask(own_buffers, np.arange(self.clients))["buffers"].mean(dim=0)
+        replies = self.fetch(own_buffers, np.arange(self.clients))
+        return None if replies is None else replies["buffers"].mean(dim=0)
 
     def dispatch(
         self,
@@ -190,22 +204,13 @@ class FlowerFederation(Federation):
             if letter is not None:
                 self._drop(letter)
 
-    def farewell(self, patience: float = 10.0) -> None:
+    def farewell(self, patience: float = PARTING) -> None:
         """Tell all nodes that the run is over."""
         letters = []
-        for node in self._present():
-            if node in self._opened:
-                with _tolerant(node):
-                    letters.append(self._letter(node, {"kind": "end"}, expected={}))
-        end = time.monotonic() + patience
-        while letters and time.monotonic() < end:
-            for letter in list(letters):
-                try:
-                    if self.post.look(letter) is not None:
-                        letters.remove(letter)
-                except Failed:
-                    letters.remove(letter)
-            time.sleep(PAUSE)
+        for node in self._present():  # those too that were not asked, as nothing was left to do
+            with _tolerant(node):
+                letters.append(self._letter(node, {"kind": "end"}, expected={}))
+        self.post.deliver(letters, patience)
 
     # Nodes ----------------------------------------------------------------------------------------
 
@@ -234,6 +239,9 @@ class FlowerFederation(Federation):
         unknown = [name for name in met.names if name not in self._number]
         if unknown:
             raise Failed("stranger", f"client {unknown[0]!r} is not in this run, which has begun without it")
+        reason = unknown_label(met, self._data.labels)
+        if reason is not None:
+            raise Failed("stranger", reason)
         mine = {
             self._number[name]: place for name, place in zip(met.names, range(len(met.names)), strict=True)
         }
@@ -266,7 +274,8 @@ class FlowerFederation(Federation):
         met = self._known[node]
         again = self._reception.greet(node)
         if (again.names, again.hash) != (met.names, met.hash):
-            error = Failed("stranger", "it has other clients or data than at the start")
+            reason = unknown_label(again, self._data.labels)
+            error = Failed("stranger", reason or "it has other clients or data than at the start")
             self._reception.refuse(node, str(error))
             raise error
         self._known[node] = again
@@ -277,7 +286,7 @@ class FlowerFederation(Federation):
             "clients": self.clients,
             "numbers": numbers,
             "classes": self._data.classes,
-            "buffers": self.policy,
+            "labels": self._data.labels,
             "at": min((one.at for one in back), default=self._exchange),
             "without": sorted({exchange for one in back for exchange in one.without}),
             "keep": sorted({exchange for one in back for exchange in one.keep}),
@@ -597,7 +606,7 @@ class FlowerFederation(Federation):
                 self.queue.cancel(job.client)
                 job.finish = max(self._clock(), self.now)
                 groups = answer[1]
-                sent = {name: value[0].to(self.device) for name, value in groups["sent"].items()}
+                sent = {name: value[0].to(self.device) for name, value in groups.get("sent", {}).items()}
                 trained = groups.get("buffers", {}).get("buffers")
                 job.result = Outcome(sent, {}, None if trained is None else trained[0].to(self.device))
                 jobs.append(job)
@@ -616,6 +625,8 @@ class FlowerFederation(Federation):
     def snapshot(self) -> dict[str, Any]:
         """Everything that changes during a run, and how far the nodes' states have come."""
         saved = super().snapshot()
+        for job in saved["plain"]["jobs"]:  # a real answer may take longer than a simulated one would
+            job["finish"] = max(job["finish"], self.now)
         self._leave()
         flying = sorted(letter.exchange for letter in self._letters.values())
         saved["plain"]["flower"] = {

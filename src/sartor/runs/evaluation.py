@@ -20,9 +20,10 @@ from torch import Tensor
 from sartor import random
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, ClientFunction, Reply
+from sartor.errors import SartorError
+from sartor.federation.exchange import Call, ClientFunction, Reply, is_personal
 from sartor.federation.federation import Federation
-from sartor.federation.functions import maker
+from sartor.federation.functions import maker, name_of
 from sartor.runs.experiment import Evaluate
 from sartor.runs.metrics import scores, spread
 
@@ -84,7 +85,7 @@ def evaluate(
             # The best by its own: which one is best on test data must not be seen here.
             judged = [_ask(federation, Call(shared_model, {"w": w}), clients, "validation") for w in rows]
             cells["shared_validation"] = max(judged, key=_accuracy)
-    personal = algorithm.personalize(server, clients)
+    personal = personal_models(algorithm, server, clients)
     if personal is not None:
         cells["personal_local"] = _ask(federation, personal, clients, "test")
         if _worth_pooling(federation, settings, len(clients)):
@@ -92,6 +93,17 @@ def evaluate(
         if "validation" in federation.splits:
             cells["personal_validation"] = _ask(federation, personal, clients, "validation")
     return cells
+
+
+def personal_models(algorithm: Algorithm, server: Any, clients: np.ndarray) -> Call | None:
+    """How clients get their personal models, by a function that is marked as such; None where none are."""
+    call = algorithm.personalize(server, clients)
+    if call is not None and not is_personal(call.function):
+        raise SartorError(
+            f"{algorithm.name}: personalize() names {name_of(call.function)}, which is not marked as a "
+            "function that gives a client's own model; write @sartor.personal above it"
+        )
+    return call
 
 
 def shared_model(client: Client, hyper: Any, w: Tensor, statistics: Tensor | None = None) -> Reply:
@@ -125,6 +137,7 @@ def evaluation_of(function: ClientFunction, split: str) -> ClientFunction:
         model = function(client, hyper, **arguments).sent["w"]
         return Reply(**client.evaluate(model, split))
 
+    evaluated.personal = False  # type: ignore[attr-defined]  # counts, whatever they are counted with
     evaluated.made_by = ("evaluation_of", split)  # type: ignore[attr-defined]
     return evaluated
 
@@ -143,6 +156,7 @@ def model_of(function: ClientFunction) -> ClientFunction:
         parts = {name: value for name, value in sent.items() if isinstance(value, Tensor)}
         return Reply(**parts) if client.buffers is None else Reply(**parts, buffers=client.buffers)
 
+    made.personal = True  # type: ignore[attr-defined]
     made.made_by = ("model_of",)  # type: ignore[attr-defined]
     return made
 

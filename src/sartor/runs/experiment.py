@@ -59,6 +59,11 @@ class Evaluate:
         "whether personal models are also evaluated on the pooled test data",
         choices=("auto", "yes", "no"),
     )
+    personal_models: str = setting(
+        "auto",
+        "whether personal models are stored with the run; auto: where they lie here and are not too many",
+        choices=("auto", "yes", "no"),
+    )
     clients: int = setting(
         0, "clients that are evaluated, the same ones every time, drawn by the seed; 0: all", low=0
     )

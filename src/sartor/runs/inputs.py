@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from sartor.data.clients import ClientData, from_clients, prepare
+from sartor.data.clients import ClientData, from_clients, prepare, relabel
 from sartor.data.settings import OWN_DATA
 from sartor.data.sources import load_source
 from sartor.errors import SettingError
@@ -79,6 +79,8 @@ def prepare_inputs(
     elif model is not None:
         raise SettingError(f"model: give a name, an nn.Module or a Task, got {model!r}")
     resolved = from_mapping(given)
+    if own_data is not None and resolved.data.labels is not None:
+        own_data = relabel(own_data, resolved.data.labels)
     if isinstance(model, Task):
         own_task = model
     elif isinstance(model, nn.Module):

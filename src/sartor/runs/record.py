@@ -270,7 +270,7 @@ class RunFolder:
 
         with self._replacing(name) as temporary:
             try:
-                save_file(_separate(tensors), temporary, metadata)
+                save_file(separate(tensors), temporary, metadata)
             except SafetensorError as error:  # how it reports a full disk
                 raise OSError(str(error)) from None
 
@@ -484,7 +484,7 @@ def _joined(tables: Sequence[arrow.Table]) -> arrow.Table:
     return arrow.concat_tables(tables, promote_options="permissive")
 
 
-def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors on the host, none sharing memory with another, as the file format wants them."""
     separate: dict[str, torch.Tensor] = {}
     seen = set()
@@ -502,17 +502,19 @@ def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """The sha256 of names, types, shapes and values: equal hashes are equal to the bit."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        value = tensors[name].detach().cpu().contiguous()
+        value = tensors[name]
         digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        digest.update(_bytes(value))
+        digest.update(bytes_of(value))
     return digest.hexdigest()
 
 
-def _bytes(tensor: torch.Tensor) -> Any:
-    """The memory of a tensor on the host, of any type."""
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """The values of a tensor one after the other in memory, of any type and however it lies."""
     import torch
 
-    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    if tensor.dtype is torch.bfloat16:  # numpy has no such type
+        tensor = tensor.detach().view(torch.int16)
+    return tensor.numpy(force=True).ravel()
 
 
 def _stream(table: arrow.Table) -> bytes:

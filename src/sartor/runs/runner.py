@@ -25,7 +25,7 @@ from sartor import random
 from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
-from sartor.data.clients import ClientData, LazySplit, prepare
+from sartor.data.clients import ClientData, LazySplit, prepare, relabel
 from sartor.data.loaders import from_folder, from_table
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.settings import OWN_DATA
@@ -43,7 +43,7 @@ from sartor.model.networks import make_task
 from sartor.model.task import Task
 from sartor.runs import checkpoint
 from sartor.runs.checkpoint import Checkpoint
-from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of
+from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of, personal_models
 from sartor.runs.experiment import Experiment, fingerprint
 from sartor.runs.record import NotWritten, RunFolder, environment, hash_of
 from sartor.runs.tracking import check as check_trackers
@@ -58,7 +58,7 @@ MOST_OBSERVATION = 10**6
 """Nothing larger is recorded."""
 
 MOST_MODEL_NUMBERS = 10**8
-"""Personal models are stored and returned up to this many numbers in all."""
+"""``evaluate.personal_models = auto`` stores and returns them up to this many numbers in all."""
 
 COMPILE_STEPS = 100_000
 """On CUDA ``engine.compile = auto`` compiles runs whose clients take at least so many steps in all.
@@ -104,12 +104,14 @@ class Result:
     w: Tensor | None
     """The shared model, where the method has one; one row per model where it has several."""
     personal: Tensor | None
-    """The personal models, one row per client, where the method has them."""
+    """The personal models, one row per client, where the method has them and they are stored."""
     buffers: Tensor | None
     """The float buffers that go with the shared model, for a model that has any."""
     personal_buffers: Tensor | None
     """The float buffers that go with the personal models, one row per client."""
     folder: Path | None
+    personal_stored: bool = True
+    """Whether what makes up the personal models is here, where the method has them."""
 
     def state_dict(self, client: int | None = None, model: int | None = None) -> dict[str, Tensor]:
         """The shared model, or a client's personal one, to load into a module of your own.
@@ -123,9 +125,24 @@ class Result:
             kind = "personal"
             w = None if self.personal is None else self.personal[client]
             buffers = None if self.personal_buffers is None else self.personal_buffers[client]
+        name = self.summary["algorithm"]
+        if client is not None and not self.personal_stored:
+            raise SartorError(f"{name}: the personal models {_why_not_here(self.summary)}")
         if w is None:
-            raise SartorError(f"{self.summary['algorithm']}: the run has no {kind} model to give")
+            raise SartorError(f"{name}: the run has no {kind} model to give")
+        if buffers is None and self.task.buffer_size:
+            raise SartorError(f"{name}: the float buffers of the model {_why_not_here(self.summary)}")
         return self.task.state_dict(w, buffers)
+
+
+def _why_not_here(summary: Mapping[str, Any]) -> str:
+    """Why a run did not store what is its clients' own."""
+    if summary["engine"] == "flower":
+        return (
+            "stay at the nodes; evaluate.personal_models = 'yes' asks for them, and nodes that "
+            "`sartor join --allow-personal-models` send them"
+        )
+    return "were not stored; evaluate.personal_models = 'yes' stores them"
 
 
 def execute(
@@ -260,6 +277,8 @@ def resume(
         if rounds is not None and rounds > experiment.rounds:
             experiment = replace(experiment, rounds=rounds)
         finished = folder.finished and experiment.rounds == folder.experiment.rounds
+        if data is None:
+            _check_here(folder)
         _compare_environments(folder)
         setup = _set_up_everywhere(experiment, data, task)
         saved = distributed.together(lambda: checkpoint.latest(folder))
@@ -297,6 +316,8 @@ def evaluate_run(
     saved = checkpoint.latest(folder)
     if saved is None:
         raise SartorError(f"{folder.path}: has no checkpoint to evaluate; `sartor resume` it first")
+    if not isinstance(data, ClientData):
+        _check_here(folder)
     newcomers, own = _clients_to_evaluate(experiment, data, partition)
     if data is None and partition is None:
         _check_data(saved, newcomers, folder)
@@ -334,12 +355,14 @@ def _clients_to_evaluate(
 ) -> tuple[ClientData, ClientData]:
     """The clients asked for and the run's own; both normalised by the run's own training samples."""
     if isinstance(data, ClientData):
+        data = relabel(data, experiment.data.labels)
         return data, data if experiment.data.name == OWN_DATA else load_data(experiment)[0]
     raw = replace(experiment, data=replace(experiment.data, normalise=False))
     own, _ = load_data(raw)
     new = own
     if data is not None:
         new = _own_data(replace(raw, data=replace(raw.data, path=str(data))))
+        new = relabel(new, raw.data.labels, str(data))
     elif partition is not None:
         if raw.data.path is not None:
             raise SettingError("partition: the run is on own data, which have none; give such data instead")
@@ -386,6 +409,8 @@ def set_up(experiment: Experiment, *, data: ClientData | None = None, task: Task
     partition = None
     if data is None:
         data, partition = distributed.first_alone(lambda: load_data(experiment))
+    if experiment.data.labels is not None:
+        data = relabel(data, experiment.data.labels)
     if experiment.cohort.count > data.clients:
         raise SettingError(
             f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}"
@@ -467,6 +492,18 @@ def _how_to_resume(folder: RunFolder, round: int) -> str:
     return f"`sartor resume {shlex.quote(str(folder.path))}` {begin}"
 
 
+def _check_here(folder: RunFolder) -> None:
+    """Refuse a run whose clients are at nodes: it can only be continued with them."""
+    saved = checkpoint.latest(folder) if folder.experiment.data.name == OWN_DATA else None
+    if saved is not None and "flower" in saved.federation(torch.device("cpu"))["plain"]:
+        begun = f"let them join `sartor serve --resume {shlex.quote(str(folder.path))}`"
+        done = "what was evaluated with them is in its files, which `sartor report` shows"
+        raise SartorError(
+            f"{folder.path}: its clients are at nodes, with their data and all that they keep; "
+            f"{done if folder.finished else begun}"
+        )
+
+
 def _check_data(saved: Checkpoint | None, data: ClientData, folder: RunFolder) -> None:
     if saved is not None and saved.data != data.hash:
         raise SartorError(
@@ -507,7 +544,10 @@ def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
     if settings.path is not None:
         return _own_data(experiment), None
     if settings.name == OWN_DATA:
-        raise SettingError("data.name = 'own': the data was given in Python; pass it again as data=...")
+        raise SettingError(
+            "data.name = 'own': the data was given in Python, or lies at nodes; pass it again as data=..., "
+            "or let nodes join `sartor serve --resume`"
+        )
     source = load_source(settings.name, settings.folder)
     if experiment.partition.file is not None:
         partition = Partition.load(experiment.partition.file)
@@ -524,7 +564,11 @@ def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
 def _own_data(experiment: Experiment) -> ClientData:
     settings = experiment.data
     path = Path(str(settings.path))
-    options: dict[str, Any] = {"validation_fraction": settings.validation, "seed": experiment.seed}
+    options: dict[str, Any] = {
+        "validation_fraction": settings.validation,
+        "seed": experiment.seed,
+        "labels": settings.labels,
+    }
     if path.is_dir():
         data = from_folder(path, **options)
     elif settings.client_column is None or settings.label_column is None:
@@ -548,6 +592,7 @@ def resolve(experiment: Experiment, algorithm: Algorithm, task: Task, data: Clie
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
     return replace(
         experiment,
+        data=replace(experiment.data, labels=data.labels),
         engine=replace(engine, name=name, compile=compiled),
         model=replace(experiment.model, buffers=buffers),
     )
@@ -621,6 +666,7 @@ class _Run:
         experiment, algorithm, federation = self.experiment, self.algorithm, self.federation
         server, seconds = begun or (algorithm.start(federation), 0.0)
         begin = federation.engine.seconds() - seconds
+        personal_models(algorithm, server, np.arange(1))  # to find a fault of it before the rounds
         for round in range(federation.round + 1, experiment.rounds + 1):
             started, before = federation.engine.seconds(), replace(federation.traffic)
             federation.round, federation.answered = round, 0
@@ -766,9 +812,14 @@ class _Run:
         algorithm, federation = self.algorithm, self.federation
         everyone = np.arange(federation.clients)
         tensors = dict(tensors_of(server))
-        call = algorithm.personalize(server, everyone)
-        if call is not None and federation.clients * federation.task.size <= MOST_MODEL_NUMBERS:
-            replies = federation.ask(model_of(call.function), everyone, call.shared, call.each)
+        wanted = self.experiment.evaluate.personal_models
+        if wanted == "auto":
+            wanted = "yes" if federation.clients * federation.task.size <= MOST_MODEL_NUMBERS else "no"
+        call = personal_models(algorithm, server, everyone) if wanted == "yes" else None
+        replies = None
+        if call is not None:
+            replies = federation.fetch(model_of(call.function), everyone, call.shared, call.each)
+        if replies is not None:
             models = {name: value.cpu() for name, value in replies.values.items()}
             if len(replies) < len(everyone):  # whoever is gone has not told its model
                 models = {
@@ -776,13 +827,15 @@ class _Run:
                 }
             named = {"w": "personal", "buffers": "personal_buffers"}
             tensors.update({named.get(name, f"personal.{name}"): value for name, value in models.items()})
-        if federation.mean_buffers is not None:
-            tensors["buffers"] = federation.mean_buffers
+        buffers = federation.mean_buffers
+        if buffers is not None:
+            tensors["buffers"] = buffers
         return tensors
 
     def result(self, server: Any, tensors: Mapping[str, Tensor], summary: dict[str, Any]) -> Result:
         """What a run gives back."""
-        w, buffers = self.algorithm.shared(server), self.federation.mean_buffers
+        w, buffers = self.algorithm.shared(server), tensors.get("buffers")
+        call = self.algorithm.personalize(server, np.arange(1))
         return Result(
             summary=summary,
             rounds=self.rows,
@@ -793,6 +846,7 @@ class _Run:
             buffers=None if buffers is None else buffers.cpu(),
             personal_buffers=tensors.get("personal_buffers"),
             folder=None if self.folder is None else self.folder.path,
+            personal_stored=call is None or any(name.startswith("personal") for name in tensors),
         )
 
     def _summary(self, tensors: Mapping[str, Tensor], seconds: float) -> dict[str, Any]:

@@ -192,7 +192,8 @@ def _decided(asked: Experiment, stored: Experiment) -> Experiment:
         engine = replace(engine, compile=stored.engine.compile)
     if model.buffers == "auto":
         model = replace(model, buffers=stored.model.buffers)
-    return replace(asked, engine=engine, model=model)
+    data = asked.data if asked.data.labels is not None else replace(asked.data, labels=stored.data.labels)
+    return replace(asked, data=data, engine=engine, model=model)
 
 
 def _read(run: RunFolder, experiment: Experiment, reused: bool) -> KeptRun:

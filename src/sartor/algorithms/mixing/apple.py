@@ -13,7 +13,7 @@ from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.server.tables import rows
 from sartor.client.local import Client
 from sartor.errors import SettingError
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -90,6 +90,7 @@ def local_training(
     return Reply(core=both[:size]).keep(core=both[:size], shift=both[size:])  # step 3
 
 
+@personal
 def mixed_model(
     client: Client,
     hyper: AppleHyper,

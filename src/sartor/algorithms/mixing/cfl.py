@@ -16,7 +16,7 @@ from sartor.algorithms.server.similarity import cosines, two_groups
 from sartor.algorithms.server.tables import rows
 from sartor.algorithms.server.weights import weights_of
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
@@ -44,6 +44,7 @@ class CFLServer:
     known: Tensor
 
 
+@personal
 def group_model(client: Client, hyper: CFLHyper, w: Tensor) -> Reply:
     """The model of the client's group."""
     return Reply(w=w)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -46,6 +46,7 @@ def local_training(client: Client, hyper: DittoHyper, w: Tensor, v_i: Tensor, tr
     return Reply(delta=y - w).keep(v_i=v, trained=trained)
 
 
+@personal
 def personal_model(client: Client, hyper: DittoHyper, w: Tensor, v_i: Tensor, trained: Tensor) -> Reply:
     """v_i with its buffers; a client that never trained has the global model."""
     size = client.task.size

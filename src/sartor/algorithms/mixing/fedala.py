@@ -12,7 +12,7 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Server, register
 from sartor.algorithms.mixing.ala import FedALAHyper, Mixing, top_layers
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, NobodyAnswered, Reply
+from sartor.federation.exchange import Call, NobodyAnswered, Reply, personal
 from sartor.federation.federation import Federation
 
 UNTRAINED, TRAINED, FITTED = 0, 1, 2
@@ -53,6 +53,7 @@ def local_training(
     return Reply(delta=y - w).keep(own=own, weights=weights)
 
 
+@personal
 def mixture(
     client: Client, hyper: FedALAHyper, w: Tensor, phase: Tensor, own: Tensor, weights: Tensor
 ) -> Reply:

@@ -15,7 +15,7 @@ from sartor.algorithms.mixing.ifca import losses
 from sartor.algorithms.mixing.last_models import Models
 from sartor.client.local import Client
 from sartor.errors import SettingError
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
@@ -72,6 +72,7 @@ def local_training(
     return Reply(w=y, gain=gain[1:]).keep(theta=y, previous=begin)
 
 
+@personal
 def own_model(client: Client, hyper: FedFomoHyper, theta: Tensor) -> Reply:
     """The client's model as it is."""
     return Reply(w=theta)

@@ -13,7 +13,7 @@ from sartor import random
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.server.weights import weights_of
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -57,6 +57,7 @@ def local_training(client: Client, hyper: IFCAHyper, models: Tensor) -> Reply:
     return Reply(delta=client.descend(w, lr=hyper.lr) - w, choice=choice)  # step 2
 
 
+@personal
 def nearest_model(client: Client, hyper: Any, models: Tensor) -> Reply:
     """The model with the lowest loss on the client's training data."""
     return Reply(w=models.index_select(0, nearest(client, models)[None])[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.server.weights import weights_of
 from sartor.client.local import Client, require_plain_sgd
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -87,6 +87,7 @@ def local_training(client: Client, hyper: PerFedAvgHyper, w: Tensor) -> Reply:
     return Reply(delta=y - w)
 
 
+@personal
 def adapted_model(client: Client, hyper: PerFedAvgHyper, w: Tensor) -> Reply:
     """v = w − α ∇f_i(w) on all training data, once or several times."""
     v = w

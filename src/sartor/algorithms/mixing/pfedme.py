@@ -11,7 +11,7 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.server.weights import weights_of
 from sartor.client.local import Client, require_plain_sgd
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -42,6 +42,7 @@ def local_training(client: Client, hyper: PFedMeHyper, w: Tensor) -> Reply:
     return Reply(delta=client.descend_with(w, direction, w, lr=hyper.lr)[0] - w)
 
 
+@personal
 def personal_model(client: Client, hyper: PFedMeHyper, w: Tensor) -> Reply:
     """θ_i(w): K steps from w on f_i(θ) + λ/2 ‖θ − w‖², on training batches of a stream of its own."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
@@ -57,6 +57,7 @@ class FedUpdateHyper(FedAvgHyper):
     finetune_lr: float = setting(0.1, "learning rate of fine-tuning", symbol="η_p", low=0)
 
 
+@personal
 def fine_tuning(client: Client, hyper: FedUpdateHyper, w: Tensor) -> Reply:
     """F epochs of descent on the client's training data from w, with a stream of batches of its own."""
     return Reply(w=client.descend(w, lr=hyper.finetune_lr, epochs=hyper.finetune_epochs, stream="finetune"))

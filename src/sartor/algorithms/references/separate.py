@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 
 
@@ -23,6 +23,7 @@ def local_training(client: Client, hyper: Hyper, w_i: Tensor) -> Reply:
     return Reply().keep(w_i=client.descend(w_i, lr=hyper.lr))
 
 
+@personal
 def own_model(client: Client, hyper: Hyper, w_i: Tensor) -> Reply:
     """The client's model as it is."""
     return Reply(w=w_i)

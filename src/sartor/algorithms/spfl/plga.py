@@ -18,7 +18,7 @@ from sartor.algorithms.server.stages import spread_out, stages_of
 from sartor.algorithms.server.tables import rows
 from sartor.algorithms.spfl.lga import LGA, Counted, LGAServer
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 
 
@@ -29,6 +29,7 @@ class PLGAServer(LGAServer):
     personal: Tensor
 
 
+@personal
 def own_part(client: Client, hyper: Any, w: Tensor) -> Reply:
     """The model that the server made for the client."""
     return Reply(w=w)

@@ -20,7 +20,7 @@ from sartor.algorithms.server.similarity import mean_model
 from sartor.algorithms.server.stages import cosines_by_stage, mixed_by_stage, stages_of
 from sartor.algorithms.server.tables import rows
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Part
 from sartor.settings import setting
@@ -52,6 +52,7 @@ def local_training(client: Client, hyper: SPFLHyper, w: Tensor) -> Reply:
     return Reply(delta=client.descend(w, lr=hyper.lr, updates=hyper.local_updates) - w)
 
 
+@personal
 def personal_model(client: Client, hyper: SPFLHyper, w: Tensor) -> Reply:
     """The client's model w_{g,i}, fine-tuned if that is wanted."""
     if not hyper.finetune_steps:

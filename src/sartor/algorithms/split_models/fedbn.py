@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
@@ -54,6 +54,7 @@ def local_training(
     return reply.keep(own=own, trained=torch.where(moved, torch.ones_like(trained), trained))
 
 
+@personal
 def own_model(
     client: Client, hyper: FedBNHyper, w: Tensor, statistics: Tensor, own: Tensor, trained: Tensor
 ) -> Reply:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, NobodyAnswered, Reply
+from sartor.federation.exchange import Call, NobodyAnswered, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Task
 from sartor.settings import setting
@@ -65,6 +65,7 @@ def partners(masks: Tensor, progress: float) -> tuple[Tensor, Tensor]:
     return alone | (common >= threshold), common  # step 3
 
 
+@personal
 def own_model(client: Client, hyper: FedCACHyper, w: Tensor, own: Tensor, mask: Tensor) -> Reply:
     """The global model with the client's critical entries."""
     return Reply(w=torch.where(mask, own, w))  # step 4

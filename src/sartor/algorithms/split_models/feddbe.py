@@ -11,7 +11,7 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.prototypes import feature_size
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Pass
 from sartor.settings import setting
@@ -81,6 +81,7 @@ def local_training(client: Client, hyper: FedDBEHyper, w: Tensor, mean: Tensor, 
     return Reply(delta=y[:size] - w).keep(b_i=y[size:])
 
 
+@personal
 def with_bias(client: Client, hyper: FedDBEHyper, w: Tensor, b_i: Tensor) -> Reply:
     """Predict by head(z + b_i)."""
     task, buffers = client.task, client.buffers

@@ -23,7 +23,7 @@ from sartor.algorithms.split_models.prototypes import (
     with_count,
 )
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, NobodyAnswered, Reply
+from sartor.federation.exchange import Call, NobodyAnswered, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Penalty
 from sartor.settings import setting
@@ -96,6 +96,7 @@ def receive(client: Client, hyper: FedPACHyper, mix: Tensor) -> Reply:
     return Reply().keep(head=mix)
 
 
+@personal
 def own_model(client: Client, hyper: FedPACHyper, w: Tensor, head: Tensor, trained: Tensor) -> Reply:
     """The global body with the client's head."""
     return Reply(w=assemble(client, w, head, trained))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, ClientFunction, Reply
+from sartor.federation.exchange import Call, ClientFunction, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -69,6 +69,7 @@ def joint_training(client: Client, hyper: FedPerHyper, body: Tensor, own: Tensor
     return answer(client, hyper, body, own, y)
 
 
+@personal
 def own_model(client: Client, hyper: FedPerHyper, body: Tensor, own: Tensor) -> Reply:
     """The server's body with the client's own layers, refitted to it if that is asked for."""
     y = assemble(client, hyper, body, own)

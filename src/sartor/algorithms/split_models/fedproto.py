@@ -20,7 +20,7 @@ from sartor.algorithms.split_models.prototypes import (
     with_count,
 )
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -65,6 +65,7 @@ def local_training(
     return Reply(sums=class_sums(client, y, like, with_count)).keep(w_i=y)  # step 2
 
 
+@personal
 def by_prototypes(
     client: Client, hyper: FedProtoHyper, prototypes: Tensor, known: Tensor, w_i: Tensor
 ) -> Reply:

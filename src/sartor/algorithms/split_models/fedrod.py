@@ -12,7 +12,7 @@ from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.prototypes import class_counts, feature_size
 from sartor.client.local import Client
 from sartor.errors import SartorError
-from sartor.federation.exchange import Call, Reply
+from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Pass
 
@@ -46,6 +46,7 @@ def local_training(client: Client, hyper: Hyper, w: Tensor, p_i: Tensor) -> Repl
     return Reply(delta=y[:size] - w).keep(p_i=y[size:])
 
 
+@personal
 def both_heads(client: Client, hyper: Hyper, w: Tensor, p_i: Tensor) -> Reply:
     """Predict by G(z) + P(z)."""
     task, buffers = client.task, client.buffers

@@ -174,8 +174,7 @@ class StackedEngine(LocalEngine):
         if self.compile:  # PyTorch's default precision is meant; its hint at a coarser one is no news
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
         train = self.samples["train"]
-        few = min(2, len(train.y))
-        self.task.require_stackable(train.x[:few], train.y[:few])
+        self.task.require_stackable(train.x, train.y)
         self._activations = self.task.activations(train.x)
 
     @cached_property
