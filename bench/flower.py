@@ -61,13 +61,16 @@ def processes(commands: list[list[str]], folder: Path, environment: dict[str, st
 
 def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
     """Median seconds of our exchange, and bytes on the wire over those that are counted."""
+    from sartor.algorithms import registered
+    from sartor.federation import Federation
     from sartor.model.networks import make_task
     from sartor.remote.admission import Reception, assemble
     from sartor.remote.deploy import Service, _await, listen
     from sartor.remote.requests import Post
-    from sartor.remote.server import FlowerFederation
+    from sartor.remote.server import RemoteEngine
     from sartor.runs.evaluation import shared_model
     from sartor.runs.experiment import from_mapping
+    from sartor.runs.runner import federation_settings, resolve
 
     generator = np.random.default_rng(0)
     store = folder / "messages.db" if durable else None
@@ -86,7 +89,9 @@ def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
             met = _await(Reception(Post(link, 120), experiment), link, experiment, service)
             data = assemble(met)
             task = make_task("mlp", experiment.model.settings, (4,), 2, 0)
-            federation = FlowerFederation(link, met, experiment, task, data, hyper=experiment.hyper)
+            settings = federation_settings(resolve(experiment, registered()["fedavg"](), task, data))
+            engine = RemoteEngine(link, met, experiment, task, data, settings)
+            federation = Federation(task, engine, settings)
             federation.map(shared_model, range(NODES), {"w": torch.zeros(1)})  # nodes are told of the run
             found: dict[str, Any] = {}
             for name, size in SIZES.items():
@@ -98,7 +103,7 @@ def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
                     seconds.append(time.perf_counter() - begin)
                 found[name] = round(statistics.median(seconds), 3)
             found["traffic"] = wire_share(link._state, link._run, federation.traffic)
-            federation.farewell()
+            engine.farewell()
             return found
 
 

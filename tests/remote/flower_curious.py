@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from sartor.commands.base import app
 from sartor.federation.federation import Federation
-from sartor.remote.server import FlowerFederation
 
 
 def main(words: Sequence[str]) -> None:
     """``sartor`` with these words, where whatever is the clients' own is asked for."""
-    FlowerFederation.fetch = Federation.fetch  # type: ignore[method-assign]
+    Federation.fetch = Federation.ask  # type: ignore[method-assign]
     app(list(words), prog_name="sartor", standalone_mode=True)

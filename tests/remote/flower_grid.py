@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from sartor.data.clients import ClientData, Split
+from sartor.federation import Federation
+from sartor.federation.clock import Conditions
+from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
 from sartor.remote.admission import Reception, assemble
 from sartor.remote.messages import Parts, read_header
 from sartor.remote.node import Node
 from sartor.remote.requests import Failed, Post
-from sartor.remote.server import FlowerFederation
+from sartor.remote.server import RemoteEngine
 from sartor.runs.experiment import from_mapping
 
 Change = Callable[[int, Parts], "Parts | None"]
@@ -144,9 +147,30 @@ def nodes_of(
     }
 
 
-def federation_on(grid: HereGrid, experiment: Any, task: Task, **settings: Any) -> FlowerFederation:
+def federation_on(
+    grid: HereGrid,
+    experiment: Any,
+    task: Task,
+    *,
+    quorum: int = 1,
+    deadline: float = 5.0,
+    unit: float = 1.0,
+    **settings: Any,
+) -> Federation:
     """A federation of the nodes of a grid, who are greeted first."""
     reception = Reception(Post(grid, 5.0), experiment)
     met = {node: reception.greet(node) for node in sorted(grid.nodes())}
-    settings = {"local": experiment.local, "seed": experiment.seed, "deadline": 5.0, **settings}
-    return FlowerFederation(grid, met, experiment, task, assemble(met), **settings)
+    made = FederationSettings(
+        **{
+            "local": experiment.local,
+            "seed": experiment.seed,
+            "method": experiment.algorithm,
+            "conditions": Conditions(on_bad_reply="drop"),
+            "fetches_personal": experiment.evaluate.personal_models == "yes",
+            **settings,
+        }
+    )
+    engine = RemoteEngine(
+        grid, met, experiment, task, assemble(met), made, quorum=quorum, deadline=deadline, unit=unit
+    )
+    return Federation(task, engine, made)

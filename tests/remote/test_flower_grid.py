@@ -23,7 +23,6 @@ from sartor.remote.deploy import Service, serve_on
 from sartor.remote.messages import Parts, decode, encode, read_header
 from sartor.remote.node import Node
 from sartor.remote.requests import MOST_FORGED, Post
-from sartor.remote.server import FlowerFederation
 from sartor.runs.checkpoint import pack, unpack
 from sartor.runs.evaluation import evaluate, evaluation_of, model_of, shared_model
 from sartor.runs.experiment import Evaluate
@@ -37,7 +36,7 @@ def test_nodes_give_what_a_simulation_gives(name: str, tmp_path: Path) -> None:
     # Answers that arrive one by one move the server's float buffers one by one; a simulation's come together.
     data, task = vectors(), plain() if name == "fedbuff" else network()
     policy = registered()[name].buffers
-    made: list[tuple[HereGrid, FlowerFederation]] = []
+    made: list[tuple[HereGrid, Federation]] = []
 
     def simulated(local: dict[str, float]) -> Federation:
         return federation_of("loop", task, data, local={"batch": 8, **local}, buffers=policy, workers=1)
@@ -51,7 +50,7 @@ def test_nodes_give_what_a_simulation_gives(name: str, tmp_path: Path) -> None:
     expected = as_allowed(name, simulated)
     found = as_allowed(name, deployed)
     grid, federation = made[-1]
-    federation.farewell()
+    federation.engine.farewell()  # type: ignore[attr-defined]
     found |= {key: kept(grid, key[len("state.") :]) for key in expected if key.startswith("state.")}
     assert found.keys() == expected.keys()
     for key in expected:
@@ -78,7 +77,7 @@ def rounds_on(federation: Federation, name: str, cohorts: Any = COHORTS, server:
     return server
 
 
-def deployed(name: str, grid: HereGrid, task: Any, **settings: Any) -> FlowerFederation:
+def deployed(name: str, grid: HereGrid, task: Any, **settings: Any) -> Federation:
     return federation_on(grid, experiment_of(name, local={"batch": 8}), task, **settings)
 
 
@@ -141,7 +140,7 @@ def test_a_node_whose_reply_cannot_be_used_has_not_moved(
         reply: Parts | None = change(parts) if errs else parts
         return reply
 
-    federation: FlowerFederation | None = None
+    federation: Federation | None = None
     grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS), changed)
     federation = deployed("scaffold", grid, plain(), deadline=0.2)
     noted = []
@@ -149,7 +148,7 @@ def test_a_node_whose_reply_cannot_be_used_has_not_moved(
     for cohort in COHORTS:
         server = rounds_on(federation, "scaffold", [cohort], server)
         noted.append(federation.notes.get(kind, 0))
-    federation.farewell()
+    federation.engine.farewell()  # type: ignore[attr-defined]
     assert torch.equal(server.w, expected.w)
     assert torch.equal(kept(grid, "c_i"), gone.states["c_i"])
     # Bad replies are counted by clients; one without the secret may be another's, so the node is asked again.
@@ -177,7 +176,7 @@ def test_a_reply_that_another_has_forged_costs_nothing(name: str, caplog: pytest
     grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS), changed)
     federation = deployed(name, grid, plain(), quorum=3)
     server = rounds_on(federation, name)
-    federation.farewell()
+    federation.engine.farewell()  # type: ignore[attr-defined]
     assert torch.equal(server.w, expected.w)
     if name == "scaffold":
         assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
@@ -205,7 +204,7 @@ def test_a_node_started_anew_goes_on_with_what_it_has_stored(tmp_path: Path) -> 
     server = rounds_on(federation, "scaffold", COHORTS[1:], server)
     grid.at |= {3: nodes_of(vectors(), plain(), BLOCKS, tmp_path)[3]}
     evaluate(make(registered()["scaffold"]), server, federation, Evaluate())
-    federation.farewell()
+    federation.engine.farewell()  # type: ignore[attr-defined]
     assert torch.equal(server.w, expected.w)
     assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
 
@@ -240,7 +239,7 @@ def test_nodes_that_live_for_one_request_give_the_same(tmp_path: Path, normalise
         grid = HereGrid(nodes)  # type: ignore[arg-type]
         federation = federation_on(grid, experiment, plain())
         server = rounds_on(federation, "scaffold")
-        federation.farewell()
+        federation.engine.farewell()  # type: ignore[attr-defined]
         left.append((server.w, kept(grid, "c_i")))
     assert torch.equal(left[0][0], left[1][0])
     assert torch.equal(left[0][1], left[1][1])
@@ -288,7 +287,7 @@ def test_a_node_goes_back_however_often_the_server_did_before_it_was_asked_again
         federation.restore(unpack(*saved, {}, torch.device("cpu"))["federation"])
         federation.round = done
         server = rounds_on(federation, name, cohorts, server)
-    federation.farewell()
+    federation.engine.farewell()  # type: ignore[attr-defined]
     assert torch.equal(server.w, expected.w)
     assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
 
@@ -435,7 +434,7 @@ def execute_on(grid: HereGrid | None, name: str, buffers: str, asked: str = "aut
     tables = {"model": {"buffers": buffers}, "evaluate": {"personal_models": asked}}
     told = experiment_of(name, local={"batch": 8}, rounds=2, **tables)
 
-    def opened(experiment: Any, task: Any, data: Any) -> FlowerFederation:
+    def opened(experiment: Any, task: Any, data: Any) -> Federation:
         assert grid is not None
         settings = {"buffers": experiment.model.buffers, "hyper": experiment.hyper}
         return federation_on(grid, told, task, **settings)

@@ -56,6 +56,8 @@ class Distant(Engine):
     Its outcomes have no states, as clients keep them; whoever is gone or answers nonsense is not in them.
     """
 
+    round: int
+    """The server's round, for messages."""
     noted: Counter[str]
     """What went wrong since it was looked at last, for the round's notes."""
 

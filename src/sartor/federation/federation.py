@@ -113,6 +113,8 @@ class Federation:
     @round.setter
     def round(self, round: int) -> None:
         self._round, self._exchanges, self.answered = round, 0, 0
+        if self._distant is not None:
+            self._distant.round = round
         self.notes: dict[str, Any] = {}
         """What to record of this round: virtual time, who was missing, what arrived."""
 
@@ -177,7 +179,8 @@ class Federation:
         if self.policy != "local" or self.buffers is None:
             return self.buffers
         if self._distant is not None:
-            return self.ask(own_buffers, np.arange(self.clients))["buffers"].mean(dim=0)
+            replies = self.fetch(own_buffers, np.arange(self.clients))
+            return None if replies is None else replies["buffers"].mean(dim=0)
         return self.states["buffers"].mean(dim=0).to(self._device)
 
     def declare(self, **initial: Tensor) -> None:
@@ -205,7 +208,7 @@ class Federation:
             function, answering, self._rounds(answering), shared, each, self.buffers, hyper=hyper
         )
         self._buffers_down(outcome, len(asked))
-        replies = self._accept(function, answering, outcome, self.buffers)
+        replies = self._accept(function, outcome, self.buffers)
         if not len(replies):
             self._nobody()
         self.answered = len(replies)
@@ -250,8 +253,19 @@ class Federation:
         shared: Arguments | None = None,
         each: Arguments | None = None,
     ) -> Replies | None:
-        """Ask as ``ask`` does, for what is the clients' own; None where it stays with them."""
-        return self.ask(function, cohort, shared, each)
+        """Ask as ``ask`` does, for what is the clients' own; None where it stays with them.
+
+        From clients elsewhere it is asked for only where the settings say so, and counted as traffic.
+        """
+        if self._distant is None:
+            return self.ask(function, cohort, shared, each)
+        if not self.settings.fetches_personal:
+            return None
+        sent, rows, numbers = self._arguments(cohort, shared, each)
+        replies = self.ask(function, numbers, sent, rows)
+        self._send_down(sent, rows, len(numbers))
+        self.traffic.up += sum(value.nbytes for value in replies.values.values())
+        return replies
 
     # Work in flight -------------------------------------------------------------------------------
 
@@ -371,7 +385,7 @@ class Federation:
         before = jobs[0].buffers
         if before is not None:
             before = torch.stack([job.buffers for job in jobs])
-        replies = self._accept(jobs[0].call.function, places, outcome, before)
+        replies = self._accept(jobs[0].call.function, outcome, before)
         taken = set(replies.clients.tolist())
         jobs = [job for job in jobs if job.client in taken or self._arrival(job, "bad")]
         for job in jobs:
@@ -529,18 +543,16 @@ class Federation:
             self._count(name, amount)
         self._distant.noted.clear()
 
-    def _accept(
-        self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome, before: Tensor | None
-    ) -> Replies:
+    def _accept(self, function: ClientFunction, outcome: Outcome, before: Tensor | None) -> Replies:
         """Take replies in: bad ones are refused, states of the others move, buffers are averaged."""
-        asked, numbers = numbers, outcome.clients
+        answered = numbers = outcome.clients
         good = self._good(function, numbers, outcome)
         if not good.all():
             places = to_device(np.flatnonzero(good), self._device)
             numbers, outcome = numbers[good], outcome.rows(places)
             before = before if before is None or before.dim() == 1 else before[places]
         if self._distant is not None:
-            self._distant.settle(asked, numbers)
+            self._distant.settle(answered, numbers)
         for name, value in outcome.kept.items():
             self.states.write(name, numbers, value)
         self.traffic.up += sum(value.nbytes for value in outcome.sent.values())
@@ -610,6 +622,7 @@ class Federation:
             if place == len(calls):
                 calls.append((job.call, job.buffers))
             plain = {key: getattr(job, key) for key in ("client", "round", "stream", "started", "finish")}
+            plain["finish"] = max(job.finish, self.now)  # a real answer may take longer than a simulated one
             jobs.append({**plain, "call": place})
             parts = {"each": job.each}
             if job.result is not None:

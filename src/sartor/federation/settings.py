@@ -66,6 +66,8 @@ class FederationSettings:
     method: str = ""
     states: str = "auto"
     precision: str = "usual"
+    fetches_personal: bool = False
+    """Whether clients elsewhere are asked for what is their own: personal models, their float buffers."""
     workers: int = 0
     chunk: int = 0
     lanes: int = 0

@@ -23,13 +23,14 @@ from sartor.data.clients import ClientData, from_clients
 from sartor.data.loaders import from_folder, from_table, read_client
 from sartor.data.settings import OWN_DATA
 from sartor.errors import DataError, SartorError, SettingError
+from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.model.task import Task
 from sartor.remote.admission import Introduction, Reception, assemble, misfit
 from sartor.remote.journal import write
 from sartor.remote.node import Load, Node
 from sartor.remote.requests import PARTING, Failed, Grid, Post
-from sartor.remote.server import FlowerFederation
+from sartor.remote.server import RemoteEngine
 from sartor.runs import runner
 from sartor.runs.experiment import Experiment, to_toml
 from sartor.runs.record import RunFolder
@@ -141,20 +142,20 @@ def serve_on(
 
     Nodes are told when it fails, and end; when it is interrupted they are not, and wait for it to go on.
     """
-    opened: list[FlowerFederation] = []
+    opened: list[tuple[Federation, RemoteEngine]] = []
     try:
         result = _serve_on(grid, experiment, service, opened, out=out, resume=resume, progress=progress)
     except Exception as error:
         reason = str(error) if isinstance(error, SartorError) else f"{type(error).__name__}: {error}"
         try:
-            for federation in opened:
+            for federation, _ in opened:
                 federation.cancel(federation.running)  # nobody begins what was asked before
             _tell_failure(grid, reason)
         except Exception as other:  # what the run has failed of is what counts
             log.warning("nodes could not be told that the server ends: %s", other)
         raise
-    for federation in opened:
-        federation.farewell()
+    for _, engine in opened:
+        engine.farewell()
     return result
 
 
@@ -171,7 +172,7 @@ def _serve_on(
     grid: Grid,
     experiment: Experiment,
     service: Service,
-    opened: list[FlowerFederation],
+    opened: list[tuple[Federation, RemoteEngine]],
     *,
     out: Path | None,
     resume: Path | None,
@@ -183,9 +184,23 @@ def _serve_on(
     _say(f"{len(met)} nodes with {data.clients} clients; {experiment.algorithm} begins")
     told = experiment
 
-    def open_federation(experiment: Experiment, task: Task, data: ClientData) -> FlowerFederation:
-        opened.append(_federation(grid, met, told, experiment, task, data, service))
-        return opened[-1]
+    def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Federation:
+        # A bad reply is its sender's harm alone; who is there and for how long is not simulated.
+        conditions = Conditions(on_bad_reply="drop", largest_norm=experiment.replies.largest_norm)
+        settings = replace(runner.federation_settings(experiment), conditions=conditions)
+        engine = RemoteEngine(
+            grid,
+            met,
+            told,
+            task,
+            data,
+            settings,
+            deadline=service.deadline,
+            quorum=service.quorum,
+            unit=service.unit,
+        )
+        opened.append((Federation(task, engine, settings), engine))
+        return opened[-1][0]
 
     if resume is not None:
         return runner.resume(resume, data=data, progress=progress, opened=open_federation)
@@ -218,34 +233,6 @@ def _await(
         if (len(met) >= service.min_nodes) if service.min_nodes else (clients >= experiment.data.clients):
             return met
         time.sleep(LOOK)
-
-
-def _federation(
-    grid: Grid,
-    met: dict[int, Introduction],
-    told: Experiment,
-    experiment: Experiment,
-    task: Task,
-    data: ClientData,
-    service: Service,
-) -> FlowerFederation:
-    return FlowerFederation(
-        grid,
-        met,
-        told,
-        task,
-        data,
-        deadline=service.deadline,
-        quorum=service.quorum,
-        unit=service.unit,
-        local=experiment.local,
-        hyper=experiment.hyper,
-        seed=experiment.seed,
-        device=experiment.engine.device,
-        buffers=experiment.model.buffers,
-        evaluation_batch=experiment.evaluate.batch,
-        conditions=Conditions(largest_norm=experiment.replies.largest_norm),
-    )
 
 
 # A node ----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from sartor.algorithms import registered
-from sartor.data.clients import SPLITS, ClientData, Moments, Split, prepare, relabel
-from sartor.engines import choose_engine, make_federation
+from sartor.data.clients import SPLITS, ClientData, Moments, prepare, relabel
+from sartor.engines import make_engine
+from sartor.engines.base import Origins
 from sartor.errors import SartorError
-from sartor.federation import Federation
-from sartor.federation.exchange import ClientFunction, is_personal
+from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
+from sartor.federation.states import StateStore
 from sartor.model.networks import make_task
 from sartor.model.task import Task
 from sartor.remote.journal import Ledger, rows_of, write
@@ -42,6 +44,7 @@ from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
+from sartor.runs.runner import federation_settings, resolve
 from sartor.settings import build
 
 log = logging.getLogger(__name__)
@@ -59,6 +62,51 @@ STAY = ", which stay at this node; `sartor join --allow-personal-models` lets th
 
 class Closed(SartorError):
     """A request for a run that this node has not been told of, as it was started anew."""
+
+
+class Hosted:
+    """The clients of this node in a run: where they are trained, and what they keep.
+
+    They stand here in the node's own order, and have the numbers of the whole federation outside.
+    """
+
+    def __init__(
+        self, experiment: Experiment, task: Task, data: ClientData, numbers: np.ndarray, device: str
+    ) -> None:
+        engine = replace(experiment.engine, device=device)
+        algorithm = registered()[experiment.algorithm](experiment.hyper)
+        resolved = resolve(replace(experiment, engine=engine), algorithm, task, data)
+        settings = federation_settings(resolved)
+        origins = Origins(numbers, np.full(len(numbers), settings.seed))
+        self.engine = make_engine(resolved.engine.name, task, data, settings, origins)
+        self.policy, self.numbers = settings.buffers, numbers
+        self.states = StateStore(len(numbers), self.engine.device, settings.states)
+        self.buffers = task.initial_buffers(self.engine.device) if task.buffer_size else None
+        if self.buffers is not None and self.policy == "local":
+            self.states.declare("buffers", self.buffers)
+        self._place = {number: place for place, number in enumerate(numbers.tolist())}
+
+    def places(self, numbers: Any) -> np.ndarray:
+        """Where clients stand here; a malformed message names others."""
+        try:
+            return np.array([self._place[number] for number in numbers], dtype=np.int64)
+        except (KeyError, TypeError):
+            raise BadMessage("malformed", "it asks clients that are not at this node") from None
+
+    def declare(self, name: str, initial: Tensor) -> None:
+        """A state that every client here begins with."""
+        self.states.declare(name, initial.to(self.engine.device))
+
+    def put(self, name: str, numbers: Tensor, rows: Tensor) -> None:
+        """Let clients have these states, if there is such a one."""
+        if name in self.states:
+            self.states.write(name, self.places(numbers.tolist()), rows.to(self.engine.device))
+
+    def run(self, work: Work) -> Outcome:
+        """Run a client function at clients by their places."""
+        outcome = self.engine.run(self.states.attached(work, self.policy))
+        self.states.check(work.function, outcome)
+        return outcome
 
 
 class Node:
@@ -84,9 +132,8 @@ class Node:
         self._moments: Moments | None = None
         self._experiment: Experiment | None = None
         self._run = ""
-        self._federation: Federation | None = None
+        self._hosted: Hosted | None = None
         self._ledger = Ledger(None)
-        self._hosted = np.zeros(0, dtype=bool)
         self._hypers: dict[str, Any] = {}
         self._process = secrets.token_hex(8)
         self.done = False
@@ -196,69 +243,59 @@ class Node:
         if labels is not None and not (type(labels) is list and all(type(label) is str for label in labels)):
             raise BadMessage("malformed", "its labels are no texts")
         data = relabel(data, labels)  # the run numbers classes otherwise than a node that lacks some of them
-        wide = _widened(data, numbers, clients, header["classes"])
+        data = replace(data, classes=header["classes"])
         task = self._given_task
         if task is None:
             shape = tuple(data.train.x.shape[1:])
             model = experiment.model
-            task = make_task(model.name, model.settings, shape, wide.classes, experiment.seed)
-        engine = choose_engine(experiment.engine.name, task, self._device, wide.train.x, wide.train.y)
-        self._federation = make_federation(
-            engine,
-            task,
-            wide,
-            local=experiment.local,
-            seed=experiment.seed,
-            device=self._device,
-            buffers=_buffer_policy(experiment),
-            evaluation_batch=experiment.evaluate.batch,
-            method=experiment.algorithm,
-        )
-        self._hosted = np.zeros(clients, dtype=bool)
-        self._hosted[numbers] = True
+            task = make_task(model.name, model.settings, shape, data.classes, experiment.seed)
+        hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device)
         if run != self._run or self._folder is not None:
             self._check_method(run, experiment.algorithm)
             self._ledger = Ledger(None if self._folder is None else self._folder / run)
         self._run = run
         self._ledger.go_back(int(header["at"]), header["without"], header["keep"])
         self._settle(header)
-        self._fill(self._federation.states)
+        self._fill(hosted.states)
         self._remember(header, groups)
         return {}, {}
 
     def _call(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Run a client function."""
-        federation = self._federation
-        if federation is None or header["run"] != self._run:
+        hosted = self._hosted
+        if hosted is None or header["run"] != self._run:
             raise Closed("the node was started anew")
         self._settle(header)
         for name, initial in groups.get("declared", {}).items():
-            federation.declare(**{name: initial})
+            hosted.declare(name, initial)
             self._fill([name])
         if "declared" in groups:
             self._remember_declared(groups["declared"])
         numbers = np.array(header["numbers"], dtype=np.int64)
-        if not len(numbers) or numbers.min() < 0 or numbers.max() >= len(self._hosted):
+        if numbers.ndim != 1 or not len(numbers):
             raise BadMessage("malformed", "there are no such clients")
-        if not self._hosted[numbers].all():
-            raise BadMessage("malformed", "it asks clients that are not at this node")
-        function = self._function(str(header["function"]))
-        hyper = self._hyper(header["algorithm"], header["hyper"])
-        federation.round = self.round = int(header["round"])
-        rounds = np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy()
+        places = hosted.places(numbers.tolist())
+        self.round = int(header["round"])
         here = {
-            group: {name: value.to(federation.device) for name, value in groups.get(group, {}).items()}
+            group: {name: value.to(hosted.engine.device) for name, value in groups.get(group, {}).items()}
             for group in ("shared", "each", "buffers")
         }
-        buffers = here["buffers"].get("buffers", federation.buffers)
-        _, outcome = federation._train(
-            function, hyper, numbers, rounds, here["shared"], here["each"], buffers
+        work = Work(
+            function=self._function(str(header["function"])),
+            hyper=self._hyper(header["algorithm"], header["hyper"]),
+            numbers=places,
+            rounds=np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy(),
+            shared=here["shared"],
+            own=here["each"],
+            buffers=here["buffers"].get("buffers", hosted.buffers),
+            round=self.round,
         )
+        outcome = hosted.run(work)
         kept = dict(outcome.kept)
         groups = {"sent": outcome.sent}
-        if outcome.buffers is not None and federation.policy == "local":
+        if outcome.buffers is not None and hosted.policy == "local":
             kept["buffers"] = outcome.buffers
-        elif outcome.buffers is not None and federation.policy == "average":
+        elif outcome.buffers is not None and hosted.policy == "average":
             groups["buffers"] = {"buffers": outcome.buffers}
         if header["keeps"] and kept:
             self._ledger.stage(int(header["exchange"]), rows_of(torch.from_numpy(numbers), kept))
@@ -302,8 +339,8 @@ class Node:
         declared = self._folder / self._run / DECLARED
         if declared.exists():
             for name, initial in load(declared.read_bytes()).items():
-                assert self._federation is not None
-                self._federation.declare(**{name: initial})
+                assert self._hosted is not None
+                self._hosted.declare(name, initial)
                 self._fill([name])
 
     def _remember(self, header: Mapping[str, Any], groups: Groups) -> None:
@@ -337,24 +374,24 @@ class Node:
         """Let count, or forget, what was staged, as the server has decided."""
         for exchange, used in header["settled"]:
             for name, (numbers, rows) in self._ledger.settle(int(exchange), used).items():
-                if self._federation is not None and name in self._federation.states:
-                    self._federation.states.write(name, numbers.numpy(), rows.to(self._federation.device))
+                if self._hosted is not None:
+                    self._hosted.put(name, numbers, rows)
         self._ledger.merge(int(header["floor"]))
 
     def _fill(self, names: Any) -> None:
         """Give clients the states that they have kept before."""
-        assert self._federation is not None
+        assert self._hosted is not None
         kept = self._ledger.states()
         for name in list(names):
             if name in kept:
-                numbers, rows = kept[name]
-                self._federation.states.write(name, numbers.numpy(), rows.to(self._federation.device))
+                self._hosted.put(name, *kept[name])
 
     def states(self, name: str) -> dict[int, Tensor]:
         """A state of all clients of this node, by number."""
-        assert self._federation is not None
-        numbers = np.flatnonzero(self._hosted)
-        return dict(zip(numbers.tolist(), self._federation.states.rows(name, numbers), strict=True))
+        assert self._hosted is not None
+        numbers = self._hosted.numbers
+        rows = self._hosted.states.rows(name, np.arange(len(numbers)))
+        return dict(zip(numbers.tolist(), rows, strict=True))
 
     def _function(self, name: str) -> ClientFunction:
         """A client function of the run's method; one that replies what is a client's own only if it may."""
@@ -389,12 +426,6 @@ def belongs_to(algorithm: type, function: ClientFunction) -> bool:
     return plain in COMMON or any(held is plain for place in places for held in vars(place).values())
 
 
-def _buffer_policy(experiment: Experiment) -> str:
-    """What happens to float buffers: as the experiment says, or else the method."""
-    policy = experiment.model.buffers
-    return policy if policy != "auto" else registered()[experiment.algorithm].buffers
-
-
 def hyper_values(hyper: Any) -> dict[str, Any]:
     """Hyper-parameters for the wire."""
     values = {field.name: getattr(hyper, field.name) for field in dataclasses.fields(hyper)}
@@ -405,23 +436,3 @@ def _reason(header: Mapping[str, Any]) -> str:
     """What the server gives as its reason: one line of bounded length, fit for a terminal."""
     words = " ".join(str(header["reason"])[:500].split())
     return "".join(filter(str.isprintable, words)) or "no reason given"
-
-
-def _widened(data: ClientData, numbers: np.ndarray, clients: int, classes: int | None) -> ClientData:
-    """The same samples as those of the clients with these numbers among all; the others have none here."""
-
-    def wide(split: Split) -> Split:
-        start, count = np.zeros((2, clients), dtype=np.int64)
-        start[numbers], count[numbers] = split.start, split.count
-        return dataclasses.replace(split, start=start, count=count)
-
-    names = np.full(clients, "elsewhere", dtype=object)
-    names[numbers] = data.names
-    return dataclasses.replace(
-        data,
-        names=tuple(names),
-        classes=classes,
-        train=wide(data.train),
-        test=wide(data.test),
-        validation=None if data.validation is None else wide(data.validation),
-    )

@@ -1,12 +1,12 @@
 """The server's side of a real federation: clients are at nodes, which are asked by messages.
 
-:class:`FlowerFederation` is a federation like the engines: algorithms, evaluation and the runner use it as
-they use those. It has neither samples nor client states; every exchange sends one message to each node that
-hosts clients of the cohort and takes what comes back before the deadline. A node that is late, gone or
-answers nonsense leaves the exchange and harms nobody else: the fault is logged, counted in the round's notes,
-and the round goes on with those who answered, as long as they are a quorum. Below it, the server waits for
-nodes to come back and asks them again; as randomness is keyed by round and client, they answer what they
-would have answered before.
+:class:`RemoteEngine` is an engine like the others: a federation over it serves algorithms, evaluation and
+the round loop as any does. It has neither samples nor client states; every exchange sends one message to
+each node that hosts clients of the cohort and takes what comes back before the deadline. A node that is
+late, gone or answers nonsense leaves the exchange and harms nobody else: the fault is logged, counted in
+the round's notes, and the round goes on with those who answered, as long as they are a quorum. Below it,
+the server waits for nodes to come back and asks them again; as randomness is keyed by round and client,
+they answer what they would have answered before.
 
 :mod:`sartor.remote.requests` has the messages, :mod:`sartor.remote.admission` who takes part.
 """
@@ -18,7 +18,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,12 +29,14 @@ import torch
 from torch import Tensor
 
 from sartor.data.clients import ClientData, Moments, Split
-from sartor.engines.loop import LoopFederation
+from sartor.engines.loop import LoopEngine
 from sartor.errors import SartorError
-from sartor.federation.clock import Conditions, Job
-from sartor.federation.exchange import Arguments, ClientFunction, Outcome, Replies, Work
-from sartor.federation.federation import Federation, own_buffers
-from sartor.federation.functions import name_of, qualified_name
+from sartor.federation.clock import EventQueue, Job
+from sartor.federation.engine import Distant
+from sartor.federation.exchange import NOBODY, Outcome, Work
+from sartor.federation.functions import qualified_name
+from sartor.federation.settings import FederationSettings
+from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
 from sartor.model.task import Task
 from sartor.remote.admission import Introduction, Reception, unknown_label
@@ -58,10 +61,10 @@ class Back(NamedTuple):
     keep: tuple[int, ...] = ()
 
 
-class FlowerFederation(Federation):
+class RemoteEngine(Distant):
     """Clients at nodes of a grid. ``met`` are the nodes' introductions, ``data`` what they add up to."""
 
-    engine = "flower"
+    name = "flower"
     pools = False
 
     def __init__(
@@ -71,17 +74,19 @@ class FlowerFederation(Federation):
         experiment: Experiment,
         task: Task,
         data: ClientData,
+        settings: FederationSettings,
         *,
         deadline: float = 600.0,
         quorum: int = 1,
         unit: float = 1.0,
-        **settings: Any,
     ) -> None:
-        conditions: Conditions = settings.pop("conditions", None) or Conditions()
-        # A bad reply is its sender's harm alone; who is there and for how long is not simulated.
-        conditions = Conditions(on_bad_reply="drop", largest_norm=conditions.largest_norm)
-        settings.setdefault("method", experiment.algorithm)
-        super().__init__(task, data, conditions=conditions, **settings)
+        self.device = torch.device(settings.device)
+        self.names = tuple(data.names)
+        splits = {"train": data.train, "test": data.test, "validation": data.validation}
+        self.counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
+        self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
+        self.noted, self.round = Counter(), 0
+        self.policy = settings.buffers
         self.post, self.quorum, self.unit = Post(grid, deadline), quorum, unit
         self._experiment, self._data = experiment, data
         self._number = {name: number for number, name in enumerate(data.names)}
@@ -112,97 +117,37 @@ class FlowerFederation(Federation):
         self._latest: dict[int, int] = {}
         self._settled: dict[int, tuple[int, list[int]]] = {}
         """Exchanges that are decided: a client of the node, and who was used; until the node knows."""
-        self._keeping = True
         self._letters: dict[int, Letter] = {}
         self._specs: dict[Any, tuple[dict[str, Spec], bool]] = {}
-        self._model = _one_client(task, data, self)
+        self._model = _one_client(task, data, replace(settings, workers=1))
+        self._model_states = StateStore(1, self.device)
+        if task.buffer_size and self.policy == "local":
+            self._model_states.declare("buffers", task.initial_buffers(self.device))
         self._begun = time.monotonic()
 
-    # What algorithms use --------------------------------------------------------------------------
+    # What the federation tells --------------------------------------------------------------------
 
-    def declare(self, **initial: Tensor) -> None:
+    def declare(self, name: str, initial: Tensor) -> None:
         """Give every client a state of this name and initial value; nodes are told with the next message."""
-        super().declare(**initial)
-        self._model.declare(**initial)
-        self._declared |= {name: value.detach().cpu() for name, value in initial.items()}
+        self._model_states.declare(name, initial.to(self.device))
+        self._declared[name] = initial.detach().cpu()
         for delivered in self._delivered.values():
-            delivered.difference_update(initial)
+            delivered.discard(name)
         self._specs.clear()
 
-    def ask(
-        self,
-        function: ClientFunction,
-        cohort: Sequence[int] | np.ndarray,
-        shared: Arguments | None = None,
-        each: Arguments | None = None,
-    ) -> Replies:
-        """Ask as ``map`` does, for evaluation: nothing is kept. Whoever is gone is left out."""
-        self._keeping = False
-        try:
-            replies = super().ask(function, cohort, shared, each)
-        finally:
-            self._keeping = True
-        good = np.ones(len(replies), dtype=bool)
-        for value in replies.values.values():
-            if value.is_floating_point():
-                good &= torch.isfinite(value[:, None].flatten(1)).all(dim=1).cpu().numpy()
-        if good.all():
-            return replies
-        for number in replies.clients[~good].tolist():
-            log.warning("client %r: what it evaluated is not finite; left out", self.names[number])
-        self._count("bad", int((~good).sum()))
-        places = to_device(np.flatnonzero(good), self.device)
-        values = {name: value[places] for name, value in replies.values.items()}
-        return replace(replies, clients=replies.clients[good], counts=replies.counts[good], values=values)
+    def settle(self, numbers: np.ndarray, used: np.ndarray) -> None:
+        """Remember to tell the nodes which of their clients' last replies were used."""
+        decided: dict[int, list[int]] = {self._latest[number]: [] for number in numbers.tolist()}
+        for number in used.tolist():
+            decided[self._latest[number]].append(number)
+        for exchange, clients in decided.items():
+            self._decide(exchange, clients)
 
-    def fetch(
-        self,
-        function: ClientFunction,
-        cohort: Sequence[int] | np.ndarray,
-        shared: Arguments | None = None,
-        each: Arguments | None = None,
-    ) -> Replies | None:
-        """What is the clients' own, where the experiment asks nodes for it; it is counted as traffic."""
-        if self._experiment.evaluate.personal_models != "yes":
-            return None
-        sent, rows, numbers = self._arguments(cohort, shared, each)
-        replies = self.ask(function, numbers, sent, rows)
-        self._send_down(sent, rows, len(numbers))
-        self.traffic.up += sum(value.nbytes for value in replies.values.values())
-        return replies
-
-    @property
-    def mean_buffers(self) -> Tensor | None:
-        """The float buffers that go with a shared model: the server's, or the mean of the clients'.
-
-        None where clients keep theirs and do not send them.
-        """
-        if self.policy != "local" or self.buffers is None:
-            return self.buffers
-        replies = self.fetch(own_buffers, np.arange(self.clients))
-        return None if replies is None else replies["buffers"].mean(dim=0)
-
-    def dispatch(
-        self,
-        function: ClientFunction,
-        cohort: Sequence[int] | np.ndarray,
-        shared: Arguments | None = None,
-        each: Arguments | None = None,
-        concurrency: int = 0,
-    ) -> np.ndarray:
-        """Put idle clients of the cohort to work; their nodes get a message each."""
-        self.queue.wait_until(self._clock())
-        started = super().dispatch(function, cohort, shared, each, concurrency)
-        self._send_jobs()
-        return started
-
-    def cancel(self, clients: Sequence[int] | np.ndarray) -> None:
-        """Call off the work of these clients: what their nodes answer is not used."""
-        super().cancel(clients)
-        for client in np.asarray(clients, dtype=np.int64).tolist():
-            letter = self._letters.pop(client, None)
-            if letter is not None:
-                self._drop(letter)
+    def cancel(self, client: int) -> None:
+        """Call off the work of a client: what its node answers is not used."""
+        letter = self._letters.pop(client, None)
+        if letter is not None:
+            self._drop(letter)
 
     def farewell(self, patience: float = PARTING) -> None:
         """Tell all nodes that the run is over."""
@@ -219,7 +164,7 @@ class FlowerFederation(Federation):
         there = self.post.grid.nodes()
         for node, error in self.post.caught():
             if (self.round, node) in self._warned:  # a node may try it as often as it likes
-                self._count(error.kind, 1)
+                self.noted[error.kind] += 1
             else:
                 self._note(node, error)
                 self._warned = {(self.round, node), *(seen for seen in self._warned if seen[0] == self.round)}
@@ -251,12 +196,10 @@ class FlowerFederation(Federation):
         like = next(iter(self._known.values()))
         if met.samples != like.samples:
             raise Failed("stranger", f"its samples are {met.samples}, those of the others {like.samples}")
-        for part, samples in self.samples.items():
+        for part, counts in self.counts.items():
             if part in met.counts:
                 wrong = [
-                    number
-                    for number, place in mine.items()
-                    if samples.counts[number] != met.counts[part][place]
+                    number for number, place in mine.items() if counts[number] != met.counts[part][place]
                 ]
                 if wrong:
                     raise Failed(
@@ -283,7 +226,7 @@ class FlowerFederation(Federation):
         back = [self._back[number] for number in numbers if number in self._back]
         header = {
             "kind": "open",
-            "clients": self.clients,
+            "clients": len(self.names),
             "numbers": numbers,
             "classes": self._data.classes,
             "labels": self._data.labels,
@@ -337,45 +280,29 @@ class FlowerFederation(Federation):
         """A fault of a node: a line in the log and a number in the round's notes."""
         who = ", ".join(self._known[node].names[:3]) if node in self._known else "unknown clients"
         log.warning("round %d, node %d (%s): %s: %s", self.round, node, who, error.kind, error)
-        self._count(error.kind, 1)
+        self.noted[error.kind] += 1
 
     # An exchange ----------------------------------------------------------------------------------
 
-    def _train(
-        self,
-        function: ClientFunction,
-        hyper: Any,
-        numbers: np.ndarray,
-        rounds: np.ndarray,
-        shared: dict[str, Tensor],
-        each: dict[str, Tensor],
-        buffers: Tensor | None,
-    ) -> tuple[np.ndarray, Outcome]:
+    def run(self, work: Work) -> Outcome:
         """Ask the nodes of these clients, and take what they answer."""
-        hyper = self.hyper if hyper is None else hyper
-        sent, trains = self._expected(function, hyper, shared, each, buffers)
-        if not len(numbers):
-            return numbers, Outcome({}, {}, None)
+        sent, trains = self._expected(work)
+        if not len(work.numbers):
+            return NOBODY
 
         def request(node: int, places: np.ndarray) -> Letter:
-            rows = to_device(places, self.device)
-            own = {name: value[rows] for name, value in each.items()}
-            given = buffers if buffers is None or buffers.dim() == 1 else buffers[rows]
-            return self._request(
-                node, function, hyper, numbers[places], rounds[places], shared, own, given, places
-            )
+            return self._request(node, work.rows(places, to_device(places, self.device)), places)
 
-        answers = self._gather(numbers, request)
+        answers = self._gather(work.numbers, request)
         places = np.concatenate([letter.places for letter, _ in answers])
         order = to_device(np.argsort(places, kind="stable"), self.device)
 
         def joined(group: str, name: str) -> Tensor:
             return torch.cat([groups[group][name] for _, groups in answers]).to(self.device)[order]
 
-        outcome = Outcome({name: joined("sent", name) for name in sent}, {}, None)
-        if trains and self.policy == "average":
-            outcome = replace(outcome, buffers=joined("buffers", "buffers"))
-        return numbers[np.sort(places)], outcome
+        replies = {name: joined("sent", name) for name in sent}
+        buffers = joined("buffers", "buffers") if trains and self.policy == "average" else None
+        return Outcome(work.numbers[np.sort(places)], replies, {}, buffers)
 
     def _gather(self, numbers: np.ndarray, request: Callable[[int, np.ndarray], Letter]) -> list[Any]:
         """The answers of the nodes of these clients: of all that answer in time, and of a quorum at least."""
@@ -437,53 +364,43 @@ class FlowerFederation(Federation):
         if error.kind in (*RETURNING, "late"):
             absent.add(node)
 
-    def _request(
-        self,
-        node: int,
-        function: ClientFunction,
-        hyper: Any,
-        numbers: np.ndarray,
-        rounds: np.ndarray,
-        shared: dict[str, Tensor],
-        each: dict[str, Tensor],
-        buffers: Tensor | None,
-        places: np.ndarray,
-    ) -> Letter:
+    def _request(self, node: int, work: Work, places: np.ndarray) -> Letter:
         """Ask some clients of one node to run a client function."""
         digest = ""
-        if self.post.grid.lasting and self._keeping:
-            asked = [qualified_name(function), hyper_values(hyper), numbers.tolist(), rounds.tolist()]
-            given = {} if buffers is None else {"buffers": buffers}
-            digest = _digest([self._run_id, *asked], shared, each, given)
+        name, hyper, numbers = qualified_name(work.function), hyper_values(work.hyper), work.numbers.tolist()
+        if self.post.grid.lasting and work.keeps:
+            given = {} if work.buffers is None else {"buffers": work.buffers}
+            asked = [self._run_id, name, hyper, numbers, work.rounds.tolist()]
+            digest = _digest(asked, work.shared, work.own, given)
         left = self._left.pop((node, digest), None)
         if node not in self._opened and left is None:
             self._open(node)
-        sent, trains = self._expected(function, hyper, shared, each, buffers)
+        sent, trains = self._expected(work)
         self._exchange += 1
         exchange = self._exchange if left is None else left.exchange
         delivered = self._delivered.get(node, set())
         declared = {name: value for name, value in self._declared.items() if name not in delivered}
-        groups: dict[str, dict[str, Tensor]] = {"shared": shared, "each": each, "declared": declared}
-        if buffers is not None and self.policy == "average":
-            groups["buffers"] = {"buffers": buffers}
+        groups: dict[str, dict[str, Tensor]] = {"shared": work.shared, "each": work.own, "declared": declared}
+        if work.buffers is not None and self.policy == "average":
+            groups["buffers"] = {"buffers": work.buffers}
         expected = {"sent": {name: (dtype, (len(numbers), *shape)) for name, (dtype, shape) in sent.items()}}
         if trains and self.policy == "average":
-            assert self.buffers is not None
-            dtype, shape = spec_of(self.buffers)
+            assert work.buffers is not None
+            dtype, shape = spec_of(work.buffers if work.buffers.dim() == 1 else work.buffers[0])
             expected["buffers"] = {"buffers": (dtype, (len(numbers), *shape))}
         header = {
             "kind": "call",
             "exchange": exchange,
-            "function": qualified_name(function),
-            "algorithm": self.method,
-            "hyper": hyper_values(hyper),
+            "function": name,
+            "algorithm": self._experiment.algorithm,
+            "hyper": hyper,
             "round": self.round,
-            "numbers": numbers.tolist(),
-            "rounds": rounds.tolist(),
-            "keeps": self._keeping,
+            "numbers": numbers,
+            "rounds": work.rounds.tolist(),
+            "keeps": work.keeps,
         }
         if left is None:
-            process, client = self._known[node].process, int(numbers[0])
+            process, client = self._known[node].process, numbers[0]
             note = {"process": process, "digest": digest, "exchange": exchange, "client": client}
             letter = self._letter(
                 node,
@@ -500,9 +417,9 @@ class FlowerFederation(Federation):
             letter = self.post.take_up(left, header, groups, expected)
             letter.exchange, letter.places = exchange, places
             self._count("taken_up", 1)
-        if self._keeping:
-            self._undecided[exchange] = (node, numbers.tolist())
-            self._latest |= dict.fromkeys(numbers.tolist(), exchange)
+        if work.keeps:
+            self._undecided[exchange] = (node, numbers)
+            self._latest |= dict.fromkeys(numbers, exchange)
         return letter
 
     def _drop(self, letter: Letter) -> None:
@@ -515,78 +432,63 @@ class FlowerFederation(Federation):
             _, numbers = self._undecided.pop(exchange)
             self._settled[exchange] = (numbers[0], used)
 
-    def _accept(
-        self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome, before: Tensor | None
-    ) -> Replies:
-        """Take replies in, and remember to tell the nodes which."""
-        replies = super()._accept(function, numbers, outcome, before)
-        used: dict[int, list[int]] = {self._latest[number]: [] for number in numbers.tolist()}
-        for number in replies.clients.tolist():
-            used[self._latest[number]].append(number)
-        for exchange, clients in used.items():
-            self._decide(exchange, clients)
-        return replies
-
-    def _expected(
-        self,
-        function: ClientFunction,
-        hyper: Any,
-        shared: Mapping[str, Tensor],
-        each: Mapping[str, Tensor],
-        buffers: Tensor | None,
-    ) -> tuple[dict[str, Spec], bool]:
+    def _expected(self, work: Work) -> tuple[dict[str, Spec], bool]:
         """What one client replies, and whether it trains: found by running the function here once.
 
         It runs on samples of zeros. So a reply of any other size or type is refused before it is decoded.
         """
-        given = tuple((name, spec_of(value)) for name, value in sorted(shared.items()))
-        own = tuple((name, spec_of(value[0])) for name, value in sorted(each.items()) if len(value))
-        key = (function, hyper, given, own)
+        given = tuple((name, spec_of(value)) for name, value in sorted(work.shared.items()))
+        own = tuple((name, spec_of(value[0])) for name, value in sorted(work.own.items()) if len(value))
+        key = (work.function, work.hyper, given, own)
         if key not in self._specs:
-            rows = {name: value[:1] for name, value in each.items()}
-            start = buffers if buffers is None or buffers.dim() == 1 else buffers[:1]
             one = np.zeros(1, dtype=np.int64)
-            self._model.round = self.round
-            _, outcome = self._model._train(function, hyper, one, one + self.round, dict(shared), rows, start)
+            first = {name: value[:1] for name, value in work.own.items()}
+            buffers = work.buffers
+            start = buffers if buffers is None or buffers.dim() == 1 else buffers[:1]
+            tried = replace(work, numbers=one, rounds=one + self.round, own=first, buffers=start)
+            outcome = self._model.run(self._model_states.attached(tried, self.policy))
+            self._model_states.check(work.function, outcome)
             sent = {name: spec_of(value[0]) for name, value in outcome.sent.items()}
             self._specs[key] = (sent, outcome.buffers is not None)
         return self._specs[key]
 
     # Work in flight -------------------------------------------------------------------------------
 
-    def _clock(self) -> float:
+    def now(self) -> float:
+        """The time since the run began, in its units."""
         return (time.monotonic() - self._begun) / self.unit
 
-    def _send_jobs(self) -> None:
+    def send(self, queue: EventQueue, hyper: Any) -> None:
         """Send the work of all clients that have not been sent theirs, where their node is there."""
         there = self._present()
-        for job in self.queue:
+        for job in queue:
             node = self._hosts[job.client]
             if job.client not in self._letters and job.result is None and node in there:
                 with _tolerant(node, self._note):
-                    self._letters[job.client] = self._request(
-                        node,
-                        job.order.function,
-                        self.hyper,
+                    work = Work(
+                        job.call.function,
+                        hyper,
                         np.array([job.client]),
                         np.array([job.stream]),
-                        job.order.shared,
+                        dict(job.call.shared),
                         {name: value[None] for name, value in job.each.items()},
-                        job.order.buffers,
-                        np.zeros(1, dtype=np.int64),
+                        job.buffers,
+                        self.round,
                     )
+                    self._letters[job.client] = self._request(node, work, np.zeros(1, dtype=np.int64))
 
-    def _due(self, count: float, end: float) -> list[Job]:
-        """The jobs that arrive next in real time, at least one unless time is over or nobody is at work."""
+    def due(self, queue: EventQueue, count: float, end: float, hyper: Any) -> tuple[list[Job], list[Job]]:
+        """The jobs that arrive next in real time, and those that will not."""
         jobs: list[Job] = []
+        lost: list[Job] = []
         reminded = time.monotonic()
-        while len(self.queue) and not jobs:
-            self._send_jobs()
-            for job in list(self.queue):
+        while len(queue) and not jobs:
+            self.send(queue, hyper)
+            for job in list(queue):
                 letter = self._letters.get(job.client)
                 if letter is None or len(jobs) >= count:
                     continue
-                if jobs and job.order.function is not jobs[0].order.function:
+                if jobs and job.call.function is not jobs[0].call.function:
                     continue
                 try:
                     answer = self.post.look(letter)
@@ -597,39 +499,37 @@ class FlowerFederation(Federation):
                     if error.kind in RETURNING:
                         self._opened.discard(letter.node)
                     else:
-                        self._arrival(self.queue.cancel(job.client), "lost")
+                        lost.append(queue.cancel(job.client))
                     continue
                 if answer is None:
                     continue
                 del self._letters[job.client]
                 self._received(letter)
-                self.queue.cancel(job.client)
-                job.finish = max(self._clock(), self.now)
+                queue.cancel(job.client)
+                job.finish = max(self.now(), queue.now)
                 groups = answer[1]
                 sent = {name: value[0].to(self.device) for name, value in groups.get("sent", {}).items()}
                 trained = groups.get("buffers", {}).get("buffers")
-                job.result = Outcome(sent, {}, None if trained is None else trained[0].to(self.device))
+                buffers = None if trained is None else trained[0].to(self.device)
+                job.result = Outcome(np.array([job.client]), sent, {}, buffers)
                 jobs.append(job)
-            self.queue.wait_until(min(self._clock(), max(end, self.now)))
-            if self._clock() > end:
+            queue.wait_until(min(self.now(), max(end, queue.now)))
+            if self.now() > end:
                 break
             if not jobs:
                 if time.monotonic() - reminded > REMIND:
                     reminded = time.monotonic()
-                    log.warning("round %d: waiting for %d clients at work", self.round, len(self.queue))
+                    log.warning("round %d: waiting for %d clients at work", self.round, len(queue))
                 time.sleep(PAUSE)
-        return jobs
+        return jobs, lost
 
     # What a checkpoint needs ----------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything that changes during a run, and how far the nodes' states have come."""
-        saved = super().snapshot()
-        for job in saved["plain"]["jobs"]:  # a real answer may take longer than a simulated one would
-            job["finish"] = max(job["finish"], self.now)
+        """How far the nodes' states have come."""
         self._leave()
         flying = sorted(letter.exchange for letter in self._letters.values())
-        saved["plain"]["flower"] = {
+        saved = {
             "run": self._run_id,
             "exchange": self._exchange,
             "without": flying,
@@ -643,20 +543,18 @@ class FlowerFederation(Federation):
         self._floors = (self._floors[1], min([self._exchange, *(exchange - 1 for exchange in flying)]))
         return saved
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any], now: float) -> None:
         """Take everything back; nodes are taken back when they are asked next."""
-        super().restore(saved)
-        plain = saved["plain"]["flower"]
-        self._run_id, self._exchange = plain["run"], plain["exchange"]
-        self._back = dict.fromkeys(range(self.clients), Back(self._exchange, tuple(plain["without"])))
-        for (at, without, keep), clients in plain["back"]:  # of whom the last process had not told either
+        self._run_id, self._exchange = saved["run"], saved["exchange"]
+        self._back = dict.fromkeys(range(len(self.names)), Back(self._exchange, tuple(saved["without"])))
+        for (at, without, keep), clients in saved["back"]:  # of whom the last process had not told either
             self._back |= dict.fromkeys(clients, Back(at, tuple(without), tuple(keep)))
-        self._settled = {exchange: (client, used) for exchange, client, used in plain["settled"]}
-        floor = min([self._exchange, *(exchange - 1 for exchange in plain["without"])])
+        self._settled = {exchange: (client, used) for exchange, client, used in saved["settled"]}
+        floor = min([self._exchange, *(exchange - 1 for exchange in saved["without"])])
         self._floors = (0, floor)
         self._opened, self._delivered = set(), {}
         self._undecided, self._latest, self._letters = {}, {}, {}
-        self._begun = time.monotonic() - self.now * self.unit
+        self._begun = time.monotonic() - now * self.unit
         for left in self.post.left():
             met = self._known.get(left.node)
             if met is not None and (left.answered or left.process == met.process):
@@ -675,8 +573,9 @@ class FlowerFederation(Federation):
             self._settled[left.exchange] = (left.client, [])
         self._left = {}
 
-    def _run(self, work: Work) -> Outcome:
-        raise SartorError(f"{name_of(work.function)}: clients are at nodes; the server runs none of them")
+    def _count(self, kind: str, amount: int) -> None:
+        if amount:
+            self.noted[kind] += amount
 
 
 def _digest(asked: list[Any], *tensors: Mapping[str, Tensor]) -> str:
@@ -697,7 +596,7 @@ def _tolerant(node: int, note: Callable[[int, Failed], None] | None = None) -> A
             note(node, error)
 
 
-def _one_client(task: Task, data: ClientData, federation: Federation) -> LoopFederation:
+def _one_client(task: Task, data: ClientData, settings: FederationSettings) -> LoopEngine:
     """A client of two samples of zeros, on which the server finds out what a client function replies."""
     x, y = data.train.x[:1].expand(2, *data.train.x.shape[1:]), data.train.y[:1].expand(2)
     split = Split(x.contiguous(), y.contiguous(), np.zeros(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
@@ -710,14 +609,4 @@ def _one_client(task: Task, data: ClientData, federation: Federation) -> LoopFed
         pooled_x=split.x,
         pooled_y=split.y,
     )
-    return LoopFederation(
-        task,
-        tried,
-        local=federation.local,
-        hyper=federation.hyper,
-        seed=federation.seed,
-        device=str(federation.device),
-        buffers=federation.policy,
-        evaluation_batch=federation.evaluation_batch,
-        workers=1,
-    )
+    return LoopEngine(task, tried, settings)

@@ -624,6 +624,7 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         ),
         method=experiment.algorithm,
         states=engine.states,
+        fetches_personal=experiment.evaluate.personal_models == "yes",
         precision=engine.precision,
         workers=engine.workers,
         chunk=engine.chunk,
