@@ -27,6 +27,7 @@ from sartor.engines.lockstep import Maker, fit_together, in_lockstep
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation, Reply
+from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
 from sartor.runs.checkpoint import latest
 from sartor.runs.experiment import from_mapping, to_mapping
@@ -374,8 +375,8 @@ def test_runs_take_turns() -> None:
 
     def run(name: str, maker: Maker) -> str:
         data = classification((4, 4), shape=(5,), dtype=torch.float64)
-        settings = {"chunk": 0, "lanes": 0, "compile": False, "precision": "usual"}
-        federation = maker(network(0, "plain"), data, **settings)
+        task, settings = network(0, "plain"), FederationSettings()
+        federation = Federation(task, maker(task, data, settings), settings)
         for _ in range(3):
             assert busy.acquire(blocking=False)
             seen.append(name)

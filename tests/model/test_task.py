@@ -17,9 +17,10 @@ from torch.nn import functional as F
 import sartor
 from helpers import classification, federation_of, flat, module_of, plain_cnn, play, resnet18
 from sartor.algorithms import make, registered
+from sartor.engines import choose_engine
 from sartor.engines.base import LocalEngine
 from sartor.errors import NotStackable, SartorError
-from sartor.federation import Federation, Reply, choose_engine
+from sartor.federation import Federation, Reply
 from sartor.model.networks import MODELS
 from sartor.model.task import Batch, Task
 from sartor.runs.evaluation import evaluate

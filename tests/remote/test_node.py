@@ -16,10 +16,12 @@ from flower_grid import experiment_of, nodes_of, part_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_engines import plain, vectors
-from torch import Tensor
+from torch import Tensor, nn
 
 from sartor.data.clients import Moments, prepare
+from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import DataError, SartorError, SettingError
+from sartor.model.task import Task
 from sartor.remote.deploy import Service, loader, make_keys, read_key, read_public_keys, split_address
 from sartor.remote.journal import MOST_FILES, Ledger, rows_of
 from sartor.remote.messages import DTYPES, BadMessage, Parts, decode, encode, spec_of, version
@@ -285,8 +287,8 @@ def test_a_node_answers_with_what_its_clients_send() -> None:
         ({"hyper": {"lr": -1.0}}, "hyper.lr: must be at least 0"),
         ({"hyper": {"rl": 1.0}}, "hyper.rl: unknown key"),
         ({"numbers": [0]}, "asks clients that are not at this node"),
-        ({"numbers": [6]}, "no such clients"),
-        ({"numbers": [-1]}, "no such clients"),
+        ({"numbers": [6]}, "clients that are not at this node"),
+        ({"numbers": [-1]}, "clients that are not at this node"),
         ({"numbers": []}, "no such clients"),
         ({"numbers": "all"}, "ValueError"),
         ({"kind": "eval"}, "no such request: 'eval'"),
@@ -303,7 +305,7 @@ def test_a_node_answers_with_what_its_clients_send() -> None:
             {"function": "sartor.algorithms.references.separate:own_model"},
             "personal models .* stay at this node",
         ),
-        ({"function": "sartor.remote.server:own_buffers"}, "personal models .* stay at this node"),
+        ({"function": "sartor.federation.federation:own_buffers"}, "personal models .* stay at this node"),
         (
             {"function": "sartor.algorithms.mixing.ditto:local_training"},
             "no client function of fedavg, which runs here",
@@ -345,7 +347,15 @@ def test_a_node_takes_part_where_personal_models_are_asked_for_only_if_it_may(al
 def test_what_is_kept_in_a_run_is_for_its_method_alone(tmp_path: Path) -> None:
     """A server cannot have the states of one method sent by a function of another."""
     node = opened(tmp_path)
-    where = {"clients": 6, "numbers": [1, 4], "classes": 4, "at": 0, "without": [], "keep": []}
+    where = {
+        "clients": 6,
+        "numbers": [1, 4],
+        "classes": 4,
+        "labels": None,
+        "at": 0,
+        "without": [],
+        "keep": [],
+    }
     for again in (node, nodes_of(vectors(), plain(), [[1, 4]], tmp_path)[1]):
         asked(again, "hello", experiment=to_mapping(experiment_of("diversifed")))
         told = asked(again, "open", **where)
@@ -470,3 +480,40 @@ def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
         check_issued(tmp_path / "ours" / "server.key", tmp_path / "ours" / "ca.crt")
     with pytest.raises(SettingError, match="cannot be read"):
         check_issued(tmp_path / "none.crt", tmp_path / "ours" / "ca.crt")
+
+
+# Settings --------------------------------------------------------------------------------------------------
+
+
+def test_a_node_goes_by_all_of_the_experiments_engine_settings() -> None:
+    """Chosen values, each other than its default; the device is the node's own."""
+    data = vectors(torch.float32)
+    node = nodes_of(data, Task(nn.Linear(6, 4), classes=4), [[1, 4]])[1]
+    engine = {
+        "name": "stacked",
+        "precision": "full",
+        "chunk": 1,
+        "lanes": 3,
+        "compile": "yes",
+        "states": "disk",
+    }
+    experiment = experiment_of("scaffold", engine=engine, evaluate={"batch": 7})
+    asked(node, "hello", experiment=to_mapping(experiment))
+    where = {
+        "clients": 6,
+        "numbers": [1, 4],
+        "classes": 4,
+        "labels": None,
+        "at": 0,
+        "without": [],
+        "keep": [],
+    }
+    assert "error" not in asked(node, "open", **where)
+    assert node._hosted is not None
+    made, states = node._hosted.engine, node._hosted.states
+    assert isinstance(made, StackedEngine)
+    found = made.settings
+    assert (found.precision, found.chunk, found.lanes, found.compile) == ("full", 1, 3, True)
+    assert (states.where, found.evaluation_batch, found.method) == ("disk", 7, "scaffold")
+    assert made.names == ("client 1", "client 4")  # nothing here is as wide as the federation
+    assert states.clients == 2
