@@ -216,6 +216,10 @@ def asked(node: Node, kind: str, groups: Any = None, **header: Any) -> dict[str,
     return decode(node.handle(encode({"kind": kind, **header}, groups)))[0]
 
 
+HERE = {"clients": 6, "numbers": [1, 4], "classes": 4, "labels": None}
+"""Which clients of a run a node has."""
+
+
 def opened(folder: Path | None = None, sends_personal: bool = False) -> Node:
     """A node with clients 1 and 4 of six."""
     node = nodes_of(vectors(), plain(), [[1, 4]], folder, sends_personal)[1]
@@ -488,7 +492,7 @@ def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
 def test_a_node_goes_by_all_of_the_experiments_engine_settings() -> None:
     """Chosen values, each other than its default; the device is the node's own."""
     data = vectors(torch.float32)
-    node = nodes_of(data, Task(nn.Linear(6, 4), classes=4), [[1, 4]])[1]
+    node = nodes_of(data, Task(nn.Linear(5, 4), classes=4), [[1, 4]])[1]
     engine = {
         "name": "stacked",
         "precision": "full",
