@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Processes that run tests; by itself one for each core.
+WORKERS ?= auto
 
 .PHONY: install run test test-fast nightly lint docs bench clean
 
@@ -16,10 +18,10 @@ run: install
 	$(BIN)/python -m sartor.commands.demo
 
 test: lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 test-fast: lint
-	$(BIN)/python -m pytest -n auto -m 'not slow'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m 'not slow'
 
 nightly: install
 	$(BIN)/python -m pytest -n auto -m nightly

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import sartor  # noqa: F401  (sets how threads wait, before torch starts any)
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("sartor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("sartor")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -20,3 +27,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _one_thread() -> None:
     """Tests run side by side, one on each core."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interruptible() -> None:
+    """A shell starts its background jobs so that they, and all they start, ignore Ctrl-C: not these, which
+    press it themselves.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

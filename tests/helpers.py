@@ -1,17 +1,25 @@
-"""Small federations for tests."""
+"""Small federations for tests, and processes that end with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+import sartor
 from sartor.algorithms import make, registered
 from sartor.algorithms.base import Algorithm, Hyper
+from sartor.algorithms.comfed.comfed import MECHANISMS, NAMES
+from sartor.algorithms.server.optimizers import OPTIMIZERS
 from sartor.client.local import Client
 from sartor.client.settings import Local
 from sartor.data.clients import ClientData, Split
@@ -22,6 +30,27 @@ from sartor.model.networks import MODELS, make_task, seeded
 from sartor.model.task import Batch, Task
 
 RAGGED = (5, 17, 33, 64, 7, 16)
+SOURCE = str(Path(sartor.__file__).resolve().parent.parent)
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")]),
+    "OMP_NUM_THREADS": "1",
+}
+PATIENCE = 300.0  # seconds after which something does not happen any more, also on a busy machine
+
+MIXED = ("scaf-yogi", "nova-adam")
+PAIRS = [
+    *(f"{client}-sgd" for client in MECHANISMS),
+    *(f"sgd-{server}" for server in OPTIMIZERS if server != "sgd"),
+    *MIXED,
+]
+"""ComFed by what differs: its mechanisms and its optimizers do not know each other, so each is here with the
+plain other half, and two pairs have none.
+"""
+_ALIKE = {f"{client}-{server}" for client in MECHANISMS for server in OPTIMIZERS} - set(PAIRS)
+_ALIKE |= {pair for pair, _ in NAMES.values()}
+METHODS = [name for name in sorted(registered()) if name not in _ALIKE]
+"""Every method by what differs: of ComFed's pairs those above, by their usual names where they have one."""
 
 
 def classification(
@@ -208,3 +237,38 @@ def batches_of(
     federation.ask(record, [number], {"w": federation.task.initial()})
     federation.round = before
     return seen
+
+
+@contextmanager
+def process(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process whose output is read, in a group of its own: all of the group ends with the block.
+
+    It is asked to end first: torchrun's ranks are in other groups, and end when it is asked.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
+    with subprocess.Popen(command, **{**pipes, **options}, start_new_session=True) as started:
+        try:
+            yield started
+        finally:
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                if started.poll() is None:
+                    os.killpg(started.pid, signal.SIGTERM)
+                    started.wait(20)
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+
+
+def completed(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """A process that came to its end."""
+    with process(command, **options) as started:
+        output, messages = started.communicate(timeout=PATIENCE)
+        return subprocess.CompletedProcess(list(command), started.returncode, output, messages)
+
+
+def wait_until(happened: Callable[[], bool], started: subprocess.Popen[str]) -> None:
+    """Wait for something that a process does; it is wrong if it ends before."""
+    end = time.monotonic() + PATIENCE
+    while not happened():
+        assert started.poll() is None, started.communicate()[1]
+        assert time.monotonic() < end, "the process did not come to that"
+        time.sleep(0.01)

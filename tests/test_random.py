@@ -200,10 +200,10 @@ def test_a_choice_is_sorted_and_has_no_duplicates(key: int, population: int, cou
 
 def test_the_cost_of_a_choice_does_not_depend_on_the_population() -> None:
     def seconds(population: int) -> float:
-        begin = time.perf_counter()
+        begin = time.process_time()
         for key in range(20):
             random.choose(key, population, 100)
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     seconds(1000)
     assert seconds(10**15) < 20 * seconds(1000) + 0.1  # anything that walks 10^15 clients never ends

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from helpers import (
+    PAIRS,
     RAGGED,
     Point,
     federation_of,
@@ -36,7 +37,7 @@ from sartor.runs.experiment import load
 from sartor.studies import presets
 
 ENGINES = ["loop", "stacked"]
-PAIRS = [f"{client}-{server}" for client, server in product(MECHANISMS, OPTIMIZERS)]
+EVERY_PAIR = [f"{client}-{server}" for client, server in product(MECHANISMS, OPTIMIZERS)]
 COHORTS = [[0, 1, 2, 4], [1, 3, 5], [0, 2, 3, 5]]
 EVERYONE = [list(range(6))]
 
@@ -71,7 +72,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> bool:
 
 def test_every_pair_and_every_usual_name_is_registered() -> None:
     known = registered()
-    assert {*PAIRS, *NAMES} <= set(known)
+    assert {*EVERY_PAIR, *NAMES} <= set(known)
     for name, (pair, _) in NAMES.items():
         if name != "comfed-m":
             assert known[name]().hyper == known[name].Hyper()
@@ -80,7 +81,9 @@ def test_every_pair_and_every_usual_name_is_registered() -> None:
 
 
 def test_a_pair_has_the_settings_of_its_two_halves_and_no_others() -> None:
-    keys = {name: {field.name for field in dataclasses.fields(registered()[name].Hyper)} for name in PAIRS}
+    keys = {
+        name: {field.name for field in dataclasses.fields(registered()[name].Hyper)} for name in EVERY_PAIR
+    }
     common = {"lr", "local_beta", "as_printed", "server_lr"}
     assert keys["sgd-sgd"] == common
     assert keys["prox-yogi"] == common | {"mu", "beta1", "beta2", "tau", "v0"}
@@ -99,7 +102,7 @@ def test_other_names_give_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_every_pair_runs_as_printed_with_the_servers_momentum_and_on_ragged_clients(name: str) -> None:
+def test_pairs_run_as_printed_with_the_servers_momentum_and_on_ragged_clients(name: str) -> None:
     adam = {"tau": 1.0} if name.endswith("adam") else {}  # the printed one ends in no number with a small τ
     plain = end(name, COHORTS[:2], **adam)
     for hyper in ({"as_printed": True}, {"local_beta": 0.5}):
@@ -304,7 +307,7 @@ def distance(algorithm: type[Algorithm], cohorts: list[list[int]], **hyper: Any)
     federation = federation_of(
         "loop", *quadratics(CENTRES, CURVATURES), local={"batch": 0, "steps": 7}, workers=1
     )
-    method = make(algorithm, lr=0.05, **hyper)
+    method = make(algorithm, lr=0.1, **hyper)
     federation.hyper = method.hyper
     return float((play(method, federation, cohorts).w - OPTIMUM).abs().max())
 
@@ -329,21 +332,22 @@ def broken(function: Any) -> type[Algorithm]:
     return type("Broken", (scaffold,), {"client_function": staticmethod(function)})
 
 
+TOGETHER = [list(range(5))] * 40
+
+
 @pytest.mark.parametrize("option", ["I", "II"])
-def test_scaffold_reaches_the_optimum_of_unlike_clients_and_fedavg_does_not(option: str) -> None:
-    everyone = [list(range(5))] * 120
-    assert distance(registered()["scaffold"], everyone, option=option) < 1e-12
-    assert distance(registered()["fedavg"], everyone) > 1e-2
+def test_scaffold_reaches_the_optimum_of_unlike_clients(option: str) -> None:
+    assert distance(registered()["scaffold"], TOGETHER, option=option) < 1e-12
     rng = np.random.default_rng(1)
-    some = [sorted(rng.choice(5, 2, replace=False).tolist()) for _ in range(400)]
+    some = [sorted(rng.choice(5, 2, replace=False).tolist()) for _ in range(150)]
     assert distance(registered()["scaffold"], some, option=option) < 1e-12
 
 
-def test_that_claim_fails_for_broken_variants() -> None:
-    everyone = [list(range(5))] * 120
-    assert not distance(broken(flipped), everyone, option="II") < 1
-    assert distance(broken(flipped), everyone, option="I") > 1e-2
-    assert distance(broken(forgetful), everyone, option="II") > 1e-2
+def test_that_claim_fails_for_fedavg_and_for_broken_variants() -> None:
+    assert distance(registered()["fedavg"], TOGETHER) > 1e-2
+    assert not distance(broken(flipped), TOGETHER, option="II") < 1
+    assert distance(broken(flipped), TOGETHER, option="I") > 1e-2
+    assert distance(broken(forgetful), TOGETHER, option="II") > 1e-2
 
 
 def test_with_weights_scaffold_reaches_the_weighted_optimum() -> None:
@@ -351,8 +355,8 @@ def test_with_weights_scaffold_reaches_the_weighted_optimum() -> None:
     p = torch.tensor([[size / 15] for size in sizes], dtype=torch.float64)
     task, data = quadratics(CENTRES, CURVATURES, sizes)
     federation = federation_of("loop", task, data, local={"batch": 0, "steps": 7}, workers=1)
-    algorithm = method("scaffold", federation, lr=0.05, option="II", weighted=True)
-    w = play(algorithm, federation, [list(range(5))] * 120).w
+    algorithm = method("scaffold", federation, lr=0.1, option="II", weighted=True)
+    w = play(algorithm, federation, TOGETHER).w
     assert close(w, (p * CURVATURES * CENTRES).sum(0) / (p * CURVATURES).sum(0))
 
 
@@ -540,7 +544,7 @@ def test_printed_adaptive_servers_shrink_the_model() -> None:
 def test_presets_are_experiments_for_every_method_of_the_tables(name: str) -> None:
     assert name in presets.names()
     assert load(presets.path(name)).algorithm == "prox-yogi"
-    for algorithm in ("fedavg", *PAIRS, *NAMES):
+    for algorithm in ("fedavg", *EVERY_PAIR, *NAMES):
         experiment = load(presets.path(name), algorithm=algorithm)
         assert experiment.hyper.lr == 0.01
         assert (experiment.local.momentum, experiment.local.weight_decay) == (0.9, 1e-4)

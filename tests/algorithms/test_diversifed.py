@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sartor
-from helpers import RAGGED, classification, federation_of, method, play, quadratics, task_and_data
+from helpers import (
+    RAGGED,
+    classification,
+    completed,
+    federation_of,
+    method,
+    play,
+    quadratics,
+    task_and_data,
+)
 from sartor.algorithms.mixing.diversifed import DiversiFed, DiversiFedServer, Targets, coefficients
 from sartor.algorithms.server import similarity
 from sartor.algorithms.server.similarity import (
@@ -161,7 +169,7 @@ def test_only_known_models_count() -> None:
 # Pieces of it ----------------------------------------------------------------------------------------------
 
 
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 40), st.integers(0, 10**6))
 def test_distances_and_cosines_are_those_of_pairs(rows: int, count: int, size: int, seed: int) -> None:
     left, right = random_models(rows, size, seed), random_models(count, size, seed + 1)
@@ -362,7 +370,7 @@ def test_the_example_of_the_first_figure_runs(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "measurements" / "diversity.py"
     picture = tmp_path / "diversity.png"
     command = [sys.executable, str(script), "--seeds", "1", "--out", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = completed(command)
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = [line.split() for line in done.stdout.splitlines() if line.strip().startswith(("-0", "0", "+0"))]

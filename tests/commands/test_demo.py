@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-import subprocess
+import dataclasses
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
+import sartor.commands.demo
 from sartor.algorithms import registered
 from sartor.commands.demo import METHODS
 from sartor.runs.record import RunFolder
+from sartor.runs.runner import execute
 
 
 def test_the_methods_of_the_demo_exist() -> None:
     assert set(METHODS) <= set(registered())
 
 
-@pytest.mark.slow
-def test_the_demo_prints_a_table_stores_its_runs_and_reports_them(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sartor.commands.demo", "fedavg", "separate"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_the_demo_prints_a_table_stores_its_runs_and_reports_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With fewer rounds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo", "fedavg", "separate"])
+    monkeypatch.setattr(
+        "sartor.runs.runner.execute",
+        lambda experiment, **settings: execute(dataclasses.replace(experiment, rounds=4), **settings),
+    )
+    runpy.run_path(sartor.commands.demo.__file__, run_name="__main__")
+    printed = capsys.readouterr().out
     folders = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
     assert len(folders) == 2
     for folder in folders:
-        assert folder.name in done.stdout
+        assert folder.name in printed
         summary = RunFolder.open(folder).summary
         cell = "shared_local" if summary["algorithm"] == "fedavg" else "personal_local"
-        assert f"{100 * summary['accuracy'][cell]:.1f}" in done.stdout
-    assert str(Path("runs") / "report.html") in done.stdout
+        assert f"{100 * summary['accuracy'][cell]:.1f}" in printed
+    assert str(Path("runs") / "report.html") in printed
     page = (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
     for folder in folders:
         assert str(folder.relative_to(tmp_path)) in page

@@ -53,7 +53,7 @@ def numbers(x: torch.Tensor) -> list[int]:
     st.sampled_from([0.0, 0.25]),
     st.integers(0, 2**63),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_every_sample_is_in_one_split_of_its_client(sizes, test, validation, seed):
     if max(sizes) < 2:
         sizes = [*sizes, 2]
@@ -314,7 +314,7 @@ line = st.lists(
 )
 @example(b"\x80\n")
 @example(b'"a\nb",x,label\n1,2,3\n')
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_any_bytes_as_a_table_end_in_data_or_one_message(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("table")
     for name, start in (("t.csv", b"who,x,label\n"), ("u.csv", b""), ("t.parquet", b"PAR1")):

@@ -25,7 +25,7 @@ from sartor.data.sources import Source
 from sartor.data.streams import stream
 from sartor.errors import DataError, SettingError
 
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=40)
 seeds = st.integers(0, 2**63 - 1)
 COVERING = [
     {"name": "iid"},
@@ -123,7 +123,7 @@ def test_cut_keeps_every_class_where_it_can(counts, fraction, seed):
 
 @pytest.mark.parametrize("spec", COVERING, ids=str)
 @given(pools(), st.integers(1, 9), seeds, st.sampled_from([0.0, 0.2]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_every_training_sample_goes_to_exactly_one_client(spec, labels, clients, seed, validation):
     assume(len(labels[0]) >= 2 * clients)
     partition = make_partition(labels, spec, clients, seed, validation=validation)
@@ -137,7 +137,7 @@ def test_every_training_sample_goes_to_exactly_one_client(spec, labels, clients,
 
 @pytest.mark.parametrize("spec", COVERING, ids=str)
 @given(pools(least=8, test=False), st.integers(1, 8), seeds)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_without_a_test_set_each_client_s_own_samples_are_cut(spec, labels, clients, seed):
     spec = {**spec, "least": 2} if spec["name"] == "dirichlet" and spec.get("by") != "client" else spec
     assume(len(labels) >= 2 * clients)
@@ -286,7 +286,7 @@ def test_the_balancing_mask_gives_nothing_to_who_has_a_fair_share():
 
 
 @given(st.integers(2, 12), st.integers(1, 9), seeds)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_small_clients_are_lifted_and_it_is_said(clients, least, seed):
     labels = shuffled([clients * least, clients * least // 2 + 1])
     spec = {"name": "dirichlet", "alpha": 0.01, "least": least}
@@ -425,7 +425,7 @@ def test_a_column_names_the_clients(tmp_path):
 
 
 @given(pools(least=1, most=40), st.integers(1, 12), seeds)
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_test_labels_follow_the_training_labels_in_one_ratio(labels, clients, seed):
     held = Labels(*labels)
     counts = np.random.default_rng(seed).integers(0, 12, (clients, held.classes))
@@ -474,7 +474,7 @@ def test_a_client_whose_classes_are_not_tested_is_refused():
 
 
 @given(pools(least=4), st.integers(1, 6), seeds, st.sampled_from([0.0, 0.3]))
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_a_saved_partition_comes_back(tmp_path_factory, labels, clients, seed, validation):
     path = tmp_path_factory.mktemp("partition") / "p.npz"
     spec = {"name": "dirichlet", "least": 1}

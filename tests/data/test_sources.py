@@ -76,7 +76,7 @@ def test_idx_round_trip(tmp_path, shape, zipped):
 
 
 @given(st.integers(0, 15), st.integers(1, 255))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_changed_byte_of_an_idx_header_is_noticed(tmp_path_factory, place, change):
     path = tmp_path_factory.mktemp("idx") / "a-idx3"
     content = bytearray(idx(images(3, 4, 5)))

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from flower_processes import free_port
+from typer.testing import CliRunner
+
+from helpers import ENVIRONMENT, completed
+from sartor.commands.main import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -27,13 +33,22 @@ def run_block(kind: str, code: str, page: Path, module: ModuleType) -> None:
         exec(compile(code, str(page), "exec", dont_inherit=True), module.__dict__)
     elif kind == "toml":
         Path("experiment.toml").write_text(code, encoding="utf-8")
+    elif all(words[0] == "sartor" for words in command_lines(code)):  # needs no shell
+        for words in command_lines(code):
+            result = CliRunner().invoke(app, words[1:], prog_name="sartor")
+            assert result.exit_code == 0, f"{words}\n{result.stderr}\n{result.exception}"
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        command = ["bash", "-euc", code]
-        done = subprocess.run(
-            command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300
-        )
+        code = code.replace("18080", str(free_port()))
+        done = completed(["bash", "-euc", code], env={**ENVIRONMENT, "PATH": path})
         assert done.returncode == 0, f"{code}\n{done.stderr}"
+
+
+def command_lines(code: str) -> Iterator[list[str]]:
+    """The words of every command."""
+    for line in code.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words
 
 
 @pytest.mark.slow

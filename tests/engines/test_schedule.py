@@ -63,7 +63,7 @@ def test_packing_is_within_grahams_bound(counts: list[int], lanes: int) -> None:
     assert len(rows) * lanes <= sum(counts) + (lanes - 1) * longest
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 3))
 def test_longest_first_is_within_a_third_of_the_best(counts: list[int], lanes: int) -> None:
     """Graham 1969: longest first needs at most 4/3 − 1/(3m) times the steps of the best way."""

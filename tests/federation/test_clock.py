@@ -100,7 +100,7 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_nothing_is_lost_or_comes_twice_and_time_does_not_run_backwards(
     actions: list[tuple[str, int, float]],
 ) -> None:
@@ -168,7 +168,7 @@ class Given:
         max_size=8,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_job_is_used_lost_or_called_off_exactly_once(rounds: list[Any]) -> None:
     task, data = task_and_data()
     lost_in = [entry[3] for entry in rounds]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).parents[2] / "src"
+PATIENCE = 300.0  # seconds, generous also on a busy machine
 
 
 class Child:
@@ -43,16 +44,16 @@ class Child:
         """End it as a crash would."""
         if self.code() is None:
             os.kill(self.pid, signal.SIGKILL)
-            self.wait(10)
+            self.wait()
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         end = time.monotonic() + seconds
         while (code := self.code()) is None:
             assert time.monotonic() < end, f"still running:\n{self.output}"
             time.sleep(0.02)
         return code
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str, seconds: float = PATIENCE) -> None:
         """Wait until it has said this."""
         end = time.monotonic() + seconds
         while text not in self.output:
@@ -79,6 +80,7 @@ class Nursery:
             env=environment,
             cwd=folder,
             text=True,
+            start_new_session=True,
         )
         self.children: list[Child] = []
 
@@ -99,11 +101,9 @@ class Nursery:
         return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
-        for child in self.children:
-            child.kill()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
 
 
 def free_port() -> int:

@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 import sartor
+from helpers import PATIENCE, wait_until
 from sartor.algorithms import registered
 from sartor.algorithms.comfed.comfed import MECHANISMS, comfed
 from sartor.algorithms.server.optimizers import OPTIMIZERS
@@ -37,7 +40,7 @@ from sartor.runs.experiment import Experiment, load
 from sartor.runs.runner import execute, open_federation
 
 pytest.importorskip("flwr")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 
 SIZES = (30, 70, 50, 90, 40, 60)
 BLOCKS = ((0, 3), (1, 4), (2, 5))
@@ -114,11 +117,11 @@ class Federation:
         data = ("--data", self.nursery.folder / f"node{node}", "--state", self.place / f"state{node}")
         return self.nursery.start("join", f"127.0.0.1:{self.port}", *data, *words)
 
-    def done(self, seconds: float = 90) -> dict[str, Tensor]:
+    def done(self) -> dict[str, Tensor]:
         """The models of the run, which has come to its end at the server and at all nodes."""
-        assert self.server.wait(seconds) == 0, self.server.output
+        assert self.server.wait() == 0, self.server.output
         for node in self.nodes:
-            assert node.wait(20) == 0, node.output
+            assert node.wait() == 0, node.output
             assert "Traceback" not in node.output
         assert "Traceback" not in self.server.output
         return load_file(self.run / "models.safetensors")
@@ -376,7 +379,7 @@ def test_a_round_goes_on_without_a_node_that_stays_away(nursery: Nursery) -> Non
     federation = Federation(nursery, "scaffold", "rounds=5", "evaluate.every=0", options=options)
     federation.nodes[2].wait_for("round 2")
     federation.nodes[2].kill()
-    assert federation.server.wait(90) == 0, federation.server.output
+    assert federation.server.wait() == 0, federation.server.output
     answered = [row["answered"] for row in federation.rounds()]
     assert answered[0] == 6
     assert answered[-1] == 4
@@ -423,12 +426,12 @@ def test_a_store_serves_one_server_at_a_time(nursery: Nursery, folder: Path) -> 
     federation = Federation(nursery, "fedavg", nodes=0, options=("--store", store))
     federation.server.wait_for("waiting for")
     other = nursery.start("serve", "--listen", f"127.0.0.1:{free_port()}", "--store", store)
-    assert other.wait(30) == 2
+    assert other.wait() == 2
     assert other.output.strip() == f"sartor: --store {store}: another server is using it"
     (folder / "text.db").write_text("no database at all, whatever its name says\n" * 100)
     for path, reason in ((folder / "text.db", "not a database"), (folder / "no" / "x.db", "No such file")):
         wrong = nursery.start("serve", "--listen", f"127.0.0.1:{free_port()}", "--store", path)
-        assert wrong.wait(30) == 2
+        assert wrong.wait() == 2
         assert f"--store {path}: cannot be used: " in wrong.output
         assert reason in wrong.output
         assert len(wrong.output.splitlines()) == 1
@@ -584,7 +587,7 @@ def test_a_hostile_node_harms_itself_alone(nursery: Nursery, folder: Path) -> No
     address = f"127.0.0.1:{federation.port}"
     hostile = nursery.start(address, folder / "node2", federation.place / "x", script="flower_hostile")
     found = federation.done()
-    assert hostile.wait(20) == 0, hostile.output
+    assert hostile.wait() == 0, hostile.output
     rounds = federation.rounds()
     assert [row["answered"] for row in rounds] == [6] + [4] * (len(ROUNDS) - 1)
     for row, kind in zip(rounds, kinds, strict=True):
@@ -631,7 +634,7 @@ def test_a_forger_harms_nobody(nursery: Nursery, folder: Path) -> None:
     }
     assert_equal(federation.done(), simulated(folder, "scaffold", *settings)[0])
     for child in roles.values():
-        assert child.wait(20) == 0, child.output
+        assert child.wait() == 0, child.output
     rounds = federation.rounds()
     assert [row["answered"] for row in rounds] == [6] * 3
     found: dict[tuple[str, str], list[str]] = {}
@@ -719,7 +722,7 @@ def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path
     }
 
     def told(node: Child, reason: str) -> None:
-        assert node.wait(30) == 2, node.output
+        assert node.wait() == 2, node.output
         said = [line for line in node.output.splitlines() if "joined" not in line]
         assert len(said) == 1, node.output  # one message, and no traceback
         assert re.search(f"cannot take part: .*{reason}", said[0]), node.output
@@ -836,9 +839,9 @@ def test_nodes_with_a_key_join_a_server_with_a_certificate(nursery: Nursery, fol
     keys = folder / "keys"
     names = "north,south,west"
     made = nursery.start("keys", keys, "--host", "127.0.0.1", "--host", "localhost", "--nodes", names)
-    assert made.wait(20) == 0, made.output
+    assert made.wait() == 0, made.output
     other = nursery.start("keys", folder / "others", "--host", "127.0.0.1", "--nodes", "1")
-    assert other.wait(20) == 0, other.output
+    assert other.wait() == 0, other.output
     files = (keys / "server.crt", keys / "server.key", keys / "ca.crt")
     tls = ("--tls", *files, "--nodes", keys / "nodes.pub")
     federation = Federation(nursery, "fedavg", "rounds=2", nodes=0, options=tls)
@@ -856,7 +859,7 @@ def test_nodes_with_a_key_join_a_server_with_a_certificate(nursery: Nursery, fol
     }
     unknown = "the server does not know this node's key, which must be among its --nodes"
     for who, stranger in strangers.items():
-        assert stranger.wait(30) == 2, who
+        assert stranger.wait() == 2, who
         assert (unknown if "key" in who else "no server for 1 s") in stranger.output, who
         assert len(stranger.output.splitlines()) == 1, stranger.output
         assert "joined" not in stranger.output, who
@@ -1175,6 +1178,11 @@ def test_a_reply_does_not_grow_by_what_another_has_announced(link: Any) -> None:
 # A Flower installation that is there already ---------------------------------------------------------------
 
 
+def listening(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path) -> None:
     """Flower's own programs, a process for every message."""
     place = folder / "stock"
@@ -1185,7 +1193,7 @@ def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path) 
     )
     settings = ("rounds=1", "evaluate.every=0", "data.clients=4")
     app = nursery.start("flower-app", place / "app", "algorithm=fedavg", *SETTINGS[1:], *settings)
-    assert app.wait(20) == 0, app.output
+    assert app.wait() == 0, app.output
     environment = {
         **os.environ,
         "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
@@ -1216,17 +1224,19 @@ def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path) 
                         start_new_session=True,
                     )
                 )
-            time.sleep(4)  # one after the other, as a person would
-        ended = started[-1].wait(200)
+            if command != "flwr":  # one after the other, as a person would
+                wait_until(partial(listening, words[4]), started[-1])
+        ended = started[-1].wait(PATIENCE)
         assert ended == 0, [log.read_text()[-2000:] for log in place.glob("*.log")]
     finally:
         for process in started:
             process.terminate()
         for process in started:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            with suppress(ProcessLookupError):  # and whatever it has started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     (place / "all").mkdir()
     for client in (*BLOCKS[0], *BLOCKS[1]):
         shutil.copy(folder / "all" / f"c{client}.npz", place / "all")

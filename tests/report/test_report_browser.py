@@ -41,6 +41,7 @@ MARKS = {
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(
         CHROMIUM is None or DRIVER is None,
         reason="needs a Chromium and its driver (Debian: apt-get install chromium chromium-driver)",
@@ -81,7 +82,7 @@ class Browser:
         script = "return [...document.querySelectorAll(arguments[0])].map((element) => element.textContent)"
         return list(self.run(script, selector))
 
-    def until(self, holds: Callable[[], bool], seconds: float = 20) -> None:
+    def until(self, holds: Callable[[], bool], seconds: float = 120) -> None:
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, "the page did not come to that"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import sartor
-from helpers import classification, module_of
+from helpers import METHODS, classification, module_of
 from sartor.algorithms import registered
 from sartor.algorithms.references.fedavg import FedAvg
 from sartor.commands.main import app
@@ -44,12 +44,6 @@ from sartor.runs.runner import Result, evaluate_run, execute, resume
 
 CPU = torch.device("cpu")
 cli = CliRunner()
-
-# Of the pairs of client mechanism and server optimizer, which are one class, one for each.
-PAIRS = re.compile("(sgd|prox|scaf|nova)-(?!sgd$)|(prox|nova)-sgd")
-METHODS = [
-    name for name in sorted(registered()) if not PAIRS.match(name) or name in ("scaf-yogi", "nova-adam")
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +140,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(values)
 def test_any_state_comes_back_through_a_file_to_the_bit(tmp_path_factory: Any, value: Any) -> None:
     folder = RunFolder.create(tmp_path_factory.mktemp("run"), from_mapping({}))

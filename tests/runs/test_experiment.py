@@ -35,7 +35,7 @@ ALGORITHMS = sorted(module._registry("algorithm"))
 KINDS = {section: dict(module._registry(section)) for section in (*CHOICES, "algorithm")}
 ROWS = describe_settings()
 KEYS = sorted({row.key for row in ROWS})
-quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 # -- what the settings allow, as strategies ---------------------------------------------------------
@@ -200,7 +200,7 @@ def test_the_settings_of_a_choice_do_not_clash_with_its_common_keys(section: str
 # -- bad input --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(
         st.one_of(words, st.integers(), st.none()),
@@ -222,7 +222,7 @@ def test_any_mapping_is_an_experiment_or_a_setting_error(mapping: dict[Any, Any]
     to_toml(experiment).encode()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(ROWS), anything)
 def test_any_value_of_a_known_key_is_taken_or_refused_by_name(row: module.Setting, value: Any) -> None:
     mapping: dict[str, Any] = {}
@@ -286,7 +286,7 @@ def test_an_unknown_key_is_refused_anywhere(mapping: dict[str, Any], section: st
         from_mapping(mapping)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(
         st.text(),
@@ -311,7 +311,7 @@ def test_any_file_is_an_experiment_or_a_setting_error(tmp_path_factory: Any, con
         assert isinstance(load(path), Experiment)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.one_of(

@@ -19,7 +19,7 @@ labels = st.integers(2, 6).flatmap(
 
 
 @given(labels)
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_scores_equal_scikit_learn(drawn):
     classes, pairs = drawn
     truth, predicted = zip(*pairs, strict=True)
@@ -37,7 +37,7 @@ def test_scores_equal_scikit_learn(drawn):
 
 
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_stack_scores_each_matrix_alone(clients, classes, seed):
     stack = np.random.default_rng(seed).integers(0, 9, (clients, classes, classes))
     stack[:, 0, 0] += 1
@@ -66,7 +66,7 @@ def test_labels_outside_the_classes_are_refused():
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_spread_follows_its_definitions(values, random):
     weights = [random.randint(1, 50) for _ in values]
     found = spread(values, weights)

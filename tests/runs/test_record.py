@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers import PATIENCE, process
 from sartor.data.partitions import Partition, make_partition
 from sartor.errors import SartorError
 from sartor.runs.experiment import fingerprint, from_mapping, to_mapping
@@ -113,14 +114,14 @@ def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
         "except SartorError: sys.exit(2)\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    pair = [subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in pair:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in pair:
-        process.communicate(timeout=60)
-    assert sorted(process.returncode for process in pair) == [0, 2]
+    with process(command, stdin=subprocess.PIPE) as one, process(command, stdin=subprocess.PIPE) as other:
+        for each in (one, other):
+            assert each.stdin is not None
+            each.stdin.write("go\n")
+            each.stdin.flush()
+        for each in (one, other):
+            each.communicate(timeout=PATIENCE)
+    assert sorted([one.returncode, other.returncode]) == [0, 2]
 
 
 def test_a_folder_taken_in_the_very_last_moment_is_refused(
@@ -160,7 +161,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(plain)
 def test_json_is_strict_one_line_and_holds_all_but_non_finite_numbers(value: Any) -> None:
     def refuse(word: str) -> None:
@@ -299,7 +300,7 @@ def test_an_unfinished_run_says_so(run: RunFolder) -> None:
         _ = run.models
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=60) | st.just(b"[" * 100_000) | st.just(b"[1]\n"))
 def test_damaged_files_are_named(tmp_path_factory: Any, content: bytes) -> None:
     run = RunFolder.create(tmp_path_factory.mktemp("run"), EXPERIMENT)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sartor
-from helpers import RAGGED, classification, model_task
+from helpers import METHODS, RAGGED, classification, model_task
 from sartor.algorithms import registered
 from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError
@@ -356,7 +356,7 @@ def test_the_hash_is_of_the_final_models(data: ClientData) -> None:
 # Errors ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(registered()))
+@pytest.mark.parametrize("name", METHODS)
 def test_a_run_that_diverges_ends_in_one_message(data: ClientData, name: str) -> None:
     with pytest.raises(SartorError, match=rf"{name}, round \d.*: .*not finite.*smaller learning rate"):
         go(name, data, model="mlp", hyper={"lr": 1e30}, rounds=4, cohort={})

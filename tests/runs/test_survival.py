@@ -17,27 +17,21 @@ from typing import Any
 
 import pytest
 
-import sartor as sartor_package
-from sartor.algorithms import registered
+from helpers import PATIENCE, completed, process, wait_until
 from sartor.runs.record import RunFolder
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("survival"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes by fork"),
 ]
 
-SOURCE = str(Path(sartor_package.__file__).resolve().parent.parent)
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")]),
-    "OMP_NUM_THREADS": "1",
-}
 SMALL = ("--clients", "6", "model.hidden=8", "cohort.fraction=0.5", "data.validation=0.2")
 
 STAY_READY = """
 import os, sys
-# everything slow to import, before any thread is started
-import sartor.runs.runner, sartor.commands.main, pyarrow.parquet
+# Everything slow to import, before any thread is started.
+import sartor.runs.runner, sartor.commands.main, pooch, pyarrow.parquet, torch._dynamo
 for line in sys.stdin:
     words = line.rstrip("\\n").split("\\t")
     child = os.fork()
@@ -52,12 +46,8 @@ for line in sys.stdin:
 class Ready:
     """A process that has imported everything and starts the program by a fork: in milliseconds."""
 
-    def __init__(self) -> None:
-        # Without buffers, so that an answer waits in the pipe, where it can be seen.
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        command = [sys.executable, "-c", STAY_READY]
-        self.process = subprocess.Popen(command, **pipes, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
-        self.number = 0
+    def __init__(self, process: subprocess.Popen[Any]) -> None:
+        self.process, self.number = process, 0
         self.start("--version")
         assert self.wait() == 0
 
@@ -69,8 +59,7 @@ class Ready:
 
     def _answer(self) -> int:
         assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], 120)[0]:
-            os.kill(self.number, signal.SIGKILL)
+        if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
             pytest.fail("the program hangs")
         return int(self.process.stdout.readline())
 
@@ -91,11 +80,10 @@ class Ready:
 
 @pytest.fixture(scope="module")
 def ready() -> Iterator[Ready]:
-    server = Ready()
-    yield server
-    assert server.process.stdin is not None
-    server.process.stdin.close()
-    server.process.wait(30)
+    # Without buffers, so that an answer waits in the pipe, where it can be seen.
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with process([sys.executable, "-c", STAY_READY], **pipes, text=False, bufsize=0) as started:
+        yield Ready(started)
 
 
 def numbers(folder: Path) -> dict[str, Any]:
@@ -109,16 +97,12 @@ def numbers(folder: Path) -> dict[str, Any]:
     }
 
 
-LOOP = "engine.name=loop"
+# What differs is what is written: states in the checkpoint or beside it, everybody's models, work in flight.
 KINDS = {
-    "fedavg": (LOOP,),
     "scaffold": ("engine.name=stacked",),
-    "separate": (LOOP, "engine.states=disk"),
-    "ditto": (LOOP,),
-    "ma-fsvrg": (LOOP,),
-    "diversifed": (LOOP,),
-    "fedasync": (LOOP, "delay.name=lognormal"),
-    "fedbuff": (LOOP, "delay.name=lognormal", "replies.dropout=0.2"),
+    "separate": ("engine.name=loop", "engine.states=disk"),
+    "diversifed": ("engine.name=loop",),
+    "fedbuff": ("engine.name=loop", "delay.name=lognormal", "replies.dropout=0.2"),
 }
 
 
@@ -128,18 +112,31 @@ def rows(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name in registered()])
+@pytest.mark.parametrize("name", KINDS)
 def test_a_run_killed_again_and_again_comes_to_the_same_numbers(
     name: str, ready: Ready, tmp_path: Path
 ) -> None:
     """kill -9 at moments spread over the whole run, from before the first checkpoint to the last file."""
-    words = ("run", name, "--rounds", "40", *SMALL, *KINDS[name])
+    words = ("run", name, "--rounds", "30", *SMALL, *KINDS[name])
     ready.start(*words, "--out", str(tmp_path / "whole"))
     assert ready.wait() == 0
     chance = random.Random(name)
-    folder = tmp_path / "killed"
+    for attempt in range(10):  # on a busy machine a run may be over before it is killed
+        folder = tmp_path / f"killed {attempt}"
+        reached = killed_again_and_again(ready, words, folder, chance)
+        assert numbers(folder) == numbers(tmp_path / "whole")
+        assert not list(folder.rglob(".unfinished*"))
+        if sum(0 < round < 30 for round in reached) >= 2:
+            return
+    pytest.fail("the run was always over before it was killed")
+
+
+def killed_again_and_again(
+    ready: Ready, words: tuple[str, ...], folder: Path, chance: random.Random
+) -> list[int]:
+    """The rounds that a run had come to when it was killed, and at last when it ended."""
     reached: list[int] = []
-    for target in (0, 1, 8, 16, 24, 32, 40, None):  # rounds to wait for; the last time it may finish
+    for target in (0, 1, 8, 16, 24, 30, None):  # rounds to wait for; the last time it may finish
         begun = (folder / "config.toml").is_file() and (folder / "config.toml").stat().st_size > 0
         if not begun:  # killed before there was a run at all
             shutil.rmtree(folder, ignore_errors=True)
@@ -152,55 +149,46 @@ def test_a_run_killed_again_and_again_comes_to_the_same_numbers(
         status = ready.wait()
         reached.append(rows(folder))
         if status == 0:
-            break
+            return reached
         assert status == -signal.SIGKILL
-    assert status == 0
-    assert sum(0 < round < 40 for round in reached) >= 2, reached
-    assert numbers(folder) == numbers(tmp_path / "whole")
-    assert not list(folder.rglob(".unfinished*"))
+    raise AssertionError("the run did not come to its end")
 
 
-def sartor(*words: str, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "sartor", *words]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=ENVIRONMENT, **pipes, **options)
+def sartor(*words: str) -> list[str]:
+    return [sys.executable, "-m", "sartor", *words]
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.01)
-
-
-def test_the_program_itself_is_killed_and_resumed(tmp_path: Path) -> None:
+def test_the_program_itself_is_killed_and_resumed(tmp_path: Path, ready: Ready) -> None:
     """As a user does it, in processes of their own; the number of rounds is extended on the way."""
-    words = ("run", "scaffold", *SMALL)
-    whole = sartor(*words, "--rounds", "60", "--out", "whole", "--json", cwd=tmp_path)
-    expected = json.loads(whole.communicate(timeout=120)[0])
-    first = sartor(*words, "--rounds", "50000", "--out", "run", cwd=tmp_path)
-    wait_for(tmp_path / "run" / "checkpoints" / "round-000000001.safetensors", first)
-    first.kill()
-    first.communicate(timeout=60)
-    config = tmp_path / "run" / "config.toml"
+    words, folder = ("run", "scaffold", *SMALL), tmp_path / "run"
+    ready.start(*words, "--rounds", "60", "--out", str(tmp_path / "whole"))
+    assert ready.wait() == 0
+    with process(sartor(*words, "--rounds", "50000", "--out", "run"), cwd=tmp_path) as first:
+        wait_until((folder / "checkpoints" / "round-000000001.safetensors").exists, first)
+        first.kill()
+    config = folder / "config.toml"
     config.write_text(config.read_text().replace("rounds = 50000", "rounds = 30"))
-    for rounds in ((), ("--rounds", "60")):
-        again = sartor("resume", "run", *rounds, "--json", cwd=tmp_path)
-        printed, messages = again.communicate(timeout=120)
-        assert again.returncode == 0, messages
-    assert json.loads(printed)["model_sha256"] == expected["model_sha256"]
+    ready.start("resume", str(folder))
+    assert ready.wait() == 0
+    again = completed(sartor("resume", "run", "--rounds", "60", "--json"), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (
+        json.loads(again.stdout)["model_sha256"] == RunFolder.open(tmp_path / "whole").summary["model_sha256"]
+    )
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    process = sartor("run", "fedavg", *SMALL, "--rounds", "50000", "--out", "run", cwd=tmp_path)
-    wait_for(tmp_path / "run" / "rounds.jsonl", process)
-    process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=60)
-    assert process.returncode == 130
+    with process(
+        sartor("run", "fedavg", *SMALL, "--rounds", "50000", "--out", "run"), cwd=tmp_path
+    ) as started:
+        wait_until((tmp_path / "run" / "rounds.jsonl").exists, started)
+        started.send_signal(signal.SIGINT)
+        _, messages = started.communicate(timeout=PATIENCE)
+    assert started.returncode == 130
     assert "Traceback" not in messages
     done = len(RunFolder.open(tmp_path / "run").rounds)
     assert messages.splitlines()[-1] == f"sartor: stopped; `sartor resume run` goes on after round {done}"
+    assert (tmp_path / "run" / "clients.parquet").exists()
 
 
 @pytest.fixture
@@ -224,12 +212,11 @@ def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(
     space = os.statvfs(small_disk)
     room = 5 * (tmp_path / "whole" / "models.safetensors").stat().st_size // 2
     (small_disk / "filler").write_bytes(bytes(space.f_bavail * space.f_frsize - room))
-    stopped = sartor(*words, "--out", str(small_disk / "run"))
-    _, messages = stopped.communicate(timeout=120)
-    assert stopped.returncode == 2, messages
-    assert messages.count("\n") == 1
-    assert "No space left on device" in messages
-    assert f"then `sartor resume {small_disk / 'run'}`" in messages
+    stopped = completed(sartor(*words, "--out", str(small_disk / "run")))
+    assert stopped.returncode == 2, stopped.stderr
+    assert stopped.stderr.count("\n") == 1
+    assert "No space left on device" in stopped.stderr
+    assert f"then `sartor resume {small_disk / 'run'}`" in stopped.stderr
     (small_disk / "filler").unlink()
     ready.start("resume", str(small_disk / "run"))
     assert ready.wait() == 0

@@ -51,7 +51,7 @@ def test_the_exact_p_value_is_scipys_where_there_are_no_ties(count: int) -> None
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_exact_p_value_with_ties_is_the_share_of_signs(differences: list[int]) -> None:
     test = signed_ranks(differences)
     ranks = stats.rankdata([abs(value) for value in differences if value])
@@ -79,7 +79,7 @@ def test_the_approximation_continues_the_exact_values() -> None:
 
 @given(DIFFERENCES)
 @example([0.0, 0.0, 0.1, -0.1])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_swapping_two_methods_turns_the_signs_and_nothing_else(differences: list[float]) -> None:
     test, turned = signed_ranks(differences), signed_ranks([-value for value in differences])
     assert (test.better, test.positive, test.p) == (turned.worse, turned.negative, turned.p)
@@ -89,7 +89,7 @@ def test_swapping_two_methods_turns_the_signs_and_nothing_else(differences: list
 
 
 @given(DIFFERENCES, st.randoms())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_order_of_clients_changes_nothing(differences: list[float], order: object) -> None:
     mixed = list(differences)
     order.shuffle(mixed)  # type: ignore[attr-defined]

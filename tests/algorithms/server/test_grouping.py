@@ -228,7 +228,7 @@ def test_it_is_a_function_of_the_key() -> None:
 # Lloyd and k-means++ ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(m=st.integers(1, 30), k=st.integers(1, 4), groups=st.integers(1, 6), seed=st.integers(0, 10**6))
 def test_lloyd_ends_where_nothing_moves(m: int, k: int, groups: int, seed: int) -> None:
     points, starts = normal(m, k, seed=seed), normal(groups, k, seed=seed + 1)
