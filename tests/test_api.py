@@ -202,7 +202,7 @@ def test_validation_data_is_cut_from_own_data() -> None:
 def test_a_method_of_ones_own_runs_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from sartor.algorithms import base
 
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(base._REGISTRY, "_known", dict(base._REGISTRY._known))
 
     def full_step(client: sartor.Client, hyper: Any, w: Tensor) -> sartor.Reply:
         return sartor.Reply(gradient=client.full_gradient(w))

@@ -9,6 +9,7 @@ from sartor.data.loaders import (
     from_table,
     source_from_dataset,
 )
+from sartor.data.own import read_data, register_data
 from sartor.data.partitions import (
     PARTITIONS,
     Partition,
@@ -41,5 +42,7 @@ __all__ = [
     "make_partition",
     "plot_partition",
     "prepare",
+    "read_data",
+    "register_data",
     "source_from_dataset",
 ]

@@ -32,7 +32,7 @@ from sartor.engines import choose_engine, make_federation
 from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.federation.functions import find_function
-from sartor.model.networks import make_task
+from sartor.model.networks import build_task
 from sartor.model.task import Task
 from sartor.remote.journal import Ledger, rows_of, write
 from sartor.remote.messages import BadMessage, Parts, decode, encode, version
@@ -165,8 +165,7 @@ class Node:
         task = self._given_task
         if task is None:
             shape = tuple(data.train.x.shape[1:])
-            model = experiment.model
-            task = make_task(model.name, model.settings, shape, wide.classes, experiment.seed)
+            task = build_task(experiment.model, shape, wide.classes, experiment.seed)
         engine = choose_engine(experiment.engine.name, task, self._device, wide.train.x, wide.train.y)
         self._federation = make_federation(
             engine,
