@@ -20,6 +20,7 @@ UNUSED_IN_A_FEDERATION = {
     **dict.fromkeys(("data.name", "data.folder", "data.client_column", "data.label_column"), NODES),
     "partition": NODES,
     **dict.fromkeys(("availability", "delay", "replies.dropout", "replies.deadline"), TIME),
+    "replies.on_bad_reply": "in a federation bad replies are left out",
 }
 """What words of ``sartor serve`` would change nothing; in a file it may stand, for simulations."""
 

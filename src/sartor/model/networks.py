@@ -173,7 +173,8 @@ def build_task(choice: ModelChoice, shape: Shape, classes: int | None, seed: int
         return made
     if not isinstance(made, nn.Module):
         raise SettingError(f"{what}: expected an nn.Module, it gives a {type(made).__name__}")
-    return Task(made, classes=classes, head=choice.head, name=Path(choice.path).name)
+    head = None if choice.head is None else str(choice.head)
+    return Task(made, classes=classes, head=head, name=Path(choice.path).name)
 
 
 def make_task(name: str, settings: Any, shape: Shape, classes: int | None, seed: int) -> Task:
@@ -292,7 +293,9 @@ class ModelChoice:
     path: str | None = setting(
         None, "own network instead of `name`: a function in a file, as in net.py:build"
     )
-    head: str | None = setting(None, "path of the module that is the head of an own network (model.path)")
+    head: str | int | None = setting(
+        None, "path of the module that is the head of an own network (model.path)"
+    )
     buffers: str = setting(
         "auto",
         "float buffers such as BatchNorm statistics: averaged, kept by each client or frozen",

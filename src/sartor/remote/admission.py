@@ -17,7 +17,7 @@ import torch
 from sartor.data.clients import ClientData, Moments, Split
 from sartor.remote.messages import DTYPES
 from sartor.remote.requests import Failed, Letter, Post
-from sartor.runs.experiment import Experiment, to_mapping
+from sartor.runs.experiment import Experiment, code_of, portable
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Reception:
 
     def __init__(self, post: Post, experiment: Experiment) -> None:
         self._post, self._experiment = post, experiment
+        self._code = {code.name: code.sha256 for code in code_of(experiment)}
+        """What nodes must have imported, by name."""
         self._letters: dict[int, Letter] = {}
         self._refused: set[int] = set()
         self._told: list[Letter] = []
@@ -94,10 +96,14 @@ class Reception:
             return True
 
     def _hello(self, node: int) -> Letter:
-        return self._post.send(node, {"kind": "hello", "experiment": to_mapping(self._experiment)})
+        told = {"experiment": portable(self._experiment), "code": self._code}
+        return self._post.send(node, {"kind": "hello", **told})
 
     def _introduction(self, header: Mapping[str, Any], groups: Any) -> Introduction:
         try:
+            if header.get("code", {}) != self._code:
+                names = ", ".join(self._code) or "nothing"
+                raise Failed("malformed", f"it does not say that it has the same code, {names}")
             return _introduction(header, groups, self._experiment.data.normalise)
         except (KeyError, TypeError, ValueError) as error:
             raise Failed("malformed", f"its introduction has a wrong or no entry ({error})") from None

@@ -22,6 +22,7 @@ from sartor.data.clients import ClientData, from_clients
 from sartor.data.loaders import from_folder, from_table, read_client
 from sartor.data.settings import OWN_DATA
 from sartor.errors import DataError, SartorError, SettingError
+from sartor.extensions import is_file
 from sartor.federation.clock import Conditions
 from sartor.model.task import Task
 from sartor.remote.admission import Introduction, Reception, assemble, misfit
@@ -30,7 +31,7 @@ from sartor.remote.node import Load, Node
 from sartor.remote.requests import Failed, Grid, Post
 from sartor.remote.server import FlowerFederation
 from sartor.runs import runner
-from sartor.runs.experiment import Experiment, to_toml
+from sartor.runs.experiment import Experiment, code_of, portable, toml_text
 from sartor.runs.record import RunFolder
 from sartor.runs.runner import Result
 
@@ -536,8 +537,13 @@ def write_app(folder: Path, experiment: Experiment) -> list[Path]:
         "pyproject.toml": _APP,
         "server_app.py": _SERVER,
         "client_app.py": _CLIENT,
-        "experiment.toml": to_toml(experiment),
+        "experiment.toml": toml_text(portable(experiment)),
     }
+    for code in code_of(experiment):
+        if code.name in files:
+            raise SettingError(f"{code.source}: the application has a {code.name} of its own; rename yours")
+        if is_file(code.source):
+            files[code.name] = Path(code.source).read_text(encoding="utf-8")
     for name in files:
         if (folder / name).exists():
             raise SettingError(f"{folder / name}: exists already; give another folder")

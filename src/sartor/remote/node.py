@@ -1,8 +1,9 @@
 """What a node does: it holds the data and the states of its clients and answers requests, one at a time.
 
 A node knows nothing of how requests reach it; :mod:`sartor.remote.messages` has their form. Of a request's
-``kind`` there are five. ``hello`` says which experiment this is: the node answers which clients it hosts and
-how many samples each has, never the samples. ``open`` says which numbers they have in the run and where it
+``kind`` there are five. ``hello`` says which experiment this is and which code of users' own it needs, by
+hash: the node, which must have imported the same, answers which clients it hosts and how many samples each
+has, never the samples. ``open`` says which numbers they have in the run and where it
 stands. ``call`` names a client function of the installed package, which some of the clients run; ``end`` is
 the end of the run; ``refuse`` says why this node cannot take part. Nothing from the wire is executed or
 imported.
@@ -30,6 +31,7 @@ from sartor.algorithms import registered
 from sartor.data.clients import SPLITS, ClientData, Moments, Split, prepare
 from sartor.engines import choose_engine, make_federation
 from sartor.errors import SartorError
+from sartor.extensions import imported
 from sartor.federation import Federation
 from sartor.federation.functions import find_function
 from sartor.model.networks import build_task
@@ -38,7 +40,7 @@ from sartor.remote.journal import Ledger, rows_of, write
 from sartor.remote.messages import BadMessage, Parts, decode, encode, version
 from sartor.runs import experiment as experiments
 from sartor.runs.experiment import Experiment
-from sartor.settings import build
+from sartor.settings import build, shown
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class Node:
         self._load, self._folder, self._device = load, folder, device
         self._given_task = task
         self._told = ""
+        self._code: dict[str, str] = {}
         self._data: ClientData | None = None
         self._moments: Moments | None = None
         self._experiment: Experiment | None = None
@@ -121,12 +124,14 @@ class Node:
 
     def _hello(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Which clients are here, with how many samples; how these lie, for normalising all alike."""
+        code = _same_code(header.get("code", {}))
         told = json.dumps(header["experiment"], sort_keys=True)
         if self._data is None or told != self._told:
             experiment = experiments.from_mapping(header["experiment"])
             data = prepare(self._load(experiment), features=experiment.features.settings)
             self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
+            self._code = code
             self._run = ""
             self._remember({}, {})
         data = self._data
@@ -139,6 +144,7 @@ class Node:
             "classes": data.classes,
             "hash": data.hash,
             "process": self._process,
+            "code": code,
         }
         if self._moments is None:
             return reply, {}
@@ -246,7 +252,7 @@ class Node:
         if self._folder is None or not (self._folder / OPENED).exists():
             return
         stored = json.loads((self._folder / OPENED).read_text())
-        self._hello({"experiment": stored["experiment"]}, {})
+        self._hello({"experiment": stored["experiment"], "code": stored["code"]}, {})
         if not stored["open"]:
             return
         header = {**stored["open"], "at": sys.maxsize, "without": [], "keep": [], "settled": [], "floor": 0}
@@ -269,7 +275,8 @@ class Node:
         if self._folder is not None:
             told = {key: header[key] for key in OPEN_KEYS if key in header}
             moments = {name: value.tolist() for name, value in groups.get("moments", {}).items()}
-            stored = {"experiment": json.loads(self._told), "open": told, "moments": moments}
+            experiment = json.loads(self._told)
+            stored = {"experiment": experiment, "code": self._code, "open": told, "moments": moments}
             self._folder.mkdir(parents=True, exist_ok=True)
             write(self._folder / OPENED, json.dumps(stored).encode())
 
@@ -312,6 +319,26 @@ class Node:
                 raise SartorError(f"algorithm {algorithm!r}: not installed at this node")
             self._hypers[key] = build(registered()[algorithm].Hyper, values, "hyper")
         return self._hypers[key]
+
+
+def _same_code(wanted: Any) -> dict[str, str]:
+    """What the server has imported, if this node has imported the same: hashes by name.
+
+    They are compared; what to import is for whoever starts the node to say.
+    """
+    if not isinstance(wanted, Mapping):
+        raise BadMessage("malformed", "its code is no table")
+    for name, sha256 in wanted.items():
+        own = imported(str(name))
+        what = f"{shown(name)[1:-1]} (SHA-256 {shown(sha256)[1:13]})"
+        if own is None:
+            raise SartorError(f"the server has imported {what}, this node has not; join with --import")
+        if own.sha256 != sha256:
+            raise SartorError(
+                f"the server has imported {what}, this node another one (SHA-256 {own.sha256[:12]}); "
+                "import the same file at both"
+            )
+    return dict(wanted)
 
 
 def hyper_values(hyper: Any) -> dict[str, Any]:
