@@ -322,3 +322,8 @@ def test_the_engine_may_be_a_section() -> None:
     assert (plain["engine"], chunked["engine"]) == ("stacked", "stacked")
     with pytest.raises(SartorError, match=r"engine\.chunks: unknown key; did you mean engine\.chunk\?"):
         go(data=data, engine={"chunks": 1})
+
+
+def test_a_keyword_that_is_not_known_is_guessed() -> None:
+    with pytest.raises(SettingError, match="clinets: unknown key; did you mean clients"):
+        go(clinets=3)

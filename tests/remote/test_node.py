@@ -411,3 +411,19 @@ def test_the_server_lets_no_node_in_that_does_not_say_what_it_has_imported(
         reception.greet(1)
     with pytest.raises(Failed, match=r"does not say that it has the same code, mine\.py"):
         reception._introduction({"names": ["a"]}, {})
+
+
+def test_a_node_reads_what_a_function_of_its_owner_gives(forgetful: None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy as np\n\ndef load(seed):\n    return {'a': (np.eye(20) + seed, np.arange(20) % 2)}\n"
+        "\ndef wrong():\n    return 3\n"
+    )
+    experiment = from_mapping({"seed": 2, "data": {"validation": 0.25}})
+    data = loader(Path(f"{path}:load"), None, None, None)(experiment)
+    assert (data.names, float(data.train.x.min())) == (("a",), 2.0)
+    assert data.validation is not None
+    with pytest.raises(DataError, match="it gives a int"):
+        loader(Path(f"{path}:wrong"), None, None, None)(experiment)
+    with pytest.raises(SettingError, match=r"none\.py: no such file to import"):
+        loader(tmp_path / "none.py:load", None, None, None)

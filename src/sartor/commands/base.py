@@ -28,8 +28,9 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command of the first word."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            guess = nearest(args[0], self.list_commands(ctx))
-            hint = f"Did you mean {guess!r}?" if guess else f"There are {', '.join(self.list_commands(ctx))}."
+            known = sorted(self.list_commands(ctx))
+            guess = nearest(args[0], known)
+            hint = f"Did you mean {guess!r}?" if guess else f"There are {', '.join(known)}."
             ctx.fail(f"No such command {args[0]!r}. {hint}")
         return super().resolve_command(ctx, args)
 

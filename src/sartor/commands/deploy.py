@@ -111,7 +111,9 @@ def serve(
 @reported
 def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The server's address.")],
-    data: Annotated[Path, typer.Option(help="This node's data: an npz file, a folder of them, or a table.")],
+    data: Annotated[
+        Path, typer.Option(help="This node's data: an npz file, a folder of them, a table, or mine.py:load.")
+    ],
     name: Annotated[
         str | None, typer.Option(help="Name of the client of an npz file.", show_default=False)
     ] = None,

@@ -15,14 +15,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sartor.data.clients import ClientData, from_clients
 from sartor.data.loaders import from_folder, from_table, read_client
-from sartor.data.settings import OWN_DATA
+from sartor.data.own import read_data
+from sartor.data.settings import OWN_DATA, Data
 from sartor.errors import DataError, SartorError, SettingError
-from sartor.extensions import is_file
+from sartor.extensions import function_file, is_file
 from sartor.federation.clock import Conditions
 from sartor.model.task import Task
 from sartor.remote.admission import Introduction, Reception, assemble, misfit
@@ -31,7 +33,7 @@ from sartor.remote.node import Load, Node
 from sartor.remote.requests import Failed, Grid, Post
 from sartor.remote.server import FlowerFederation
 from sartor.runs import runner
-from sartor.runs.experiment import Experiment, code_of, portable, toml_text
+from sartor.runs.experiment import Experiment, anchored, code_of, import_named, portable, toml_text
 from sartor.runs.record import RunFolder
 from sartor.runs.runner import Result
 
@@ -217,7 +219,13 @@ def _federation(
 
 
 def loader(path: Path, name: str | None, client_column: str | None, label_column: str | None) -> Load:
-    """What reads a node's own data: an npz file of one client, a folder of them, or a table."""
+    """What reads a node's own data: an npz file of one client, a folder of them, a table, or a function.
+
+    The file of a function is imported here: the node's owner has named it.
+    """
+    if function_file(str(path)) is not None:
+        import_named(anchored({"data": {"path": str(path)}}, Path.cwd()))
+        return partial(_from_function, str(path))
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     if path.suffix in TABLES and (client_column is None or label_column is None):
@@ -232,6 +240,14 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
         return from_clients({name or path.stem: read_client(path)}, **options)
 
     return load
+
+
+def _from_function(path: str, experiment: Experiment) -> ClientData:
+    """The clients that a function of the node's owner gives."""
+    data = read_data(Data(path=path, validation=experiment.data.validation), experiment.seed)
+    if not isinstance(data, ClientData):
+        raise DataError(f"{path}: gives samples of no client; give {{client: (x, y)}}")
+    return data
 
 
 def join(

@@ -17,6 +17,7 @@ from sartor.extensions import function_file
 from sartor.model.networks import CUSTOM
 from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, anchored, from_mapping, import_named, read_experiment
+from sartor.settings import unknown
 
 
 class RunSettings(TypedDict, total=False):
@@ -106,6 +107,8 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
         given["imports"] = [*given.get("imports", ()), *map(str, more)]
     for section, values in known.items():
         if not isinstance(values, Mapping):
+            if section not in RunSettings.__annotations__:
+                raise unknown("", section, RunSettings.__annotations__)
             raise SettingError(
                 f"{section}: give a section as a mapping, as in hyper={{'lr': 0.1}}, got {values!r}"
             )
