@@ -28,7 +28,7 @@ from sartor.extensions import (
     read_code,
 )
 from sartor.model.networks import MODELS
-from sartor.runs.experiment import from_mapping, load
+from sartor.runs.experiment import fingerprint, from_mapping, load
 from sartor.runs.record import RunFolder
 
 __all__ = ["forgetful"]
@@ -338,7 +338,7 @@ def test_a_run_goes_on_with_the_same_code_wherever_it_lies(mine: Path) -> None:
             with pytest.raises(SartorError, match=r"half: was made with mine\.py .*--import PATH/mine\.py"):
                 sartor.resume("half", rounds=4)
             assert "own-avg" not in registered()
-            result = sartor.resume("half", rounds=4, imports=["new/mine.py"])
+            result = sartor.resume("half", rounds=4, imports="new/mine.py")
             assert result.w is not None
             assert whole.w is not None
             assert torch.equal(result.w, whole.w)
@@ -375,3 +375,34 @@ def test_own_names_are_listed_and_given_once(mine: Path) -> None:
         sartor.register_data("digits")(lambda: {})
     with pytest.raises(SartorError, match="a name has letters, digits"):
         sartor.register_data("a b")(lambda: {})
+
+
+def test_an_application_brings_its_code_along(mine: Path, tmp_path: Path) -> None:
+    from sartor.remote.deploy import write_app
+
+    words = ["model.path=mine.py:build", 'imports=["mine.py"]', "algorithm=own-avg"]
+    experiment = load(None, words)
+    write_app(tmp_path / "app", experiment)
+    mine.unlink()
+    extensions._IMPORTED.clear()
+    registered().remove("own-avg")
+    there = load(tmp_path / "app" / "experiment.toml")
+    assert there.imports == (str(tmp_path / "app" / "mine.py"),)
+    assert fingerprint(there) == fingerprint(experiment)
+    (tmp_path / "server_app.py").write_text("value = 1\n")
+    with pytest.raises(SettingError, match=r"has a server_app\.py of its own; rename yours"):
+        write_app(tmp_path / "other", load(None, ['imports=["server_app.py"]']))
+
+
+def test_newcomers_may_be_what_a_function_gives(mine: Path) -> None:
+    from sartor.runs.runner import evaluate_run
+
+    sartor.run("fedavg", model="mine.py:build", data="mine.py:load", rounds=1, out="run")
+    Path("new.py").write_text("import mine_is_not_here\n")
+    with pytest.raises(SartorError, match=r"new\.py, line 1: ModuleNotFoundError"):
+        evaluate_run("run", data="new.py:load")
+    Path("new.py").write_text(
+        DATA.replace("own-blobs", "new-blobs").replace("own_data(0, 4)", "own_data(1, 7)")
+    )
+    found = evaluate_run("run", data="new.py:load")
+    assert (found["clients"], found["newcomers"]) == (7, True)

@@ -722,7 +722,7 @@ def test_code_of_ones_own_is_compared_when_a_node_joins(nursery: Nursery, folder
         assert "this node cannot take part: the server has imported mine.py (SHA-256 " in child.output
         assert reason in child.output
         assert "Traceback" not in child.output
-    assert "this node has not" in server.output
+    server.wait_for("this node has not")
     nodes = [join(node, f"state{node}", "--import", place / f"node{node}" / "mine.py") for node in range(3)]
     assert server.wait(90) == 0, server.output
     for child in nodes:
@@ -733,3 +733,47 @@ def test_code_of_ones_own_is_compared_when_a_node_joins(nursery: Nursery, folder
     assert_equal(found, expected)
     recorded = json.loads((place / "run" / "environment.json").read_text())["imports"]
     assert [entry["source"] for entry in recorded] == [str(place / "server" / "mine.py")]
+
+
+def test_a_served_run_goes_on_with_the_code_that_it_recorded(nursery: Nursery, folder: Path) -> None:
+    place = folder / "own-resumed"
+    place.mkdir()
+    mine = place / "mine.py"
+    mine.write_text(ALGORITHM)
+    listen = ("--listen", f"127.0.0.1:{free_port()}")
+    words = ("own-avg", "rounds=40", *SETTINGS, "hyper.factor=0.5", "evaluate.every=0", "--import", mine)
+    server = nursery.start("serve", *words, *listen, "--out", place / "run")
+    nodes = [
+        nursery.start(
+            "join",
+            listen[1],
+            "--data",
+            folder / f"node{node}",
+            "--state",
+            place / str(node),
+            "--import",
+            mine,
+        )
+        for node in range(3)
+    ]
+    rounds = place / "run" / "rounds.jsonl"
+    end = time.monotonic() + 90
+    while not rounds.exists() or rounds.read_text().count("\n") < 3:
+        assert time.monotonic() < end, server.output
+        time.sleep(0.02)
+    server.kill()
+    assert not (place / "run" / "summary.json").exists()
+    mine.write_text(ALGORITHM + "open('executed', 'w')\n")
+    refused = nursery.start("serve", "--resume", place / "run", *listen)
+    assert refused.wait(60) == 2, refused.output
+    assert "was made with another mine.py (SHA-256 " in refused.output
+    assert not (folder / "executed").exists()
+    mine.write_text(ALGORITHM)
+    again = nursery.start("serve", "--resume", place / "run", *listen)
+    assert again.wait(90) == 0, again.output
+    for child in nodes:
+        assert child.wait(20) == 0, child.output
+    whole = nursery.start("run", *words, f"data.path={folder / 'all'}", "--out", place / "whole")
+    assert whole.wait(60) == 0, whole.output
+    found, expected = (load_file(place / name / "models.safetensors") for name in ("run", "whole"))
+    assert_equal(found, expected)

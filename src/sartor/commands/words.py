@@ -174,9 +174,9 @@ def read_method_words(
 def import_words(imports: Sequence[str] | None) -> None:
     """Import what a command without an experiment of its own is given."""
     if imports:
-        from sartor.runs.experiment import collect, import_named
+        from sartor.runs.experiment import import_given
 
-        import_named(collect(imports=imports))
+        import_given(imports)
 
 
 def refuse_unused(overrides: Iterable[str], unused: Mapping[str, str]) -> None:

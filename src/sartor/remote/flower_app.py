@@ -124,11 +124,11 @@ def answer(message: Message, context: Any) -> Message:
     """
     from sartor.remote.deploy import loader
     from sartor.remote.node import Node
-    from sartor.runs.experiment import anchored, import_named
+    from sartor.runs.experiment import import_given
 
     settings = context.node_config
     words = [word.strip() for word in str(settings.get("import", "")).split(",") if word.strip()]
-    import_named(anchored({"imports": words}, Path.cwd()))
+    import_given(words)
     for key in ("data", "state"):
         if not settings.get(key):
             raise SartorError(f"flower-supernode --node-config: give {key}, the folder of this node's {key}")

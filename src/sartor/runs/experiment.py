@@ -47,6 +47,8 @@ else:
     import tomli as tomllib
 
 
+Imports = str | Path | Sequence[str | Path]
+"""Files or modules of a user's own, one or several."""
 BESIDE = ("compare", "search")
 """Tables that may stand in an experiment's file for the commands of these names; a run has none of them."""
 
@@ -239,6 +241,15 @@ def code_named(mapping: Mapping[str, Any]) -> list[str]:
     tables = [_table(mapping, section) for section in ("model", "data")]
     files = [function_file(table.get("path")) for table in tables]
     return list(dict.fromkeys([*imports, *(file for file in files if file is not None)]))
+
+
+def import_given(imports: Imports | None) -> list[str]:
+    """Import files and modules that a user gives, relative to the working directory: their sources."""
+    given = [imports] if isinstance(imports, (str, Path)) else imports or ()
+    sources: list[str] = anchored({"imports": list(map(str, given))}, Path.cwd())["imports"]
+    for source in sources:
+        import_code(source)
+    return sources
 
 
 def import_named(mapping: Mapping[str, Any]) -> None:

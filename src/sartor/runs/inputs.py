@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -16,7 +16,15 @@ from sartor.errors import SettingError
 from sartor.extensions import function_file
 from sartor.model.networks import CUSTOM
 from sartor.model.task import Task
-from sartor.runs.experiment import Experiment, anchored, from_mapping, import_named, read_experiment
+from sartor.runs.experiment import (
+    Experiment,
+    Imports,
+    anchored,
+    from_mapping,
+    import_given,
+    import_named,
+    read_experiment,
+)
 from sartor.settings import unknown
 
 
@@ -25,7 +33,7 @@ class RunSettings(TypedDict, total=False):
 
     experiment: str | Path | Mapping[str, Any] | None
     """A TOML file or a mapping to start from."""
-    imports: str | Path | Sequence[str | Path] | None
+    imports: Imports | None
     """Files or modules of your own to import first."""
     data: str | Mapping[str, Any] | ClientData | None
     """A data set's name, a function as in ``mine.py:load``, ``{client: (x, y)}``, or ClientData."""
@@ -103,8 +111,7 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     given = read_experiment(start) if isinstance(start, (str, Path)) else _copied(start or {})
     _put(given, "", algorithm=algorithm, rounds=known.pop("rounds", None), seed=known.pop("seed", None))
     if imports is not None:
-        more = [imports] if isinstance(imports, (str, Path)) else imports
-        given["imports"] = [*given.get("imports", ()), *map(str, more)]
+        given["imports"] = [*given.get("imports", ()), *import_given(imports)]
     for section, values in known.items():
         if not isinstance(values, Mapping):
             if section not in RunSettings.__annotations__:

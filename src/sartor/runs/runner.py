@@ -43,7 +43,15 @@ from sartor.model.task import Task
 from sartor.runs import checkpoint
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of
-from sartor.runs.experiment import Experiment, anchored, code_of, fingerprint, import_named
+from sartor.runs.experiment import (
+    Experiment,
+    Imports,
+    anchored,
+    code_of,
+    fingerprint,
+    import_given,
+    import_named,
+)
 from sartor.runs.record import NotWritten, RunFolder, environment, hash_of
 from sartor.runs.tracking import check as check_trackers
 from sartor.runs.tracking import tracked
@@ -235,7 +243,7 @@ def resume(
     path: Path | str,
     *,
     rounds: int | None = None,
-    imports: Sequence[str | Path] = (),
+    imports: Imports = (),
     data: ClientData | None = None,
     task: Task | None = None,
     progress: bool = False,
@@ -249,7 +257,7 @@ def resume(
     ``rounds`` extends it to so many rounds. ``data`` and ``task`` are those that were given in Python, if
     any were. A finished run that is not extended is read back and nothing is changed.
     """
-    import_named(anchored({"imports": [str(source) for source in imports]}, Path.cwd()))
+    import_given(imports)
     folder = RunFolder.open(path)
     distributed.join(folder.experiment.engine.device, folder.experiment.engine.timeout)
     writes = distributed.rank() == 0
