@@ -722,7 +722,6 @@ def test_code_of_ones_own_is_compared_when_a_node_joins(nursery: Nursery, folder
         assert "this node cannot take part: the server has imported mine.py (SHA-256 " in child.output
         assert reason in child.output
         assert "Traceback" not in child.output
-    server.wait_for("this node has not")
     nodes = [join(node, f"state{node}", "--import", place / f"node{node}" / "mine.py") for node in range(3)]
     assert server.wait(90) == 0, server.output
     for child in nodes:
