@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from sartor.algorithms import Algorithm, register
     from sartor.api import run
     from sartor.client.local import Client
+    from sartor.data.own import register_data
     from sartor.federation import Call, Reply, personal
+    from sartor.model.networks import register_model
     from sartor.model.task import Task
     from sartor.report import write_report
     from sartor.runs.experiment import Experiment
@@ -43,6 +45,8 @@ _HOMES = {
     "Task": "sartor.model.task",
     "Algorithm": "sartor.algorithms",
     "register": "sartor.algorithms",
+    "register_data": "sartor.data.own",
+    "register_model": "sartor.model.networks",
     "Client": "sartor.client.local",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
@@ -62,6 +66,8 @@ __all__ = [
     "compare",
     "personal",
     "register",
+    "register_data",
+    "register_model",
     "reproduce",
     "resume",
     "run",

@@ -14,15 +14,15 @@ from sartor.commands.base import (
     DataName,
     Device,
     EngineName,
+    Imports,
     Rounds,
     Seed,
     app,
     print_table,
     reported,
-    sort_out,
     text,
 )
-from sartor.errors import SettingError
+from sartor.commands.words import common_flags, read_words
 
 
 @app.command()
@@ -46,6 +46,7 @@ def run(
     seed: Seed = None,
     engine: EngineName = None,
     device: Device = None,
+    imports: Imports = None,
     out: Annotated[
         Path | None, typer.Option(help="Run folder; left out: a new one in runs/.", show_default=False)
     ] = None,
@@ -67,32 +68,14 @@ def run(
 
     sartor run fedprox experiment.toml --rounds 50 hyper.mu=0.1 partition.alpha=0.3
     """
-    from sartor.runs.experiment import load
+    from sartor.runs.experiment import from_mapping
     from sartor.runs.record import to_json
-    from sartor.studies import presets
 
-    words, overrides = sort_out([algorithm, *(arguments or ())])
-    files = [word for word in words if word.endswith(".toml") or word in presets.names()]
-    names = [word for word in words if word not in files]
-    if not words:
-        raise SettingError("name an algorithm or an experiment file, as in `sartor run fedavg`")
-    if len(files) > 1 or len(names) > 1:
-        extra = (files if len(files) > 1 else names)[1]
-        raise SettingError(
-            f"{extra!r}: expected one algorithm, one experiment (a .toml file or a preset), and key=value"
-        )
-    flags = {
-        "algorithm": names[0] if names else None,
-        "rounds": rounds,
-        "seed": seed,
-        "data.name": data,
-        "data.clients": clients,
-        "engine.name": engine,
-        "engine.device": device,
-        "tracking.loggers": None if track is None else [name.strip() for name in track.split(",")],
-    }
-    files = [str(presets.path(file)) if file in presets.names() else file for file in files]
-    experiment = load(files[0] if files else None, overrides, **flags)
+    loggers = None if track is None else [name.strip() for name in track.split(",")]
+    flags = {**common_flags(data, clients, rounds, seed, engine, device), "tracking.loggers": loggers}
+    words = [algorithm, *(arguments or ())]
+    needed = "name an algorithm or an experiment file, as in `sartor run fedavg`"
+    experiment = from_mapping(read_words(words, imports, flags, needed=needed))
     if dry_run:
         from sartor.runs.cost import estimate
 

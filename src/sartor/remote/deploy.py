@@ -16,13 +16,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sartor.data.clients import ClientData, from_clients
 from sartor.data.loaders import from_folder, from_table, read_client
-from sartor.data.settings import OWN_DATA
+from sartor.data.own import read_data
+from sartor.data.settings import OWN_DATA, Data
 from sartor.errors import DataError, SartorError, SettingError
+from sartor.extensions import function_file, is_file
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.model.task import Task
@@ -32,7 +35,7 @@ from sartor.remote.node import Load, Node
 from sartor.remote.requests import PARTING, Failed, Grid, Post
 from sartor.remote.server import RemoteEngine
 from sartor.runs import runner
-from sartor.runs.experiment import Experiment, to_toml
+from sartor.runs.experiment import Experiment, anchored, code_of, import_named, portable, toml_text
 from sartor.runs.record import RunFolder
 from sartor.runs.runner import Result
 
@@ -239,7 +242,13 @@ def _await(
 
 
 def loader(path: Path, name: str | None, client_column: str | None, label_column: str | None) -> Load:
-    """What reads a node's own data: an npz file of one client, a folder of them, or a table."""
+    """What reads a node's own data: an npz file of one client, a folder of them, a table, or a function.
+
+    The file of a function is imported here: the node's owner has named it.
+    """
+    if function_file(str(path)) is not None:
+        import_named(anchored({"data": {"path": str(path)}}, Path.cwd()))
+        return partial(_from_function, str(path))
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     if path.suffix in TABLES and (client_column is None or label_column is None):
@@ -258,6 +267,14 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
         return from_clients({name or path.stem: read_client(path)}, name=path.name, **options)
 
     return load
+
+
+def _from_function(path: str, experiment: Experiment) -> ClientData:
+    """The clients that a function of the node's owner gives."""
+    data = read_data(Data(path=path, validation=experiment.data.validation), experiment.seed)
+    if not isinstance(data, ClientData):
+        raise DataError(f"{path}: gives samples of no client; give {{client: (x, y)}}")
+    return data
 
 
 def join(
@@ -569,8 +586,13 @@ def write_app(folder: Path, experiment: Experiment) -> list[Path]:
         "pyproject.toml": _APP,
         "server_app.py": _SERVER,
         "client_app.py": _CLIENT,
-        "experiment.toml": to_toml(experiment),
+        "experiment.toml": toml_text(portable(experiment)),
     }
+    for code in code_of(experiment):
+        if code.name in files:
+            raise SettingError(f"{code.source}: the application has a {code.name} of its own; rename yours")
+        if is_file(code.source):
+            files[code.name] = Path(code.source).read_text(encoding="utf-8")
     for name in files:
         if (folder / name).exists():
             raise SettingError(f"{folder / name}: exists already; give another folder")

@@ -118,11 +118,17 @@ class StockGrid:
 
 
 def answer(message: Message, context: Any) -> Message:
-    """A node's reply to a message; ``--node-config 'data="..." state="..."'`` says where its data lie."""
+    """A node's reply to a message; ``--node-config 'data="..." state="..."'`` says where its data lie.
+
+    ``import="mine.py,..."`` there names code of the node's own, which must be the server's.
+    """
     from sartor.remote.deploy import loader
     from sartor.remote.node import Node
+    from sartor.runs.experiment import import_given
 
     settings = context.node_config
+    words = [word.strip() for word in str(settings.get("import", "")).split(",") if word.strip()]
+    import_given(words)
     for key in ("data", "state"):
         if not settings.get(key):
             raise SartorError(f"flower-supernode --node-config: give {key}, the folder of this node's {key}")

@@ -26,10 +26,9 @@ from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData, LazySplit, prepare, relabel
-from sartor.data.loaders import from_folder, from_table
+from sartor.data.own import read_data
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.settings import OWN_DATA
-from sartor.data.sources import load_source
 from sartor.engines import choose_engine, make_engine
 from sartor.engines import sharded as distributed
 from sartor.engines.lockstep import Maker, in_lockstep
@@ -39,12 +38,20 @@ from sartor.federation.clock import Conditions
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.settings import Cohort, FederationSettings
 from sartor.kernels.device import free_bytes
-from sartor.model.networks import make_task
+from sartor.model.networks import build_task
 from sartor.model.task import Task
 from sartor.runs import checkpoint
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of, personal_models
-from sartor.runs.experiment import Experiment, fingerprint
+from sartor.runs.experiment import (
+    Experiment,
+    Imports,
+    anchored,
+    code_of,
+    fingerprint,
+    import_given,
+    import_named,
+)
 from sartor.runs.record import NotWritten, RunFolder, environment, hash_of
 from sartor.runs.tracking import check as check_trackers
 from sartor.runs.tracking import tracked
@@ -254,6 +261,7 @@ def resume(
     path: Path | str,
     *,
     rounds: int | None = None,
+    imports: Imports = (),
     data: ClientData | None = None,
     task: Task | None = None,
     progress: bool = False,
@@ -261,9 +269,13 @@ def resume(
 ) -> Result:
     """Continue a run from its last checkpoint, to the same numbers as if it had never been interrupted.
 
+    Code that the run imports is executed again, if it is the same; ``imports`` say where it lies now, if it
+    was moved.
+
     ``rounds`` extends it to so many rounds. ``data`` and ``task`` are those that were given in Python, if
     any were. A finished run that is not extended is read back and nothing is changed.
     """
+    import_given(imports)
     folder = RunFolder.open(path)
     distributed.join(folder.experiment.engine.device, folder.experiment.engine.timeout)
     writes = distributed.rank() == 0
@@ -361,7 +373,8 @@ def _clients_to_evaluate(
     own, _ = load_data(raw)
     new = own
     if data is not None:
-        new = _own_data(replace(raw, data=replace(raw.data, path=str(data))))
+        import_named(anchored({"data": {"path": str(data)}}, Path.cwd()))
+        new, _ = load_data(replace(raw, data=replace(raw.data, path=str(data))))
         new = relabel(new, raw.data.labels, str(data))
     elif partition is not None:
         if raw.data.path is not None:
@@ -398,6 +411,7 @@ def _set_up_everywhere(experiment: Experiment, data: ClientData | None, task: Ta
     distributed.join(experiment.engine.device, experiment.engine.timeout)
     setup = distributed.together(lambda: set_up(experiment, data=data, task=task))
     distributed.agree("experiment", fingerprint(setup.experiment))
+    distributed.agree("imports", " ".join(code.sha256 for code in code_of(setup.experiment)))
     distributed.agree("data", setup.data.hash)
     return setup
 
@@ -417,9 +431,7 @@ def set_up(experiment: Experiment, *, data: ClientData | None = None, task: Task
         )
     if task is None:
         shape = tuple(data.train.x.shape[1:])
-        task = make_task(
-            experiment.model.name, experiment.model.settings, shape, data.classes, experiment.seed
-        )
+        task = build_task(experiment.model, shape, data.classes, experiment.seed)
     check_outputs(task, data)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     experiment = resolve(experiment, algorithm, task, data)
@@ -541,14 +553,15 @@ def check_outputs(task: Task, data: ClientData) -> None:
 def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
     """The data an experiment names, with the partition that was made or read for it."""
     settings = experiment.data
-    if settings.path is not None:
-        return _own_data(experiment), None
-    if settings.name == OWN_DATA:
+    if settings.path is None and settings.name == OWN_DATA:
         raise SettingError(
             "data.name = 'own': the data was given in Python, or lies at nodes; pass it again as data=..., "
             "or let nodes join `sartor serve --resume`"
         )
-    source = load_source(settings.name, settings.folder)
+    source = read_data(settings, experiment.seed)
+    if isinstance(source, ClientData):
+        features = experiment.features.settings
+        return prepare(source, normalise=settings.normalise, features=features), None
     if experiment.partition.file is not None:
         partition = Partition.load(experiment.partition.file)
     else:
@@ -559,23 +572,6 @@ def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
     return apply(
         source, partition, normalise=settings.normalise, features=experiment.features.settings
     ), partition
-
-
-def _own_data(experiment: Experiment) -> ClientData:
-    settings = experiment.data
-    path = Path(str(settings.path))
-    options: dict[str, Any] = {
-        "validation_fraction": settings.validation,
-        "seed": experiment.seed,
-        "labels": settings.labels,
-    }
-    if path.is_dir():
-        data = from_folder(path, **options)
-    elif settings.client_column is None or settings.label_column is None:
-        raise SettingError("data.path: a table needs data.client_column and data.label_column too")
-    else:
-        data = from_table(path, settings.client_column, settings.label_column, **options)
-    return prepare(data, normalise=settings.normalise, features=experiment.features.settings)
 
 
 def resolve(experiment: Experiment, algorithm: Algorithm, task: Task, data: ClientData) -> Experiment:
