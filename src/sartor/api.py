@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ from torch import nn
 
 from sartor.data.clients import ClientData
 from sartor.model.task import Task
+from sartor.runs.execute import execute
 from sartor.runs.inputs import merge_settings, prepare_inputs
-from sartor.runs.runner import Result, execute
+from sartor.runs.observers import Observer
+from sartor.runs.result import Result
 
 
 def run(
@@ -29,9 +31,10 @@ def run(
     out: str | Path | None = None,
     store: bool = True,
     progress: bool = False,
+    observers: Sequence[Observer] = (),
     **sections: Mapping[str, Any],
 ) -> Result:
-    """Run an algorithm and return its :class:`~sartor.runs.runner.Result`.
+    """Run an algorithm and return its :class:`~sartor.runs.result.Result`.
 
     ``data`` is a data set's name, or your own, taken as it is: ``{client: (x, y)}``, or a
     :class:`~sartor.data.ClientData`. ``model`` is a network's name, any ``nn.Module``, or a :class:`Task`;
@@ -39,6 +42,7 @@ def run(
     ``hyper={"lr": 0.05}``, ``local={"epochs": 2}``, ``partition={"name": "dirichlet", "alpha": 0.1}``;
     ``engine`` is a name or such a section.
     ``experiment`` is a TOML file or a mapping to start from. ``store=False`` writes no run folder.
+    ``observers`` are told what happens and may stop the run: see :class:`~sartor.runs.observers.Observer`.
 
     >>> import torch
     >>> x, y = torch.randn(40, 3), torch.arange(40) % 2
@@ -51,5 +55,11 @@ def run(
     )
     inputs = prepare_inputs(given, data=data, model=model, head=head, clients=clients)
     return execute(
-        inputs.experiment, data=inputs.data, task=inputs.task, out=out, store=store, progress=progress
+        inputs.experiment,
+        data=inputs.data,
+        task=inputs.task,
+        out=out,
+        store=store,
+        progress=progress,
+        observers=observers,
     )

@@ -26,8 +26,9 @@ from torch import Tensor
 import sartor
 from sartor.data.clients import ClientData
 from sartor.model.task import Task
+from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment, load
-from sartor.runs.runner import execute, open_federation
+from sartor.runs.setup import open_federation
 
 pytest.importorskip("flwr")
 pytestmark = pytest.mark.slow

@@ -25,8 +25,8 @@ from sartor.remote.requests import MOST_FORGED, Post
 from sartor.remote.server import FlowerFederation
 from sartor.runs.checkpoint import pack, unpack
 from sartor.runs.evaluation import evaluate, evaluation_of, model_of, shared_model
-from sartor.runs.experiment import Evaluate
-from sartor.runs.runner import tensors_of
+from sartor.runs.run import tensors_of
+from sartor.runs.settings import Evaluate
 
 BLOCKS = [[0, 3], [1, 4], [2, 5]]
 

@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import math
-import subprocess
-import sys
 import types
 import typing
 from pathlib import Path

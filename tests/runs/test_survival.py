@@ -37,7 +37,7 @@ SMALL = ("--clients", "6", "model.hidden=8", "cohort.fraction=0.5", "data.valida
 STAY_READY = """
 import os, sys
 # everything slow to import, before any thread is started
-import sartor.runs.runner, sartor.commands.main, pyarrow.parquet
+import sartor.runs.resume, sartor.commands.main, pyarrow.parquet
 for line in sys.stdin:
     words = line.rstrip("\\n").split("\\t")
     child = os.fork()

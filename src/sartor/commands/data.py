@@ -41,7 +41,7 @@ def data(
     from sartor.data.sources import SOURCES
     from sartor.runs.experiment import load
     from sartor.runs.record import to_json
-    from sartor.runs.runner import load_data
+    from sartor.runs.setup import load_data
 
     words, overrides = sort_out(_expand_shorthand([name, *(arguments or ())]))
     if len(words) != 1:

@@ -35,7 +35,7 @@ def resume(
         hint = "`--rounds` extends it"
         print(f"sartor: {run}: finished, with {summary['rounds']} rounds; {hint}", file=sys.stderr)
     else:
-        from sartor.runs.runner import resume
+        from sartor.runs.resume import resume
 
         summary = resume(run, rounds=rounds, progress=sys.stderr.isatty()).summary
     if as_json:

@@ -1,7 +1,7 @@
 """A real federation from the command line: ``sartor serve`` at the server, ``sartor join`` at every node.
 
 The server starts Flower's SuperLink, waits until enough nodes are there, and runs the experiment with the
-runner's round loop; its run folder is that of a simulation. A node answers the server's requests until the
+only round loop; its run folder is that of a simulation. A node answers the server's requests until the
 run has ended; it outlives the server, and its own end, by what it has stored.
 """
 
@@ -29,10 +29,11 @@ from sartor.remote.journal import write
 from sartor.remote.node import Load, Node
 from sartor.remote.requests import Failed, Grid, Post
 from sartor.remote.server import FlowerFederation
-from sartor.runs import runner
+from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment, to_toml
 from sartor.runs.record import RunFolder
-from sartor.runs.runner import Result
+from sartor.runs.result import Result
+from sartor.runs.resume import resume as resume_run
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -148,10 +149,10 @@ def serve_on(
         return opened[-1]
 
     if resume is not None:
-        result = runner.resume(resume, data=data, progress=progress, opened=open_federation)
+        result = resume_run(resume, data=data, progress=progress, opened=open_federation)
     else:
         experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, clients=data.clients))
-        result = runner.execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
+        result = execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
     for federation in opened:
         federation.farewell()
     return result

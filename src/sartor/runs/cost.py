@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from sartor.client.local import Batches
 from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError
+from sartor.federation.exchange import NobodyAnswered
+from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate
 from sartor.runs.experiment import Experiment
-from sartor.federation.exchange import NobodyAnswered
-from sartor.client.local import Batches
-from sartor.runs.runner import Setup, draw_cohort, open_federation, set_up, tensors_of
-from sartor.model.task import Task
+from sartor.runs.loop import draw_cohort
+from sartor.runs.run import tensors_of
+from sartor.runs.setup import Setup, open_federation, set_up
 
 PATIENCE = 3.0
 """Seconds that one more measurement may take."""

@@ -27,17 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from sartor.algorithms import registered
+from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
+from sartor.data.settings import OWN_DATA, Data, FeaturesChoice, PartitionChoice
 from sartor.data.sources import SOURCES
+from sartor.engines.settings import Engine
 from sartor.errors import SettingError
 from sartor.federation.clock import AVAILABILITY, DELAYS
-from sartor.model.networks import MODELS
-from sartor.client.settings import Local
-from sartor.data.settings import Data, FeaturesChoice, OWN_DATA, PartitionChoice
-from sartor.engines.settings import Engine
 from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
-from sartor.model.networks import ModelChoice
+from sartor.model.networks import MODELS, ModelChoice
+from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
 if sys.version_info >= (3, 11):
@@ -48,38 +48,6 @@ else:
 
 BESIDE = ("compare", "search")
 """Tables that may stand in an experiment's file for the commands of these names; a run has none of them."""
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """When and on what the models are evaluated."""
-
-    every: int = setting(1, "rounds between evaluations; 0: only at the end", low=0)
-    personal_pooled: str = setting(
-        "auto",
-        "whether personal models are also evaluated on the pooled test data",
-        choices=("auto", "yes", "no"),
-    )
-    clients: int = setting(
-        0, "clients that are evaluated, the same ones every time, drawn by the seed; 0: all", low=0
-    )
-    batch: int = setting(500, "samples per evaluation step", low=1)
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """How often the state of a run is stored, to continue from after an interruption."""
-
-    every: int = setting(0, "rounds between checkpoints; 0: as often as takes little of the time", low=0)
-
-
-@dataclass(frozen=True)
-class Tracking:
-    """Where a run is shown besides its folder; it is no part of what identifies a run."""
-
-    loggers: tuple[str, ...] = setting(
-        (), "where the run is shown while it goes", choices=("tensorboard", "mlflow", "wandb")
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +67,7 @@ class Experiment:
     delay: DelayChoice
     replies: Replies
     evaluate: Evaluate
+    stop: Stop
     checkpoint: Checkpoints
     engine: Engine
     tracking: Tracking
@@ -113,6 +82,12 @@ class Experiment:
             if self.cohort.count > self.data.clients:
                 most = f"at most data.clients = {self.data.clients}"
                 raise SettingError(f"cohort.count: must be {most}, got {self.cohort.count}")
+        if self.stop.wanted and self.evaluate.every == 0:
+            raise SettingError(
+                "stop: with evaluate.every = 0 only the last round is evaluated; give evaluate.every too"
+            )
+        if self.stop.metric is not None and not self.stop.wanted:
+            raise SettingError("stop.metric: watched for nothing; give stop.patience or stop.target too")
 
 
 @dataclass(frozen=True)
@@ -140,6 +115,7 @@ _SECTIONS: dict[str, type] = {
     "delay": DelayChoice,
     "replies": Replies,
     "evaluate": Evaluate,
+    "stop": Stop,
     "checkpoint": Checkpoints,
     "engine": Engine,
     "tracking": Tracking,

@@ -48,7 +48,7 @@ from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, toml_text
 from sartor.runs.inputs import merge_settings
 from sartor.runs.record import environment, write_json, write_text
-from sartor.runs.runner import load_data
+from sartor.runs.setup import load_data
 from sartor.settings import build, setting, unknown
 from sartor.studies.comparison import (
     REFERENCES,

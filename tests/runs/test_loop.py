@@ -19,8 +19,9 @@ from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.federation.settings import Cohort
+from sartor.runs.loop import draw_cohort
 from sartor.runs.record import RunFolder
-from sartor.runs.runner import Result, draw_cohort
+from sartor.runs.result import Result
 
 CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
 
