@@ -1,7 +1,7 @@
 """The server's side of a real federation: clients are at nodes, which are asked by messages.
 
-:class:`FlowerFederation` is a federation like the engines: algorithms, evaluation and the round loop use it
-as they use those. It has neither samples nor client states; every exchange sends one message to each node that
+:class:`FlowerFederation` is a federation like the engines: algorithms, evaluation and the loop use it as they
+use those. It has neither samples nor client states; every exchange sends one message to each node that
 hosts clients of the cohort and takes what comes back before the deadline. A node that is late, gone or
 answers nonsense leaves the exchange and harms nobody else: the fault is logged, counted in the round's notes,
 and the round goes on with those who answered, as long as they are a quorum. Below it, the server waits for
