@@ -408,6 +408,18 @@ def test_seeds_are_run_together_where_that_pays(tmp_path: Path) -> None:
     assert seeds_at_once(dataclasses.replace(setup, data=lazy), "yes") == 1
 
 
+def test_each_seed_stops_in_its_own_round(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"rounds": 12, "evaluate": {"every": 1}, "hyper": {"lr": 0.6}}
+    given["stop"] = {"patience": 1, "metric": "shared_pooled.loss"}
+    setups = [prepared("fedavg", seed, sizes, **given) for seed, sizes in zip(SEEDS, SIZES, strict=True)]
+    expected = alone(setups, tmp_path)
+    rounds = [result.summary["rounds"] for result in expected]
+    assert len(set(rounds)) > 1  # else there is nothing to test
+    assert min(rounds) < 12
+    for one, other in zip(expected, together(setups, tmp_path), strict=True):
+        assert_same_run(one, other)
+
+
 def test_large_federations_take_fewer_seeds_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = prepared("fedavg", 0, cohort={"fraction": 0.5})
     client = setup.task.size + 8 * 5  # the model and a batch of eight samples of five numbers

@@ -135,6 +135,17 @@ def test_processes_give_what_a_simulation_gives(nursery: Nursery, folder: Path, 
     assert found["engine"] == "flower"
 
 
+def test_a_federation_stops_early_as_a_simulation_does(nursery: Nursery, folder: Path) -> None:
+    settings = ("rounds=40", "hyper.lr=2.0", "stop.patience=1", "stop.metric=shared_pooled.loss")
+    expected, summary = simulated(folder, "fedavg", *settings)
+    assert 1 < summary["rounds"] < 40
+    federation = Federation(nursery, "fedavg", *settings)
+    assert_equal(federation.done(), expected)
+    found = json.loads((federation.run / "summary.json").read_text())
+    assert found["stopped"]["round"] == summary["stopped"]["round"]
+    assert len(federation.rounds()) == summary["rounds"]
+
+
 def test_an_asynchronous_method_takes_what_arrives(nursery: Nursery, folder: Path) -> None:
     settings = ("rounds=12", "hyper.arrivals=2", "evaluate.every=0", "hyper.lr=0.3", "local.epochs=10")
     federation = Federation(nursery, "fedasync", *settings)
