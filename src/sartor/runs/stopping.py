@@ -14,8 +14,10 @@ from sartor.runs.settings import Stop
 
 
 class EarlyStop(Observer):
-    """Stops a run as ``[stop]`` says. It follows from the recorded evaluations alone, so a resumed run stops
-    where it would have stopped undisturbed."""
+    """Stops a run as ``[stop]`` says.
+
+    It follows from the recorded evaluations alone, so a resumed run stops where it would have undisturbed.
+    """
 
     metric = ""
 
