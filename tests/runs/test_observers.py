@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,26 @@ def test_a_resumed_run_tells_from_where_it_goes_on(data: ClientData, tmp_path: P
     again = Notes()
     sartor.resume(tmp_path / "run", data=data, observers=[again])
     assert again.told == []  # nothing happens in a run that is read back
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_bar_shows_where_the_run_is_and_ends_with_it(
+    data: ClientData, capsys: pytest.CaptureFixture[str], broken: bool
+) -> None:
+    before = set(threading.enumerate())
+    if broken:
+        with pytest.raises(SartorError):
+            go(data, Notes("round", 2, fail), progress=True)
+    else:
+        go(data, progress=True)
+    shown = capsys.readouterr().err
+    assert "scaffold" in shown
+    assert ("2/4" if broken else "4/4") in shown
+    assert "shared_local 0." in shown
+    for thread in set(threading.enumerate()) - before:
+        if "Refresh" in type(thread).__name__:
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,12 @@ def execute_setup(
             folder.write_partition(setup.partition)
         try:
             return carry_out(setup, folder, progress, None, opened, observers, interrupted)
-        except (SettingError, distributed.OtherRank):
-            if not folder.rounds:
-                folder.withdraw()  # refused before it has begun
+        except ObserverFailed:
+            raise
+        except SartorError as error:
+            refused = isinstance(error, SettingError) or isinstance(error.__cause__, SettingError)
+            if refused and not folder.rounds:  # before it has begun
+                folder.withdraw()
             raise
 
 
