@@ -311,7 +311,7 @@ def test_paths_in_a_file_are_relative_to_it(mine: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_settings_that_do_not_fit_are_refused(mine: Path, settings: list[str], message: str) -> None:
-    from sartor.runs.runner import set_up
+    from sartor.runs.setup import set_up
 
     with pytest.raises(SartorError, match=message):
         set_up(load(None, settings))
@@ -395,7 +395,7 @@ def test_an_application_brings_its_code_along(mine: Path, tmp_path: Path) -> Non
 
 
 def test_newcomers_may_be_what_a_function_gives(mine: Path) -> None:
-    from sartor.runs.runner import evaluate_run
+    from sartor.runs.newcomers import evaluate_run
 
     sartor.run("fedavg", model="mine.py:build", data="mine.py:load", rounds=1, out="run")
     Path("new.py").write_text("import mine_is_not_here\n")

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from sartor.model.task import Task
     from sartor.report import write_report
     from sartor.runs.experiment import Experiment
-    from sartor.runs.runner import Result, resume
+    from sartor.runs.observers import Observer
+    from sartor.runs.result import Result
+    from sartor.runs.resume import resume
     from sartor.settings import setting
     from sartor.studies.comparison import compare
     from sartor.studies.reproduction import reproduce
@@ -36,7 +38,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "run": "sartor.api",
-    "resume": "sartor.runs.runner",
+    "resume": "sartor.runs.resume",
     "compare": "sartor.studies.comparison",
     "search": "sartor.studies.tuning",
     "write_report": "sartor.report",
@@ -51,7 +53,8 @@ _HOMES = {
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
     "personal": "sartor.federation",
-    "Result": "sartor.runs.runner",
+    "Observer": "sartor.runs.observers",
+    "Result": "sartor.runs.result",
     "setting": "sartor.settings",
 }
 
@@ -60,6 +63,7 @@ __all__ = [
     "Call",
     "Client",
     "Experiment",
+    "Observer",
     "Reply",
     "Result",
     "Task",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sartor.runs.execute import execute
 from sartor.runs.inputs import RunSettings, gather
-from sartor.runs.runner import Result, execute
+from sartor.runs.observers import Observer
+from sartor.runs.result import Result
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -18,9 +21,10 @@ def run(
     out: str | Path | None = None,
     store: bool = True,
     progress: bool = False,
+    observers: Sequence[Observer] = (),
     **settings: Unpack[RunSettings],
 ) -> Result:
-    """Run an algorithm and return its :class:`~sartor.runs.runner.Result`.
+    """Run an algorithm and return its :class:`~sartor.runs.result.Result`.
 
     ``data`` is a data set's name, or your own, taken as it is: ``{client: (x, y)}``, or a
     :class:`~sartor.data.ClientData`. ``model`` is a network's name, any ``nn.Module``, or a :class:`Task`;
@@ -29,7 +33,8 @@ def run(
     ``device`` are settings of the experiment; every other one goes by section: ``hyper={"lr": 0.05}``,
     ``local={"epochs": 2}``, ``partition={"name": "dirichlet", "alpha": 0.1}``; ``engine`` is a name or such a
     section. ``experiment`` is a TOML file or a mapping to start from; ``imports`` are files or modules of
-    your own to import first. ``store=False`` writes no run folder.
+    your own to import first. ``store=False`` writes no run folder. ``observers`` are told what happens and
+    may stop the run: see :class:`~sartor.runs.observers.Observer`.
 
     >>> import torch
     >>> x, y = torch.randn(40, 3), torch.arange(40) % 2
@@ -39,5 +44,11 @@ def run(
     """
     inputs = gather(settings, algorithm).inputs()
     return execute(
-        inputs.experiment, data=inputs.data, task=inputs.task, out=out, store=store, progress=progress
+        inputs.experiment,
+        data=inputs.data,
+        task=inputs.task,
+        out=out,
+        store=store,
+        progress=progress,
+        observers=observers,
     )

@@ -20,7 +20,7 @@ from sartor.data.partitions import describe, make_partition
 from sartor.data.sources import load_source
 from sartor.errors import SartorError
 from sartor.runs.experiment import Experiment, describe_settings, from_mapping, load
-from sartor.runs.runner import load_data
+from sartor.runs.setup import load_data
 from sartor.studies import presets
 
 __all__ = ["forgetful"]
@@ -59,14 +59,14 @@ def sartor(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Experiment, Path | None]]:
-    """The experiments handed to the runner, which does not run them."""
+    """The experiments handed over to be executed, which are not."""
     calls: list[tuple[Experiment, Path | None]] = []
 
     def execute(experiment: Experiment, *, out: Path | None, progress: bool) -> Any:
         calls.append((experiment, out))
         return SimpleNamespace(summary=SUMMARY, folder=Path("runs/a"))
 
-    monkeypatch.setattr("sartor.runs.runner.execute", execute)
+    monkeypatch.setattr("sartor.runs.execute.execute", execute)
     return calls
 
 
@@ -173,20 +173,20 @@ def failing(error: BaseException) -> Any:
 
 
 def test_an_error_while_running_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sartor.runs.runner.execute", failing(SartorError("round 3: the disk is full")))
+    monkeypatch.setattr("sartor.runs.execute.execute", failing(SartorError("round 3: the disk is full")))
     result = call("run", "fedavg")
     assert (result.exit_code, result.stderr) == (2, "sartor: round 3: the disk is full\n")
 
 
 def test_an_interruption_is_a_short_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sartor.runs.runner.execute", failing(KeyboardInterrupt()))
+    monkeypatch.setattr("sartor.runs.execute.execute", failing(KeyboardInterrupt()))
     result = call("run", "fedavg")
     assert (result.exit_code, result.stderr) == (130, "sartor: stopped\n")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ZeroDivisionError("a bug")
-    monkeypatch.setattr("sartor.runs.runner.execute", failing(error))
+    monkeypatch.setattr("sartor.runs.execute.execute", failing(error))
     assert call("run", "fedavg").exception is error
 
 

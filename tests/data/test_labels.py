@@ -30,9 +30,11 @@ from sartor.remote.deploy import Service, loader, serve_on
 from sartor.remote.messages import Parts, decode, encode
 from sartor.remote.node import Node
 from sartor.remote.requests import Failed, Post
+from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment, from_mapping, load
+from sartor.runs.newcomers import evaluate_run
 from sartor.runs.record import RunFolder
-from sartor.runs.runner import evaluate_run, execute, resume
+from sartor.runs.resume import resume
 from sartor.studies.library import Runs
 
 cli = CliRunner()

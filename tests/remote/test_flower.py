@@ -37,8 +37,9 @@ from sartor.data.clients import ClientData
 from sartor.model.task import Task
 from sartor.remote.journal import Ledger
 from sartor.remote.requests import PARTING
+from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment, load
-from sartor.runs.runner import execute, open_federation
+from sartor.runs.setup import open_federation
 
 pytest.importorskip("flwr")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
@@ -168,6 +169,17 @@ def test_processes_give_what_a_simulation_gives(nursery: Nursery, folder: Path, 
         assert found["accuracy"][cell] == pytest.approx(summary["accuracy"][cell]), cell
     assert (found["bytes_down"], found["bytes_up"]) == (summary["bytes_down"], summary["bytes_up"])
     assert found["engine"] == "flower"
+
+
+def test_a_federation_stops_early_as_a_simulation_does(nursery: Nursery, folder: Path) -> None:
+    settings = ("rounds=40", "hyper.lr=2.0", "stop.patience=1", "stop.metric=shared_pooled.loss")
+    expected, summary = simulated(folder, "fedavg", *settings)
+    assert 1 < summary["rounds"] < 40
+    federation = Federation(nursery, "fedavg", *settings)
+    assert_equal(federation.done(), expected)
+    found = json.loads((federation.run / "summary.json").read_text())
+    assert found["stopped"]["round"] == summary["stopped"]["round"]
+    assert len(federation.rounds()) == summary["rounds"]
 
 
 def test_an_asynchronous_method_takes_what_arrives(nursery: Nursery, folder: Path) -> None:

@@ -55,7 +55,7 @@ def data(
     from sartor.extensions import function_file
     from sartor.runs.experiment import describe_settings, load
     from sartor.runs.record import to_json
-    from sartor.runs.runner import load_data
+    from sartor.runs.setup import load_data
 
     import_words(imports)
     file, words, overrides = sort_words(_expand_shorthand([name, *(arguments or ())]))

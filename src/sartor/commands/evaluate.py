@@ -36,8 +36,8 @@ def evaluate(
     if data is not None and partition is not None:
         raise SettingError("give --data or --partition, not both")
     from sartor.commands.words import import_words
+    from sartor.runs.newcomers import evaluate_run
     from sartor.runs.record import to_json
-    from sartor.runs.runner import evaluate_run
 
     import_words(imports)
     summary = evaluate_run(run, data=data, partition=partition)

@@ -38,10 +38,13 @@ def resume(
     folder = RunFolder.open(run)
     if folder.finished and (rounds is None or rounds == folder.experiment.rounds):
         summary = folder.summary
-        hint = "`--rounds` extends it"
-        print(f"sartor: {run}: finished, with {summary['rounds']} rounds; {hint}", file=sys.stderr)
+        if summary.get("stopped"):
+            state = f"stopped after round {summary['rounds']}"
+        else:
+            state = f"with {summary['rounds']} rounds; `--rounds` extends it"
+        print(f"sartor: {run}: finished, {state}", file=sys.stderr)
     else:
-        from sartor.runs.runner import resume
+        from sartor.runs.resume import resume
 
         summary = resume(run, rounds=rounds, progress=sys.stderr.isatty()).summary
     if as_json:

@@ -82,7 +82,7 @@ def run(
         cost = estimate(experiment)
         print(to_json(cost)) if as_json else _print_cost(cost)
         return
-    from sartor.runs.runner import execute  # after the experiment is known to be right
+    from sartor.runs.execute import execute  # after the experiment is known to be right
 
     result = execute(experiment, out=out, progress=sys.stderr.isatty())
     if as_json:
@@ -98,6 +98,8 @@ def print_result(summary: dict[str, Any]) -> None:
     size = f"{summary['clients']} clients, {summary['rounds']} rounds, {summary['seconds']:.1f} s"
     traffic = f"{summary['bytes_down']:,} bytes down, {summary['bytes_up']:,} bytes up"
     print(f"{summary['algorithm']} on {summary['data']}: {size}, {traffic}")
+    if summary.get("stopped"):
+        print(f"stopped after round {summary['stopped']['round']}: {summary['stopped']['reason']}")
 
 
 def print_cells(summary: dict[str, Any]) -> None:

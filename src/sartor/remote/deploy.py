@@ -1,7 +1,7 @@
 """A real federation from the command line: ``sartor serve`` at the server, ``sartor join`` at every node.
 
 The server starts Flower's SuperLink, waits until enough nodes are there, and runs the experiment with the
-runner's round loop; its run folder is that of a simulation. A node answers the server's requests until the
+only round loop; its run folder is that of a simulation. A node answers the server's requests until the
 run has ended; it outlives the server, and its own end, by what it has stored.
 """
 
@@ -34,10 +34,12 @@ from sartor.remote.journal import write
 from sartor.remote.node import Load, Node
 from sartor.remote.requests import PARTING, Failed, Grid, Post
 from sartor.remote.server import RemoteEngine
-from sartor.runs import runner
+from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment, anchored, code_of, import_named, portable, toml_text
 from sartor.runs.record import RunFolder
-from sartor.runs.runner import Result
+from sartor.runs.result import Result
+from sartor.runs.resume import resume as resume_run
+from sartor.runs.setup import federation_settings
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -190,7 +192,7 @@ def _serve_on(
     def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Federation:
         # A bad reply is its sender's harm alone; who is there and for how long is not simulated.
         conditions = Conditions(on_bad_reply="drop", largest_norm=experiment.replies.largest_norm)
-        settings = replace(runner.federation_settings(experiment), conditions=conditions)
+        settings = replace(federation_settings(experiment), conditions=conditions)
         engine = RemoteEngine(
             grid,
             met,
@@ -206,9 +208,9 @@ def _serve_on(
         return opened[-1][0]
 
     if resume is not None:
-        return runner.resume(resume, data=data, progress=progress, opened=open_federation)
+        return resume_run(resume, data=data, progress=progress, opened=open_federation)
     experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, clients=data.clients))
-    return runner.execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
+    return execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
 
 
 def _await(

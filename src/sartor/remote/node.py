@@ -46,7 +46,7 @@ from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
-from sartor.runs.runner import federation_settings, resolve
+from sartor.runs.setup import federation_settings, resolve
 from sartor.settings import build, shown
 
 log = logging.getLogger(__name__)

@@ -39,6 +39,7 @@ from sartor.extensions import Code, code_name, function_file, import_code, impor
 from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
+from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
 if sys.version_info >= (3, 11):
@@ -51,43 +52,6 @@ Imports = str | Path | Sequence[str | Path]
 """Files or modules of a user's own, one or several."""
 BESIDE = ("compare", "search")
 """Tables that may stand in an experiment's file for the commands of these names; a run has none of them."""
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """When and on what the models are evaluated."""
-
-    every: int = setting(1, "rounds between evaluations; 0: only at the end", low=0)
-    personal_pooled: str = setting(
-        "auto",
-        "whether personal models are also evaluated on the pooled test data",
-        choices=("auto", "yes", "no"),
-    )
-    personal_models: str = setting(
-        "auto",
-        "whether personal models are stored with the run; auto: where they lie here and are not too many",
-        choices=("auto", "yes", "no"),
-    )
-    clients: int = setting(
-        0, "clients that are evaluated, the same ones every time, drawn by the seed; 0: all", low=0
-    )
-    batch: int = setting(500, "samples per evaluation step", low=1)
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """How often the state of a run is stored, to continue from after an interruption."""
-
-    every: int = setting(0, "rounds between checkpoints; 0: as often as takes little of the time", low=0)
-
-
-@dataclass(frozen=True)
-class Tracking:
-    """Where a run is shown besides its folder; it is no part of what identifies a run."""
-
-    loggers: tuple[str, ...] = setting(
-        (), "where the run is shown while it goes", choices=("tensorboard", "mlflow", "wandb")
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +72,7 @@ class Experiment:
     delay: DelayChoice
     replies: Replies
     evaluate: Evaluate
+    stop: Stop
     checkpoint: Checkpoints
     engine: Engine
     tracking: Tracking
@@ -128,6 +93,12 @@ class Experiment:
             raise SettingError(
                 f"model.path = {shown(self.model.path)}: expected a function in a file, as in net.py:build"
             )
+        if self.stop.wanted and self.evaluate.every == 0:
+            raise SettingError(
+                "stop: with evaluate.every = 0 only the last round is evaluated; give evaluate.every too"
+            )
+        if self.stop.metric is not None and not self.stop.wanted:
+            raise SettingError("stop.metric: watched for nothing; give stop.patience or stop.target too")
 
 
 @dataclass(frozen=True)
@@ -155,6 +126,7 @@ _SECTIONS: dict[str, type] = {
     "delay": DelayChoice,
     "replies": Replies,
     "evaluate": Evaluate,
+    "stop": Stop,
     "checkpoint": Checkpoints,
     "engine": Engine,
     "tracking": Tracking,

@@ -55,6 +55,7 @@ class RunSettings(TypedDict, total=False):
     delay: Mapping[str, Any]
     replies: Mapping[str, Any]
     evaluate: Mapping[str, Any]
+    stop: Mapping[str, Any]
     checkpoint: Mapping[str, Any]
     tracking: Mapping[str, Any]
     hyper: Mapping[str, Any]

@@ -10,6 +10,7 @@ summary.json        the result; written last, so a folder that has one is of a f
 models.safetensors  the final models
 checkpoints/        the last states of the run, to continue from; see :mod:`sartor.runs.checkpoint`
 clients.arrow       the client rows while the run goes on, until ``clients.parquet`` is written
+states/             client states that are too large for memory
 ==================  ==================================================================================
 
 Files are written beside their place and moved there once complete, so a file that exists is whole; only
@@ -62,6 +63,8 @@ CLIENTS = "clients.parquet"
 SUMMARY = "summary.json"
 MODELS = "models.safetensors"
 GROWING_CLIENTS = "clients.arrow"
+STATES = "states"
+"""The folder of client states that are too large for memory."""
 FILES = (CONFIG, ENVIRONMENT, PARTITION, ROUNDS, CLIENTS, SUMMARY, MODELS)
 
 
@@ -264,6 +267,14 @@ class RunFolder:
         content = self._read_text(CONFIG)
         (self.path / SUMMARY).unlink(missing_ok=True)
         self._store(CONFIG, re.sub(r"(?m)^rounds = \d+$", f"rounds = {rounds}", content, count=1).encode())
+
+    def withdraw(self) -> None:
+        """Take back what :meth:`create` made, of a run that was refused before its first round."""
+        for name in FILES:
+            (self.path / name).unlink(missing_ok=True)
+        for empty in (self.path / STATES, self.path):
+            with contextlib.suppress(OSError):  # what is not ours stays
+                empty.rmdir()
 
     def write_partition(self, partition: Any) -> None:
         """Store which client holds which samples, a :class:`sartor.data.partitions.Partition`."""

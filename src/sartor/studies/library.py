@@ -19,19 +19,13 @@ from typing import Any
 from sartor.engines.lockstep import fit_together
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.runs.checkpoint import latest
+from sartor.runs.execute import execute, execute_setup
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.inputs import Inputs
 from sartor.runs.record import CONFIG, RunFolder, environment
-from sartor.runs.runner import (
-    execute,
-    execute_setup,
-    execute_together,
-    load_data,
-    may_share,
-    resume,
-    seeds_at_once,
-    set_up,
-)
+from sartor.runs.resume import resume
+from sartor.runs.setup import load_data, set_up
+from sartor.runs.together import execute_together, may_share, seeds_at_once
 
 log = logging.getLogger(__name__)
 

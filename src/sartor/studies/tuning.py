@@ -45,7 +45,7 @@ from sartor.errors import SartorError, SettingError
 from sartor.runs.experiment import Experiment, toml_text
 from sartor.runs.inputs import RunSettings, gather
 from sartor.runs.record import environment, write_json, write_text
-from sartor.runs.runner import load_data
+from sartor.runs.setup import load_data
 from sartor.settings import build, setting, unknown
 from sartor.studies.comparison import (
     REFERENCES,
