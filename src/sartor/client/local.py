@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from sartor import random
 from sartor.errors import SettingError
 from sartor.model.task import Batch, Change, Frozen, Objective, Pass, Penalty, Task
 
@@ -80,6 +81,7 @@ class Client:
         buffers: Tensor | None,
         frozen: bool,
         evaluation_batch: int,
+        seed: int | Tensor = 0,
     ) -> None:
         self.task = task
         self.local = local
@@ -90,11 +92,16 @@ class Client:
         self._frozen = frozen
         self._scan = scan
         self._evaluation_batch = evaluation_batch
+        self._seed = seed
 
     @property
     def n(self) -> Tensor:
         """The number of training samples."""
         return self.counts["train"]
+
+    def stream(self, name: str) -> int | Tensor:
+        """The key of this client's stream of that name in this round: what is random follows from it."""
+        return random.stream(self._seed, name, self.round, self.number)
 
     # Quantities of one batch ----------------------------------------------------------------------
 

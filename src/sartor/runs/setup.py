@@ -176,4 +176,5 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         chunk=engine.chunk,
         lanes=engine.lanes,
         compile=engine.compile == "yes",
+        transforms=experiment.transforms,
     )

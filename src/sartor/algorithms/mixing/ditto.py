@@ -82,7 +82,7 @@ class Ditto(Algorithm):
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Both trainings at the cohort, then the weighted mean of the changes of w."""
-        replies = federation.map(local_training, cohort, {"w": server.w})
+        replies = federation.map(local_training, cohort, {"w": server.w}, fold=["delta"])
         return replace(server, w=server.w + replies.mean("delta"))  # step 4
 
     def personalize(self, server: Server, cohort: np.ndarray) -> Call:

@@ -96,7 +96,7 @@ class FedALA(Algorithm):
             with suppress(NobodyAnswered):  # they have another chance when they are drawn again
                 phase[federation.map(first_weights, first, {"w": server.w}).clients] = FITTED
         each = {"phase": torch.from_numpy(before[cohort])}
-        replies = federation.map(local_training, cohort, {"w": server.w}, each)
+        replies = federation.map(local_training, cohort, {"w": server.w}, each, fold=["delta"])
         trained = replies.clients[replies.counts > 0]
         phase[trained] = np.maximum(phase[trained], TRAINED)
         w = server.w + replies.mean("delta")  # step 4

@@ -43,7 +43,7 @@ class FedAvg(Algorithm):
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the changes."""
-        replies = federation.map(local_training, cohort, shared={"w": server.w})
+        replies = federation.map(local_training, cohort, shared={"w": server.w}, fold=["delta"])
         return replace(server, w=server.w + self.hyper.server_lr * replies.mean("delta"))
 
 

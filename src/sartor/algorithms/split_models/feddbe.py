@@ -126,7 +126,7 @@ class FedDBE(Algorithm):
             sent = {"w": server.w, "zero": torch.zeros_like(server.mean)}
             replies = federation.map(first_mean, everyone, sent)
             server = replace(server, mean=replies.mean("mean"), measured=torch.ones_like(server.measured))
-        replies = federation.map(local_training, cohort, {"w": server.w, "mean": server.mean})
+        replies = federation.map(local_training, cohort, {"w": server.w, "mean": server.mean}, fold=["delta"])
         return replace(server, w=server.w + replies.mean("delta"))  # step 3
 
     def personalize(self, server: FedDBEServer, cohort: np.ndarray) -> Call:

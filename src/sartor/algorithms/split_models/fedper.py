@@ -107,7 +107,7 @@ class FedPer(Algorithm):
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the bodies' changes."""
-        replies = federation.map(self.training, cohort, {"body": server.w})
+        replies = federation.map(self.training, cohort, {"body": server.w}, fold=["delta"])
         return replace(server, w=server.w + replies.mean("delta"))  # step 2
 
     def shared(self, server: Server) -> Tensor | None:

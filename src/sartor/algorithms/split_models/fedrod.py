@@ -87,7 +87,7 @@ class FedRoD(Algorithm):
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the changes of body and generic head."""
-        replies = federation.map(local_training, cohort, {"w": server.w})
+        replies = federation.map(local_training, cohort, {"w": server.w}, fold=["delta"])
         return replace(server, w=server.w + replies.mean("delta"))  # step 3
 
     def personalize(self, server: Server, cohort: np.ndarray) -> Call:

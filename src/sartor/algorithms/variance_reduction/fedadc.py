@@ -78,7 +78,7 @@ class FedADC(Algorithm):
     def round(self, server: FedADCServer, federation: Federation, cohort: np.ndarray) -> FedADCServer:
         """Local training along the momentum, then the server's momentum step."""
         hyper, shared = self.hyper, {"w": server.w, "momentum": server.momentum}
-        replies = federation.map(local_training, cohort, shared)
+        replies = federation.map(local_training, cohort, shared, fold=["d"])
         if not replies.counts.any():  # nobody trained: nothing was added that could be taken off
             return server
         momentum = replies.mean("d") + (hyper.beta_global - hyper.beta_local) * server.momentum  # step 3

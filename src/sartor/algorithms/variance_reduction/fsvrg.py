@@ -127,10 +127,10 @@ class FSVRG(Algorithm):
 
     def round(self, server: FSVRGServer, federation: Federation, cohort: np.ndarray) -> FSVRGServer:
         """The gradients at w, then local training with their mean, then the scaled step."""
-        first = federation.map(gradient_at, cohort, {"w": server.w})
+        first = federation.map(gradient_at, cohort, {"w": server.w}, fold=["gradient"])
         g = first.mean("gradient") if first.counts.any() else torch.zeros_like(server.w)  # step 1
         training = plain_training if server.present is None else scaled_training
-        second = federation.map(training, first.clients, {"w": server.w, "g": g})  # step 2
+        second = federation.map(training, first.clients, {"w": server.w, "g": g}, fold=["delta"])  # step 2
         if not second.counts.any():
             return server
         delta = second.mean("delta")

@@ -106,10 +106,10 @@ class Mime(Mimic):
 
     def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
         """The gradients at w, then local training with their mean."""
-        first = federation.map(gradient_at, cohort, {"w": server.w})  # step 1
+        first = federation.map(gradient_at, cohort, {"w": server.w}, fold=["gradient"])  # step 1
         c = first.mean("gradient") if first.counts.any() else torch.zeros_like(server.w)
         shared = {"w": server.w, "c": c, **server.statistics()}
-        second = federation.map(corrected_training, first.clients, shared)  # step 2
+        second = federation.map(corrected_training, first.clients, shared, fold=["delta"])  # step 2
         if not second.counts.any():
             return server
         return self.refreshed(server, server.w + second.mean("delta"), c)  # steps 3, 4

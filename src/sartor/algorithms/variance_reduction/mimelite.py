@@ -39,7 +39,9 @@ class MimeLite(Mimic):
 
     def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
         """Local training, then new statistics from the gradients at w."""
-        replies = federation.map(lite_training, cohort, {"w": server.w, **server.statistics()})
+        replies = federation.map(
+            lite_training, cohort, {"w": server.w, **server.statistics()}, fold=["delta", "gradient"]
+        )
         if not replies.counts.any():
             return server
         w = server.w + replies.mean("delta")  # step 4

@@ -85,5 +85,5 @@ class MOON(Algorithm):
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the changes."""
-        replies = federation.map(local_training, cohort, {"w": server.w})
+        replies = federation.map(local_training, cohort, {"w": server.w}, fold=["delta"])
         return replace(server, w=server.w + replies.mean("delta"))  # step 4
