@@ -316,7 +316,9 @@ def test_a_method_that_is_not_described_or_takes_a_name_is_refused() -> None:
     class Twin(registered()["fedavg"]):  # type: ignore[misc]
         """Another FedAvg."""
 
-    with pytest.raises(SartorError, match=r"'fedavg' is registered already, by sartor\.algorithms\.fedavg"):
+    with pytest.raises(
+        SartorError, match=r"'fedavg' is registered already, by sartor\.algorithms\.references\.fedavg"
+    ):
         register(Twin)
     assert "nameless" not in registered()
 

@@ -386,7 +386,7 @@ class Setup:
 
     experiment: Experiment
     """With everything that was ``auto`` decided."""
-    algorithm: Algorithm
+    algorithm: Algorithm[Any, Any]
     task: Task
     data: ClientData
     partition: Partition | None
@@ -578,7 +578,9 @@ def _own_data(experiment: Experiment) -> ClientData:
     return prepare(data, normalise=settings.normalise, features=experiment.features.settings)
 
 
-def resolve(experiment: Experiment, algorithm: Algorithm, task: Task, data: ClientData) -> Experiment:
+def resolve(
+    experiment: Experiment, algorithm: Algorithm[Any, Any], task: Task, data: ClientData
+) -> Experiment:
     """The experiment with everything that was ``auto`` decided, so that a rerun decides the same."""
     engine = experiment.engine
     name = choose_engine(engine.name, task, engine.device, data.train.x, data.train.y)
