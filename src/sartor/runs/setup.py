@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ class Setup:
 
     experiment: Experiment
     """With everything that was ``auto`` decided."""
-    algorithm: Algorithm
+    algorithm: Algorithm[Any, Any]
     task: Task
     data: ClientData
     partition: Partition | None
@@ -124,7 +125,9 @@ def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
     ), partition
 
 
-def resolve(experiment: Experiment, algorithm: Algorithm, task: Task, data: ClientData) -> Experiment:
+def resolve(
+    experiment: Experiment, algorithm: Algorithm[Any, Any], task: Task, data: ClientData
+) -> Experiment:
     """The experiment with everything that was ``auto`` decided, so that a rerun decides the same."""
     engine = experiment.engine
     name = choose_engine(engine.name, task, engine.device, data.train.x, data.train.y)

@@ -62,7 +62,7 @@ def mixture(
 
 
 @register
-class FedALA(Algorithm):
+class FedALA(Algorithm[FedALAHyper, FedALAServer]):
     """Before it trains, a client learns on its data how much of the new global model each entry should take.
 
     Variant: the authors' library, for clients that are drawn alone. Weights are learnt on the first batches
@@ -78,7 +78,6 @@ class FedALA(Algorithm):
     server_keeps = "w, who has trained"
     client_keeps = "its last top layers, mixing weights"
     traffic = "1 / 1"
-    Hyper = FedALAHyper
 
     def start(self, federation: Federation) -> FedALAServer:
         """The initial model; mixing weights of 1 take the global model whole."""

@@ -59,7 +59,7 @@ def both_heads(client: Client, hyper: Hyper, w: Tensor, p_i: Tensor) -> Reply:
 
 
 @register
-class FedRoD(Algorithm):
+class FedRoD(Algorithm[Hyper, Server]):
     """Body and generic head learn from a class-balanced loss and are shared; a personal head is added on top.
 
     Variant: balanced softmax, which adds the logarithms of the client's class counts to the scores; a linear

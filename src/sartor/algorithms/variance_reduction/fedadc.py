@@ -51,7 +51,7 @@ def local_training(client: Client, hyper: FedADCHyper, w: Tensor, momentum: Tens
 
 
 @register
-class FedADC(Algorithm):
+class FedADC(Algorithm[FedADCHyper, FedADCServer]):
     """Momentum that also steers the local steps, so that it holds their drift together.
 
     Variant: FedADC in its heavy-ball form, or Nesterov's with ``nesterov``; not the follow-up FedADC+ with
@@ -67,7 +67,6 @@ class FedADC(Algorithm):
     server_keeps = "w, momentum M"
     client_keeps = "nothing"
     traffic = "2 / 1"
-    Hyper = FedADCHyper
 
     def start(self, federation: Federation) -> FedADCServer:
         """The initial model and no momentum."""

@@ -30,12 +30,7 @@ class MimeLite(Mimic):
     """
 
     name = "mimelite"
-    family = "global"
-    paper = "Karimireddy et al. 2021"
-    server_keeps = "w, statistics s of the base optimiser"
-    client_keeps = "nothing"
     traffic = "1 + |s| / 2"
-    Hyper = MimeHyper
 
     def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
         """Local training, then new statistics from the gradients at w."""
