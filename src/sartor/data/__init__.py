@@ -9,7 +9,7 @@ from sartor.data.loaders import (
     from_table,
     source_from_dataset,
 )
-from sartor.data.own import read_data, register_data
+from sartor.data.named import read_data, register_data
 from sartor.data.partitions import (
     PARTITIONS,
     Partition,

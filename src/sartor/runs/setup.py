@@ -13,7 +13,7 @@ from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData, prepare, relabel
-from sartor.data.own import read_data
+from sartor.data.named import read_data
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.settings import OWN_DATA
 from sartor.engines import choose_engine, make_engine
