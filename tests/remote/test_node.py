@@ -280,7 +280,7 @@ def test_a_node_answers_with_what_its_clients_send() -> None:
         ({"version": "0.0.1"}, "the server has sartor 0.0.1, this node .*; install the same version"),
         ({"function": "os:system"}, "no such client function"),
         ({"function": "sartor.runs.runner:execute"}, "no such client function"),
-        ({"function": "sartor.remote.journal:write"}, "no such client function"),
+        ({"function": "sartor.files:write"}, "no such client function"),
         ({"function": "sartor.remote.node:Node"}, "no such client function"),
         (
             {"function": "sartor.algorithms.references.fedavg:local_training.__globals__"},

@@ -25,9 +25,9 @@ from sartor.data.settings import OWN_DATA
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
+from sartor.files import write
 from sartor.model.task import Task
 from sartor.remote.admission import Introduction, Reception, assemble, misfit
-from sartor.remote.journal import write
 from sartor.remote.node import Load, Node
 from sartor.remote.requests import PARTING, Failed, Grid, Post
 from sartor.remote.server import RemoteEngine

@@ -10,8 +10,6 @@ the exchange before which it never goes back, files are merged into one.
 000000000011.used.safetensors    kept of exchange 11, which counts
 000000000009.base.safetensors    the states after exchange 9
 ===============================  ==================================================
-
-A file is written beside its place and moved there when it is on the disk.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from sartor.errors import DataError, SartorError
+from sartor.files import leftovers, write
 from sartor.runs.record import separate
 
 MOST_FILES = 16
@@ -80,7 +79,9 @@ class Ledger:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise DataError(f"{folder}: client states cannot be stored: {error.strerror}") from None
-            for path in sorted(folder.glob("*.safetensors"), key=lambda path: _KINDS.index(_kind(path))):
+            for leftover in leftovers(folder):
+                leftover.unlink()
+            for path in sorted(folder.glob("[0-9]*.safetensors"), key=lambda path: _KINDS.index(_kind(path))):
                 exchange = int(path.name.split(".")[0])
                 if exchange in self._entries:  # the process ended between writing a file and removing another
                     self._remove(exchange)
@@ -177,20 +178,6 @@ class Ledger:
     def _path(self, exchange: int, kind: str) -> Path:
         assert self._folder is not None
         return self._folder / f"{exchange:012d}.{kind}.safetensors"
-
-
-def write(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """A file that is whole or not there."""
-    beside = path.with_name(path.name + ".new")
-    try:
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def rows_of(numbers: Tensor, kept: Mapping[str, Tensor]) -> Rows:

@@ -36,9 +36,10 @@ from sartor.federation.exchange import ClientFunction, Outcome, Work, is_persona
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
 from sartor.federation.states import StateStore
+from sartor.files import write
 from sartor.model.networks import make_task
 from sartor.model.task import Task
-from sartor.remote.journal import Ledger, rows_of, write
+from sartor.remote.journal import Ledger, rows_of
 from sartor.remote.messages import BadMessage, Parts, decode, encode, version
 from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import shared_model

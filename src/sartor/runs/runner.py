@@ -38,6 +38,7 @@ from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.settings import Cohort, FederationSettings
+from sartor.files import NotWritten
 from sartor.kernels.device import free_bytes
 from sartor.model.networks import make_task
 from sartor.model.task import Task
@@ -45,7 +46,7 @@ from sartor.runs import checkpoint
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of, personal_models
 from sartor.runs.experiment import Experiment, fingerprint
-from sartor.runs.record import NotWritten, RunFolder, environment, hash_of
+from sartor.runs.record import RunFolder, environment, hash_of
 from sartor.runs.tracking import check as check_trackers
 from sartor.runs.tracking import tracked
 
