@@ -22,10 +22,13 @@ from sartor.data.clients import Moments, prepare
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.model.task import Task
-from sartor.remote.deploy import Service, loader, make_keys, read_key, read_public_keys, split_address
-from sartor.remote.journal import MOST_FILES, Ledger, rows_of
+from sartor.remote.addresses import split_address
+from sartor.remote.join import loader
+from sartor.remote.journal import MOST_FILES, Journal, rows_of
+from sartor.remote.keys import make_keys, read_key, read_public_keys
 from sartor.remote.messages import DTYPES, BadMessage, Parts, decode, encode, spec_of, version
 from sartor.remote.node import Node
+from sartor.remote.serve import Service
 from sartor.runs.experiment import from_mapping, to_mapping
 from sartor.runs.record import hash_of
 
@@ -77,11 +80,11 @@ def laid_out(dtype: str) -> dict[str, Tensor]:
 def test_tensors_travel_and_are_kept_however_they_lie(dtype: str, tmp_path: Path) -> None:
     values = laid_out(dtype)
     _, groups = decode(encode({}, {"all": values}))
-    ledger, numbers = Ledger(tmp_path), torch.arange(4)
+    journal, numbers = Journal(tmp_path), torch.arange(4)
     kept = {name: value for name, value in values.items() if value.dim() and len(value) == len(numbers)}
     assert len(kept) == 4
-    ledger.stage(1, rows_of(numbers, kept))
-    settled = Ledger(tmp_path).settle(1, [1, 3])
+    journal.stage(1, rows_of(numbers, kept))
+    settled = Journal(tmp_path).settle(1, [1, 3])
     for name, value in values.items():
         assert groups["all"][name].dtype == value.dtype
         assert torch.equal(groups["all"][name], value), name
@@ -141,70 +144,70 @@ def rows(*pairs: tuple[int, float]) -> dict[str, tuple[Tensor, Tensor]]:
     return {"c": (torch.tensor(numbers), torch.tensor(values))}
 
 
-def kept(ledger: Ledger) -> dict[int, float]:
-    if "c" not in ledger.states():
+def kept(journal: Journal) -> dict[int, float]:
+    if "c" not in journal.states():
         return {}
-    numbers, values = ledger.states()["c"]
+    numbers, values = journal.states()["c"]
     return dict(zip(numbers.tolist(), values.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_state_counts_when_it_was_used(tmp_path: Path, stored: bool) -> None:
-    ledger = Ledger(tmp_path if stored else None)
+    journal = Journal(tmp_path if stored else None)
 
-    def again() -> Ledger:
-        return Ledger(tmp_path) if stored else ledger
+    def again() -> Journal:
+        return Journal(tmp_path) if stored else journal
 
-    ledger.stage(1, rows((4, 1.0), (7, 2.0)))
+    journal.stage(1, rows((4, 1.0), (7, 2.0)))
     assert kept(again()) == {}
-    assert ledger.settle(1, [4, 7])["c"][1].tolist() == [1.0, 2.0]
-    ledger.stage(2, rows((4, 3.0), (7, 4.0)))
+    assert journal.settle(1, [4, 7])["c"][1].tolist() == [1.0, 2.0]
+    journal.stage(2, rows((4, 3.0), (7, 4.0)))
     assert kept(again()) == {4: 1.0, 7: 2.0}
-    assert ledger.settle(2, [7])["c"][0].tolist() == [7]
-    ledger.stage(3, rows((4, 5.0)))
-    assert ledger.settle(3, []) == {}
-    assert ledger.settle(2, [4, 7]) == {}  # it is settled
-    assert ledger.settle(9, [4]) == {}  # it was never staged
+    assert journal.settle(2, [7])["c"][0].tolist() == [7]
+    journal.stage(3, rows((4, 5.0)))
+    assert journal.settle(3, []) == {}
+    assert journal.settle(2, [4, 7]) == {}  # it is settled
+    assert journal.settle(9, [4]) == {}  # it was never staged
     assert kept(again()) == {4: 1.0, 7: 4.0}
 
 
 def test_states_go_back_to_an_exchange(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    journal = Journal(tmp_path)
     for exchange in range(1, 6):
-        ledger.stage(exchange, rows((exchange % 2, float(exchange))))
-        ledger.settle(exchange, [exchange % 2])
-    ledger.stage(6, rows((0, 6.0)))
-    ledger = Ledger(tmp_path)
-    ledger.go_back(4)
-    assert kept(ledger) == {0: 4.0, 1: 3.0}
-    ledger.go_back(4, without=[3])  # which was in flight at the checkpoint
-    assert kept(Ledger(tmp_path)) == {0: 4.0, 1: 1.0}
-    assert ledger.settle(6, [0]) == {}
+        journal.stage(exchange, rows((exchange % 2, float(exchange))))
+        journal.settle(exchange, [exchange % 2])
+    journal.stage(6, rows((0, 6.0)))
+    journal = Journal(tmp_path)
+    journal.go_back(4)
+    assert kept(journal) == {0: 4.0, 1: 3.0}
+    journal.go_back(4, without=[3])  # which was in flight at the checkpoint
+    assert kept(Journal(tmp_path)) == {0: 4.0, 1: 1.0}
+    assert journal.settle(6, [0]) == {}
 
 
 def test_old_exchanges_are_merged_and_can_be_gone_back_to(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    journal = Journal(tmp_path)
     for exchange in range(1, 101):
-        ledger.stage(exchange, rows((exchange % 3, float(exchange))))
-        ledger.settle(exchange, [exchange % 3])
-        ledger.merge(exchange - 10)
+        journal.stage(exchange, rows((exchange % 3, float(exchange))))
+        journal.settle(exchange, [exchange % 3])
+        journal.merge(exchange - 10)
     assert len(list(tmp_path.iterdir())) <= MOST_FILES + 11
-    assert kept(Ledger(tmp_path)) == {0: 99.0, 1: 100.0, 2: 98.0}
-    ledger.go_back(90)
-    assert kept(Ledger(tmp_path)) == {0: 90.0, 1: 88.0, 2: 89.0}
+    assert kept(Journal(tmp_path)) == {0: 99.0, 1: 100.0, 2: 98.0}
+    journal.go_back(90)
+    assert kept(Journal(tmp_path)) == {0: 90.0, 1: 88.0, 2: 89.0}
     with pytest.raises(SartorError, match="later time than the checkpoint"):
-        ledger.go_back(5)
+        journal.go_back(5)
 
 
 def test_a_crash_while_files_are_merged_loses_nothing(tmp_path: Path) -> None:
     """A file of merged states is there, and those it was made of are not removed yet."""
-    ledger = Ledger(tmp_path)
+    journal = Journal(tmp_path)
     for exchange in (1, 2):
-        ledger.stage(exchange, rows((0, float(exchange))))
-        ledger.settle(exchange, [0])
-    ledger._write(2, "base", ledger.states())
+        journal.stage(exchange, rows((0, float(exchange))))
+        journal.settle(exchange, [0])
+    journal._write(2, "base", journal.states())
     (tmp_path / "000000000003.staged.safetensors.new").write_bytes(b"half")
-    assert kept(Ledger(tmp_path)) == {0: 2.0}
+    assert kept(Journal(tmp_path)) == {0: 2.0}
     assert not (tmp_path / "000000000002.used.safetensors").exists()
 
 
@@ -465,7 +468,7 @@ def test_an_address_has_a_host_and_a_port(address: str) -> None:
 @pytest.mark.parametrize("missing", ["flwr.app", "flwr.supernode.fleet_http_client"])
 def test_a_flower_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     """Where it is not installed, and where a version has not what is used of it."""
-    for module in ("sartor.remote.flower", "sartor.remote.flower_app"):
+    for module in ("sartor.remote.flower", "sartor.remote.flower_content"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SartorError, match=r"need Flower, flwr>=.*; install it with `pip install 'sartor"):
@@ -473,7 +476,7 @@ def test_a_flower_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, mi
 
 
 def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
-    from sartor.remote.deploy import check_issued, make_keys
+    from sartor.remote.keys import check_issued, make_keys
 
     for name in ("ours", "theirs"):
         make_keys(tmp_path / name, ["localhost"], ["one"])

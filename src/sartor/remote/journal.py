@@ -60,14 +60,14 @@ class _Entry:
         return {name: (stored[f"{name}.numbers"], stored[f"{name}.rows"]) for name in names}
 
 
-class Ledger:
+class Journal:
     """The states of the clients of one node in one run; without a folder they are lost with the process.
 
-    >>> ledger = Ledger(None)
-    >>> ledger.stage(1, {"c": (torch.tensor([4, 7]), torch.tensor([1.0, 2.0]))})
-    >>> ledger.settle(1, [7])["c"]
+    >>> journal = Journal(None)
+    >>> journal.stage(1, {"c": (torch.tensor([4, 7]), torch.tensor([1.0, 2.0]))})
+    >>> journal.settle(1, [7])["c"]
     (tensor([7]), tensor([2.]))
-    >>> ledger.states()["c"]
+    >>> journal.states()["c"]
     (tensor([7]), tensor([2.]))
     """
 
@@ -181,7 +181,7 @@ class Ledger:
 
 
 def rows_of(numbers: Tensor, kept: Mapping[str, Tensor]) -> Rows:
-    """What clients keep, as a ledger takes it."""
+    """What clients keep, as a journal takes it."""
     return {name: (numbers, value) for name, value in kept.items()}
 
 
