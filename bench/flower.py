@@ -70,7 +70,7 @@ def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
     from sartor.remote.server import RemoteEngine
     from sartor.runs.evaluation import shared_model
     from sartor.runs.experiment import from_mapping
-    from sartor.runs.runner import federation_settings, resolve
+    from sartor.runs.setup import federation_settings, resolve
 
     generator = np.random.default_rng(0)
     store = folder / "messages.db" if durable else None

@@ -24,8 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from sartor.data.clients import ClientData, Split
+from sartor.runs.execute import execute_setup
 from sartor.runs.experiment import from_mapping
-from sartor.runs.runner import Setup, execute_setup, execute_together, seeds_at_once, set_up
+from sartor.runs.setup import Setup, set_up
+from sartor.runs.together import execute_together, seeds_at_once
 
 
 class Workload(NamedTuple):

@@ -28,8 +28,8 @@ from sartor.algorithms import registered
 from sartor.data import ClientData, apply, make_partition
 from sartor.data.sources import Source, load_source
 from sartor.errors import SartorError, SettingError
+from sartor.runs.execute import execute
 from sartor.runs.experiment import from_mapping, read_toml
-from sartor.runs.runner import execute
 from sartor.studies import presets
 
 TAILORED = ("ma-fsvrg", "ga-fsvrg")

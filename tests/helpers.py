@@ -190,7 +190,7 @@ def play(algorithm: Algorithm, federation: Federation, cohorts: Sequence[Sequenc
     server = algorithm.start(federation)
     for round, cohort in enumerate(cohorts, 1):
         federation.round = round
-        with suppress(NobodyAnswered):  # as the runner does
+        with suppress(NobodyAnswered):  # as the round loop does
             server = algorithm.round(server, federation, np.asarray(cohort, dtype=np.int64))
     return server
 

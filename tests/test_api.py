@@ -202,7 +202,7 @@ def test_validation_data_is_cut_from_own_data() -> None:
 def test_a_method_of_ones_own_runs_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from sartor.algorithms import base
 
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(base._REGISTRY, "_known", dict(base._REGISTRY._known))
 
     def full_step(client: sartor.Client, hyper: Any, w: Tensor) -> sartor.Reply:
         return sartor.Reply(gradient=client.full_gradient(w))
@@ -322,3 +322,8 @@ def test_the_engine_may_be_a_section() -> None:
     assert (plain["engine"], chunked["engine"]) == ("stacked", "stacked")
     with pytest.raises(SartorError, match=r"engine\.chunks: unknown key; did you mean engine\.chunk\?"):
         go(data=data, engine={"chunks": 1})
+
+
+def test_a_keyword_that_is_not_known_is_guessed() -> None:
+    with pytest.raises(SettingError, match="clinets: unknown key; did you mean clients"):
+        go(clinets=3)

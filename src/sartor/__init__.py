@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from sartor.algorithms import Algorithm, register
     from sartor.api import run
     from sartor.client.local import Client
+    from sartor.data.own import register_data
     from sartor.federation import Call, Reply, personal
+    from sartor.model.networks import register_model
     from sartor.model.task import Task
     from sartor.report import write_report
     from sartor.runs.experiment import Experiment
-    from sartor.runs.runner import Result, resume
+    from sartor.runs.observers import Observer
+    from sartor.runs.result import Result
+    from sartor.runs.resume import resume
     from sartor.settings import setting
     from sartor.studies.comparison import compare
     from sartor.studies.reproduction import reproduce
@@ -34,7 +38,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "run": "sartor.api",
-    "resume": "sartor.runs.runner",
+    "resume": "sartor.runs.resume",
     "compare": "sartor.studies.comparison",
     "search": "sartor.studies.tuning",
     "write_report": "sartor.report",
@@ -43,11 +47,14 @@ _HOMES = {
     "Task": "sartor.model.task",
     "Algorithm": "sartor.algorithms",
     "register": "sartor.algorithms",
+    "register_data": "sartor.data.own",
+    "register_model": "sartor.model.networks",
     "Client": "sartor.client.local",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
     "personal": "sartor.federation",
-    "Result": "sartor.runs.runner",
+    "Observer": "sartor.runs.observers",
+    "Result": "sartor.runs.result",
     "setting": "sartor.settings",
 }
 
@@ -56,12 +63,15 @@ __all__ = [
     "Call",
     "Client",
     "Experiment",
+    "Observer",
     "Reply",
     "Result",
     "Task",
     "compare",
     "personal",
     "register",
+    "register_data",
+    "register_model",
     "reproduce",
     "resume",
     "run",

@@ -25,7 +25,7 @@ from sartor.federation import Federation
 from sartor.federation.clock import Conditions, LogNormal, Modelled, Sometimes, Stragglers, World
 from sartor.federation.exchange import NobodyAnswered
 from sartor.runs.checkpoint import known_classes, pack, unpack
-from sartor.runs.runner import tensors_of
+from sartor.runs.run import tensors_of
 
 METHODS = [
     "diversifed-async",

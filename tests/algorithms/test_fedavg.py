@@ -22,6 +22,7 @@ from helpers import (
     task_and_data,
 )
 from sartor.algorithms import Algorithm, make, register, registered
+from sartor.algorithms.references.fedavg import local_training
 from sartor.data.clients import Split
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation
@@ -316,7 +317,9 @@ def test_a_method_that_is_not_described_or_takes_a_name_is_refused() -> None:
     class Twin(registered()["fedavg"]):  # type: ignore[misc]
         """Another FedAvg."""
 
-    with pytest.raises(SartorError, match=r"'fedavg' is registered already, by sartor\.algorithms\.fedavg"):
+    with pytest.raises(
+        SartorError, match=r"'fedavg' is registered already, by sartor\.algorithms\.references"
+    ):
         register(Twin)
     assert "nameless" not in registered()
 
@@ -331,3 +334,12 @@ def test_a_method_without_a_round_says_so() -> None:
     with pytest.raises(SartorError, match=r"algorithm 'idle': define round\(\)"):
         register(Idle)
     assert "idle" not in registered()
+
+
+def test_a_reply_of_another_name_is_told_with_those_there_are() -> None:
+    task, data = task_and_data()
+    federation = federation_of("loop", task, data)
+    replies = federation.map(local_training, [0, 1], shared={"w": task.initial()})
+    for wrong in (replies.mean, replies.sum, replies.__getitem__):
+        with pytest.raises(SartorError, match="replies: clients sent no 'dleta'; they sent delta"):
+            wrong("dleta")

@@ -19,7 +19,7 @@ from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate, model_of
-from sartor.runs.experiment import Evaluate
+from sartor.runs.settings import Evaluate
 
 SIZES = (9, 16, 12)
 COHORTS = [[0, 1, 2], [0, 2], [1, 2]]

@@ -38,7 +38,7 @@ from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
 from sartor.model.task import Batch, Task
 from sartor.runs.evaluation import evaluate, model_of
-from sartor.runs.experiment import Evaluate
+from sartor.runs.settings import Evaluate
 
 ENGINES = ["loop", "stacked"]
 SIZES = (9, 16, 12)

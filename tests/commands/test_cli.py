@@ -13,12 +13,17 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers import ENVIRONMENT, METHODS, completed
+from owned import ALGORITHM, DATA, MODEL, forgetful
 from sartor.algorithms import registered
 from sartor.commands.main import app
 from sartor.data.partitions import describe, make_partition
 from sartor.data.sources import load_source
 from sartor.errors import SartorError
-from sartor.runs.experiment import Experiment, describe_settings, from_mapping
+from sartor.runs.experiment import Experiment, describe_settings, from_mapping, load
+from sartor.runs.setup import load_data
+from sartor.studies import presets
+
+__all__ = ["forgetful"]
 
 cli = CliRunner()
 
@@ -54,14 +59,14 @@ def sartor(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Experiment, Path | None]]:
-    """The experiments handed to the runner, which does not run them."""
+    """The experiments handed over to be executed, which are not."""
     calls: list[tuple[Experiment, Path | None]] = []
 
     def execute(experiment: Experiment, *, out: Path | None, progress: bool) -> Any:
         calls.append((experiment, out))
         return SimpleNamespace(summary=SUMMARY, folder=Path("runs/a"))
 
-    monkeypatch.setattr("sartor.runs.runner.execute", execute)
+    monkeypatch.setattr("sartor.runs.execute.execute", execute)
     return calls
 
 
@@ -133,7 +138,7 @@ def test_a_table_shows_the_result_and_the_folder(started: list[Any]) -> None:
         ),
         (
             ["a.toml", "b.toml"],
-            "'b.toml': expected one algorithm, one experiment (a .toml file or a preset), and key=value",
+            "'b.toml': expected one experiment (a .toml file or a preset), and key=value",
         ),
         (["rounds=3"], "name an algorithm or an experiment file, as in `sartor run fedavg`"),
         (["fedavg", "--engine", "stakced"], "engine.name: must be one of auto, loop, stacked, got 'stakced'"),
@@ -168,20 +173,20 @@ def failing(error: BaseException) -> Any:
 
 
 def test_an_error_while_running_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sartor.runs.runner.execute", failing(SartorError("round 3: the disk is full")))
+    monkeypatch.setattr("sartor.runs.execute.execute", failing(SartorError("round 3: the disk is full")))
     result = call("run", "fedavg")
     assert (result.exit_code, result.stderr) == (2, "sartor: round 3: the disk is full\n")
 
 
 def test_an_interruption_is_a_short_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sartor.runs.runner.execute", failing(KeyboardInterrupt()))
+    monkeypatch.setattr("sartor.runs.execute.execute", failing(KeyboardInterrupt()))
     result = call("run", "fedavg")
     assert (result.exit_code, result.stderr) == (130, "sartor: stopped\n")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ZeroDivisionError("a bug")
-    monkeypatch.setattr("sartor.runs.runner.execute", failing(error))
+    monkeypatch.setattr("sartor.runs.execute.execute", failing(error))
     assert call("run", "fedavg").exception is error
 
 
@@ -343,3 +348,131 @@ def test_a_mistake_about_data_is_one_message(words: list[str], message: str) -> 
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"sartor: {message}")
     assert result.stderr.count("\n") == 1
+
+
+# -- one way from words to an experiment ---------------------------------------------------------------
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
+    """The experiments handed to the server, which does not serve them."""
+    calls: list[Experiment] = []
+
+    def serve(experiment: Experiment, *arguments: Any, **keywords: Any) -> Any:
+        calls.append(experiment)
+        return SimpleNamespace(summary=SUMMARY, folder=Path("runs/a"))
+
+    monkeypatch.setattr("sartor.remote.serve.serve", serve)
+    return calls
+
+
+def test_every_command_reads_presets_algorithms_and_settings_alike(
+    started: list[Any], served: list[Experiment], tmp_path: Path
+) -> None:
+    words = ["fedprox", "comfed/digits", "rounds=3", "hyper.mu=0.5"]
+    for command in ("run", "serve"):
+        result = call(command, *words)
+        assert result.exit_code == 0, result.stderr
+    assert call("flower-app", str(tmp_path / "app"), *words).exit_code == 0
+    ((experiment, _),) = started
+    assert (experiment.algorithm, experiment.rounds, experiment.hyper.mu) == ("fedprox", 3, 0.5)
+    assert experiment.local.momentum == 0.9  # the preset's
+    assert served == [experiment]
+    assert load(tmp_path / "app" / "experiment.toml") == experiment
+
+
+def test_data_are_shown_as_a_preset_divides_them() -> None:
+    shown = call("data", "comfed/digits", "--json")
+    assert shown.exit_code == 0, shown.stderr
+    experiment = load(presets.path("comfed/digits"))
+    assert json.loads(shown.stdout)["hash"] == load_data(experiment)[0].hash
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["run", "fedavg", "comfed/digit"],
+            "preset = 'comfed/digit': unknown name; did you mean comfed/digits?",
+        ),
+        (["run", "fedavg", "compare.seeds=3"], "compare.seeds=3: has no use here, is for `sartor compare`"),
+        (["serve", "fedvag"], "algorithm = 'fedvag': unknown name; did you mean fedavg?"),
+        (["serve", "fedavg", "ditto"], "'ditto': expected one algorithm, one experiment"),
+        (
+            ["serve", "data.name=mnist"],
+            "data.name=mnist: has no use here, in a federation it lies at",
+        ),
+        (["serve", "partition.alpha=1"], "partition.alpha=1: has no use here, in a federation it lies"),
+        (["serve", "delay.name=lognormal"], "delay.name=lognormal: has no use here, in a federation nodes"),
+        (["serve", "lcoal.batch=3"], "lcoal: unknown key; did you mean local?"),
+        (["serve", "--resume", "x", "rounds=3"], "rounds=3: --resume continues a run as it was begun"),
+        (["flower-app", "DIR", "fedvag"], "algorithm = 'fedvag': unknown name; did you mean fedavg?"),
+        (
+            ["flower-app", "DIR", "search.budget=3"],
+            "search.budget=3: has no use here, is for `sartor",
+        ),
+        (["data", "digits", "local.batch=3"], "local.batch=3: has no use here, it says nothing of how data"),
+        (["data", "comfed/digits", "digits"], "name one data set"),
+        (
+            ["compare", "--algorithms", "fedavg", "fedprox.mu=x"],
+            "fedprox.mu=x: fedprox is not among the",
+        ),
+        (
+            ["compare", "--algorithms", "fedprox", "fedprox.mu=x"],
+            "compare.fedprox.mu: expected a finite",
+        ),
+        (["compare", "--algorithms", "fedavg", "search.budget=1"], "search.budget=1: has no use here"),
+        (
+            ["compare", "--algorithms", "fedavg", "algorithm=ditto"],
+            "algorithm=ditto: has no use here",
+        ),
+        (
+            ["compare", "--algorithms", "fedavg", "--no-references", "separate.lr=1"],
+            "separate.lr=1: separate",
+        ),
+        (["search", "--algorithms", "fedavg", "fedprox.mu=[1]"], "fedprox.mu=[1]: fedprox is not among"),
+        (["search", "--algorithms", "fedavg", "compare.seeds=1"], "compare.seeds=1: has no use here"),
+        (["search", "fedavg"], "'fedavg': expected one experiment"),
+        (["reproduce", "comfed/table4", "compare.seeds=1"], "compare.seeds=1: has no use here"),
+        (["run", "fedavg", "data.path=missing"], "data.path = 'missing': no such file or folder"),
+        (["algorithms", "--import", "nowhere.py"], "/nowhere.py: no such file to import"),
+        (["run", "fedavg", "--import", "nowhere"], "nowhere: no such installed module"),
+    ],
+)
+def test_a_word_without_use_is_an_error_that_names_it(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call(*words)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert message in result.stderr
+    assert result.stderr.startswith("sartor: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_that_is_not_known_is_guessed_once() -> None:
+    assert call("rnu").stderr.count("Did you mean 'run'?") == 1
+    assert "There are algorithms, compare" in call("xyzzy").stderr
+
+
+def test_own_code_is_imported_before_the_words_are_read(
+    forgetful: None, started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(ALGORITHM + MODEL + DATA)
+    (tmp_path / "other.py").write_text("1 / 0\n")
+    own = ("--import", "mine.py")
+    for words in (["algorithms", "own-avg"], ["settings", "model"], ["data", "own-blobs", "--clients", "2"]):
+        result = call(*words, *own)
+        assert result.exit_code == 0, result.stderr
+        assert any(name in result.stdout for name in ("own-avg", "own-net", "own-blobs"))
+    result = call("run", "own-avg", *own, "model.name=own-net", "model.width=3", "hyper.factor=0.5")
+    assert result.exit_code == 0, result.stderr
+    ((experiment, _),) = started
+    assert (experiment.imports, experiment.hyper.factor) == ((str(tmp_path / "mine.py"),), 0.5)
+    assert experiment.model.settings.width == 3
+    wrong = call("run", "fedavg", *own, "--import", "other.py")
+    assert (wrong.exit_code, wrong.stderr) == (
+        2,
+        f"sartor: {tmp_path / 'other.py'}, line 1: ZeroDivisionError: division by zero\n",
+    )

@@ -12,8 +12,8 @@ import pytest
 import sartor.commands.demo
 from sartor.algorithms import registered
 from sartor.commands.demo import METHODS
+from sartor.runs.execute import execute
 from sartor.runs.record import RunFolder
-from sartor.runs.runner import execute
 
 
 def test_the_methods_of_the_demo_exist() -> None:
@@ -27,7 +27,7 @@ def test_the_demo_prints_a_table_stores_its_runs_and_reports_them(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["demo", "fedavg", "separate"])
     monkeypatch.setattr(
-        "sartor.runs.runner.execute",
+        "sartor.runs.execute.execute",
         lambda experiment, **settings: execute(dataclasses.replace(experiment, rounds=4), **settings),
     )
     runpy.run_path(sartor.commands.demo.__file__, run_name="__main__")

@@ -31,9 +31,12 @@ from sartor.remote.messages import Parts, decode, encode
 from sartor.remote.node import Node
 from sartor.remote.requests import Failed, Requests
 from sartor.remote.serve import Service, serve_on
+from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment, from_mapping, load
+from sartor.runs.inputs import Inputs
+from sartor.runs.newcomers import evaluate_run
 from sartor.runs.record import RunFolder
-from sartor.runs.runner import evaluate_run, execute, resume
+from sartor.runs.resume import resume
 from sartor.studies.library import Runs
 
 cli = CliRunner()
@@ -293,8 +296,6 @@ def test_data_given_in_python_are_numbered_as_in_the_run(folder: Path, tmp_path:
 
 
 def test_a_run_of_the_same_table_is_found_again(folder: Path, tmp_path: Path) -> None:
-    from sartor.api import Inputs
-
     def get(table: Path) -> bool:
         experiment = load(None, [*SMALL, *COLUMNS, f"data.path={table}"], rounds=1)
         return Runs(tmp_path / "runs").get(Inputs(experiment, None, None)).reused

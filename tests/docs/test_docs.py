@@ -29,7 +29,10 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def run_block(kind: str, code: str, page: Path, module: ModuleType) -> None:
-    if kind == "python":
+    file = re.match(r"# (\w+\.py)\n", code)
+    if kind == "python" and file:  # a file of the reader's own
+        Path(file[1]).write_text(code, encoding="utf-8")
+    elif kind == "python":
         exec(compile(code, str(page), "exec", dont_inherit=True), module.__dict__)
     elif kind == "toml":
         Path("experiment.toml").write_text(code, encoding="utf-8")
@@ -75,6 +78,12 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_example_of_an_algorithm_is_short() -> None:
     (example,) = [code for _, code in blocks(README) if "@register" in code]
     assert len(example.splitlines()) < 40
+
+
+def test_what_readers_write_to_extend_sartor_is_short() -> None:
+    files = [code for kind, code in blocks(DOCS / "extend.md") if kind == "python" and code.startswith("# ")]
+    assert len(files) >= 3
+    assert all(len(code.splitlines()) <= 30 for code in files)
 
 
 def test_links_between_pages_lead_somewhere() -> None:

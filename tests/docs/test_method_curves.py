@@ -16,7 +16,7 @@ import torch
 
 from sartor.algorithms import registered
 from sartor.runs.experiment import from_mapping
-from sartor.runs.runner import load_data
+from sartor.runs.setup import load_data
 
 SCRIPT = Path(__file__).parents[2] / "measurements" / "method_curves.py"
 

@@ -21,7 +21,7 @@ from sartor.engines import make_federation
 from sartor.errors import NotStackable
 from sartor.federation import Federation
 from sartor.model.task import Task
-from sartor.runs.runner import Result
+from sartor.runs.result import Result
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -24,7 +24,7 @@ from sartor.federation.clock import Conditions, World
 from sartor.federation.exchange import ClientError, Work
 from sartor.model.task import Batch, Task
 from sartor.runs.evaluation import model_of
-from sartor.runs.runner import tensors_of
+from sartor.runs.run import tensors_of
 
 ENGINES = ["loop", "stacked"]
 COHORTS = [[0, 1, 2, 4], [1, 3, 4, 5], [0, 2, 3, 5]]

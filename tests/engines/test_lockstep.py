@@ -30,18 +30,13 @@ from sartor.federation import Federation, Reply
 from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
 from sartor.runs.checkpoint import latest
+from sartor.runs.execute import execute_setup
 from sartor.runs.experiment import from_mapping, to_mapping
 from sartor.runs.record import RunFolder
-from sartor.runs.runner import (
-    Result,
-    Setup,
-    execute_setup,
-    execute_together,
-    may_share,
-    resume,
-    seeds_at_once,
-    set_up,
-)
+from sartor.runs.result import Result
+from sartor.runs.resume import resume
+from sartor.runs.setup import Setup, set_up
+from sartor.runs.together import execute_together, may_share, seeds_at_once
 from sartor.studies.comparison import Comparison, compare
 from sartor.studies.tuning import search
 
@@ -418,17 +413,29 @@ def test_seeds_are_run_together_where_that_pays(tmp_path: Path) -> None:
     assert seeds_at_once(dataclasses.replace(setup, data=lazy), "yes") == 1
 
 
+def test_each_seed_stops_in_its_own_round(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"rounds": 12, "evaluate": {"every": 1}, "hyper": {"lr": 0.6}}
+    given["stop"] = {"patience": 1, "metric": "shared_pooled.loss"}
+    setups = [prepared("fedavg", seed, sizes, **given) for seed, sizes in zip(SEEDS, SIZES, strict=True)]
+    expected = alone(setups, tmp_path)
+    rounds = [result.summary["rounds"] for result in expected]
+    assert len(set(rounds)) > 1  # else there is nothing to test
+    assert min(rounds) < 12
+    for one, other in zip(expected, together(setups, tmp_path), strict=True):
+        assert_same_run(one, other)
+
+
 def test_large_federations_take_fewer_seeds_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = prepared("fedavg", 0, cohort={"fraction": 0.5})
     client = setup.task.size + 8 * 5  # the model and a batch of eight samples of five numbers
     for room, expected in ((9, 9), (3, 3), (2, 2), (1, 1), (0, 1)):
-        monkeypatch.setattr("sartor.runs.runner.TOGETHER_NUMBERS", room * 3 * client)
+        monkeypatch.setattr("sartor.runs.together.TOGETHER_NUMBERS", room * 3 * client)
         assert seeds_at_once(setup, "auto") == expected
-    monkeypatch.setattr("sartor.runs.runner.TOGETHER_NUMBERS", 4 * 3 * client)
+    monkeypatch.setattr("sartor.runs.together.TOGETHER_NUMBERS", 4 * 3 * client)
     evaluated = prepared("fedavg", 0, evaluate={"every": 1})  # all six clients, every round
     assert seeds_at_once(evaluated, "auto") == 2
     assert seeds_at_once(setup, "yes") > 9
-    monkeypatch.setattr("sartor.runs.runner.free_bytes", lambda device: 0)
+    monkeypatch.setattr("sartor.runs.together.free_bytes", lambda device: 0)
     assert seeds_at_once(setup, "yes") == 1
 
 

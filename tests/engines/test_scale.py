@@ -20,7 +20,7 @@ from sartor.data.features import Hog
 from sartor.engines.samples import LazySamples
 from sartor.errors import DataError
 from sartor.runs.evaluation import evaluated_clients
-from sartor.runs.experiment import Evaluate
+from sartor.runs.settings import Evaluate
 
 SIZES = (5, 17, 0, 33, 64, 7, 16)
 SHAPE = (1, 8, 8)

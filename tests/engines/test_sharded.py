@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import multiprocessing
 import os
@@ -332,3 +333,67 @@ def test_a_mistake_in_the_data_is_told_once_and_ends_all_ranks(tmp_path: Path) -
     assert run.stderr.count("sartor: ") == 1
     assert str(tmp_path) in run.stderr
     assert not (tmp_path / "out").exists()
+
+
+OBSERVED = """
+import sys
+from pathlib import Path
+
+import sartor
+import sartor.errors
+from sartor.engines import sharded
+
+folder = Path(sys.argv[1])
+
+
+class Stops:
+    def round(self, run, row):
+        (folder / f"told {sharded.rank()}").touch()
+        if run.round == 2:
+            run.stop("enough")
+
+
+class Fails:
+    def round(self, run, row):
+        if run.round == 2:
+            raise ValueError("no room")
+
+
+given = dict(data="digits", clients=4, rounds=5, model="softmax", engine="loop", local={"steps": 2})
+result = sartor.run("fedavg", out=folder / "observer", evaluate={"every": 0}, observers=[Stops()], **given)
+ended = [result.summary["stopped"], result.summary["model_sha256"]]
+result = sartor.run("fedavg", out=folder / "target", stop={"target": 0.0}, **given)
+ended += [result.summary["stopped"], result.summary["model_sha256"]]
+for more in ({"observers": [Fails()]}, {"stop": {"patience": 1, "metric": "shared_local.gain"}}):
+    try:
+        sartor.run("fedavg", out=folder / "failing", **given, **more)
+    except sartor.errors.SartorError as error:
+        ended.append(str(error))
+    if more.get("observers"):
+        if sharded.rank() == 0:
+            (folder / "failing").rename(folder / "failed")
+        sharded.together(lambda: None)
+(folder / f"rank {sharded.rank()}").write_text(repr(ended))
+"""
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_together_and_one_tells_the_observers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OBSERVED)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    run = completed([sys.executable, *launcher, str(script), str(tmp_path)])
+    assert run.returncode == 0, run.stderr
+    ended = [ast.literal_eval((tmp_path / f"rank {rank}").read_text()) for rank in range(RANKS)]
+    stopped, sha, reached, _, failed, refused = ended[0]
+    assert ended[1] == ended[0]
+    assert stopped == {"round": 2, "reason": "enough"}
+    assert sha == sha_of(tmp_path / "observer")
+    assert reached["round"] == 1
+    assert failed.startswith("observer Fails: its round, after round 2, failed: ValueError: no room")
+    assert len(read_lines(tmp_path / "failed")) == 2
+    assert (tmp_path / "failed" / "checkpoints" / "round-000000002.safetensors").exists()
+    assert "stop.metric = 'shared_local.gain': not measured" in refused
+    assert not (tmp_path / "failing").exists()
+    assert (tmp_path / "told 0").exists()
+    assert not (tmp_path / "told 1").exists()

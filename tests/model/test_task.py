@@ -24,7 +24,7 @@ from sartor.federation import Federation, Reply
 from sartor.model.networks import MODELS
 from sartor.model.task import Batch, Task
 from sartor.runs.evaluation import evaluate
-from sartor.runs.experiment import Evaluate
+from sartor.runs.settings import Evaluate
 
 SHAPES = {
     "softmax": (1, 4, 4),

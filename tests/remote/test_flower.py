@@ -29,6 +29,7 @@ from torch import Tensor
 
 import sartor
 from helpers import PATIENCE, wait_until
+from owned import ALGORITHM, MODEL
 from sartor.algorithms import registered
 from sartor.algorithms.comfed.comfed import MECHANISMS, comfed
 from sartor.algorithms.server.optimizers import OPTIMIZERS
@@ -36,8 +37,9 @@ from sartor.data.clients import ClientData
 from sartor.model.task import Task
 from sartor.remote.journal import Journal
 from sartor.remote.requests import PARTING
+from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment, load
-from sartor.runs.runner import execute, open_federation
+from sartor.runs.setup import open_federation
 
 pytest.importorskip("flwr")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
@@ -167,6 +169,17 @@ def test_processes_give_what_a_simulation_gives(nursery: Nursery, folder: Path, 
         assert found["accuracy"][cell] == pytest.approx(summary["accuracy"][cell]), cell
     assert (found["bytes_down"], found["bytes_up"]) == (summary["bytes_down"], summary["bytes_up"])
     assert found["engine"] == "flower"
+
+
+def test_a_federation_stops_early_as_a_simulation_does(nursery: Nursery, folder: Path) -> None:
+    settings = ("rounds=40", "hyper.lr=2.0", "stop.patience=1", "stop.metric=shared_pooled.loss")
+    expected, summary = simulated(folder, "fedavg", *settings)
+    assert 1 < summary["rounds"] < 40
+    federation = Federation(nursery, "fedavg", *settings)
+    assert_equal(federation.done(), expected)
+    found = json.loads((federation.run / "summary.json").read_text())
+    assert found["stopped"]["round"] == summary["stopped"]["round"]
+    assert len(federation.rounds()) == summary["rounds"]
 
 
 def test_an_asynchronous_method_takes_what_arrives(nursery: Nursery, folder: Path) -> None:
@@ -1242,3 +1255,82 @@ def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path) 
         shutil.copy(folder / "all" / f"c{client}.npz", place / "all")
     expected, _ = simulated(place, "fedavg", *settings[:2])
     assert_equal(load_file(place / "run" / "models.safetensors"), expected)
+
+
+def test_code_of_ones_own_is_compared_when_a_node_joins(nursery: Nursery, folder: Path) -> None:
+    """Server and nodes have each a copy of their own; who has none, or another one, is told so."""
+    place = folder / "own-code"
+    for who in ("server", "node0", "node1", "node2", "other"):
+        (place / who).mkdir(parents=True)
+        (place / who / "mine.py").write_text(ALGORITHM + MODEL + ("# another\n" if who == "other" else ""))
+    address = f"127.0.0.1:{free_port()}"
+    words = ("rounds=2", "data.clients=6", "engine.name=loop", "local.batch=16", "hyper.factor=0.5")
+    own = ("--import", place / "server" / "mine.py", f"model.path={place / 'server' / 'mine.py'}:build")
+    run = ("own-avg", *words, *own)
+    server = nursery.start("serve", *run, "--listen", address, "--out", place / "run")
+    server.wait_for("waiting for 6 clients")
+
+    def join(node: int, state: str, *words: Any) -> Child:
+        data = ("--data", folder / f"node{node}", "--state", place / state)
+        return nursery.start("join", address, *data, *words)
+
+    wrong = [join(0, "without"), join(0, "another", "--import", place / "other" / "mine.py")]
+    for child, reason in zip(wrong, ("this node has not; join with --import", "another one"), strict=True):
+        assert child.wait(60) == 2, child.output
+        assert "this node cannot take part: the server has imported mine.py (SHA-256 " in child.output
+        assert reason in child.output
+        assert "Traceback" not in child.output
+    nodes = [join(node, f"state{node}", "--import", place / f"node{node}" / "mine.py") for node in range(3)]
+    assert server.wait(90) == 0, server.output
+    for child in nodes:
+        assert child.wait(20) == 0, child.output
+    simulated = nursery.start("run", *run, f"data.path={folder / 'all'}", "--out", place / "simulated")
+    assert simulated.wait(60) == 0, simulated.output
+    found, expected = (load_file(place / name / "models.safetensors") for name in ("run", "simulated"))
+    assert_equal(found, expected)
+    recorded = json.loads((place / "run" / "environment.json").read_text())["imports"]
+    assert [entry["source"] for entry in recorded] == [str(place / "server" / "mine.py")]
+
+
+def test_a_served_run_goes_on_with_the_code_that_it_recorded(nursery: Nursery, folder: Path) -> None:
+    place = folder / "own-resumed"
+    place.mkdir()
+    mine = place / "mine.py"
+    mine.write_text(ALGORITHM)
+    listen = ("--listen", f"127.0.0.1:{free_port()}")
+    words = ("own-avg", "rounds=40", *SETTINGS, "hyper.factor=0.5", "evaluate.every=0", "--import", mine)
+    server = nursery.start("serve", *words, *listen, "--out", place / "run")
+    nodes = [
+        nursery.start(
+            "join",
+            listen[1],
+            "--data",
+            folder / f"node{node}",
+            "--state",
+            place / str(node),
+            "--import",
+            mine,
+        )
+        for node in range(3)
+    ]
+    rounds = place / "run" / "rounds.jsonl"
+    end = time.monotonic() + 90
+    while not rounds.exists() or rounds.read_text().count("\n") < 3:
+        assert time.monotonic() < end, server.output
+        time.sleep(0.02)
+    server.kill()
+    assert not (place / "run" / "summary.json").exists()
+    mine.write_text(ALGORITHM + "open('executed', 'w')\n")
+    refused = nursery.start("serve", "--resume", place / "run", *listen)
+    assert refused.wait(60) == 2, refused.output
+    assert "was made with another mine.py (SHA-256 " in refused.output
+    assert not (folder / "executed").exists()
+    mine.write_text(ALGORITHM)
+    again = nursery.start("serve", "--resume", place / "run", *listen)
+    assert again.wait(90) == 0, again.output
+    for child in nodes:
+        assert child.wait(20) == 0, child.output
+    whole = nursery.start("run", *words, f"data.path={folder / 'all'}", "--out", place / "whole")
+    assert whole.wait(60) == 0, whole.output
+    found, expected = (load_file(place / name / "models.safetensors") for name in ("run", "whole"))
+    assert_equal(found, expected)

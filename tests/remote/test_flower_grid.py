@@ -25,8 +25,10 @@ from sartor.remote.requests import MOST_FORGED, Requests
 from sartor.remote.serve import Service, serve_on
 from sartor.runs.checkpoint import pack, unpack
 from sartor.runs.evaluation import evaluate, evaluation_of, model_of, shared_model
-from sartor.runs.experiment import Evaluate
-from sartor.runs.runner import Result, execute, tensors_of
+from sartor.runs.execute import execute
+from sartor.runs.result import Result
+from sartor.runs.run import tensors_of
+from sartor.runs.settings import Evaluate
 
 BLOCKS = [[0, 3], [1, 4], [2, 5]]
 

@@ -12,25 +12,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flower_grid import experiment_of, nodes_of, part_of
+from flower_grid import HereGrid, experiment_of, nodes_of, part_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_engines import plain, vectors
 from torch import Tensor, nn
 
+from owned import forgetful
+from sartor import extensions
 from sartor.data.clients import Moments, prepare
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import DataError, SartorError, SettingError
+from sartor.extensions import import_code, read_code
 from sartor.model.task import Task
 from sartor.remote.addresses import split_address
+from sartor.remote.admission import Admission
 from sartor.remote.join import loader
 from sartor.remote.journal import MOST_FILES, Journal, rows_of
 from sartor.remote.keys import make_keys, read_key, read_public_keys
 from sartor.remote.messages import DTYPES, BadMessage, Parts, decode, encode, spec_of, version
 from sartor.remote.node import Node
+from sartor.remote.requests import Failed, Requests
 from sartor.remote.serve import Service
 from sartor.runs.experiment import from_mapping, to_mapping
 from sartor.runs.record import hash_of
+
+__all__ = ["forgetful"]
 
 # Messages --------------------------------------------------------------------------------------------------
 
@@ -282,7 +289,7 @@ def test_a_node_answers_with_what_its_clients_send() -> None:
     [
         ({"version": "0.0.1"}, "the server has sartor 0.0.1, this node .*; install the same version"),
         ({"function": "os:system"}, "no such client function"),
-        ({"function": "sartor.runs.runner:execute"}, "no such client function"),
+        ({"function": "sartor.runs.execute:execute"}, "no such client function"),
         ({"function": "sartor.files:write"}, "no such client function"),
         ({"function": "sartor.remote.node:Node"}, "no such client function"),
         (
@@ -524,3 +531,57 @@ def test_a_node_goes_by_all_of_the_experiments_engine_settings() -> None:
     assert (states.where, found.evaluation_batch, found.method) == ("disk", 7, "scaffold")
     assert made.names == ("client 1", "client 4")  # nothing here is as wide as the federation
     assert states.clients == 2
+
+
+def test_a_node_compares_code_and_executes_none_that_it_is_told_of(forgetful: None, tmp_path: Path) -> None:
+    here, sent = tmp_path / "here" / "mine.py", tmp_path / "sent" / "mine.py"
+    for path in (here, sent):
+        path.parent.mkdir()
+        path.write_text(f"open({str(path) + '.executed'!r}, 'w').close()\n")
+    experiment = {**to_mapping(experiment_of("fedavg")), "imports": [str(sent)]}
+    experiment["model"] = {"path": f"{sent}:build"}
+    wanted = {"mine.py": read_code(str(here)).sha256}
+    node = nodes_of(vectors(), plain(), [[1, 4]])[1]
+    told = asked(node, "hello", experiment=experiment, code=wanted)["error"]
+    assert told.startswith("the server has imported mine.py (SHA-256")
+    assert told.endswith("this node has not; join with --import")
+    assert node.refusal == told
+    import_code(str(here))
+    other = asked(node, "hello", experiment=experiment, code={"mine.py": "0" * 64})["error"]
+    assert "this node another one (SHA-256 " in other
+    assert "error" in asked(node, "hello", experiment=experiment, code=["mine.py"])
+    assert asked(node, "hello", experiment=experiment, code=wanted)["code"] == wanted
+    assert not Path(f"{sent}.executed").exists()
+
+
+def test_the_server_lets_no_node_in_that_does_not_say_what_it_has_imported(
+    forgetful: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("value = 1\n")
+    code = import_code(str(path))
+    experiment = from_mapping({**to_mapping(experiment_of("fedavg")), "imports": [str(path)]})
+    grid = HereGrid(nodes_of(vectors(), plain(), [[1, 4]]))
+    admission = Admission(Requests(grid, 5.0), experiment)
+    assert admission.greet(1).names == ("client 1", "client 4")
+    extensions._IMPORTED.clear()
+    with pytest.raises(Failed, match=rf"the server has imported mine\.py \(SHA-256 {code.sha256[:12]}\)"):
+        admission.greet(1)
+    with pytest.raises(Failed, match=r"does not say that it has the same code, mine\.py"):
+        admission._introduction({"names": ["a"]}, {})
+
+
+def test_a_node_reads_what_a_function_of_its_owner_gives(forgetful: None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy as np\n\ndef load(seed):\n    return {'a': (np.eye(20) + seed, np.arange(20) % 2)}\n"
+        "\ndef wrong():\n    return 3\n"
+    )
+    experiment = from_mapping({"seed": 2, "data": {"validation": 0.25}})
+    data = loader(Path(f"{path}:load"), None, None, None)(experiment)
+    assert (data.names, float(data.train.x.min())) == (("a",), 2.0)
+    assert data.validation is not None
+    with pytest.raises(DataError, match="it gives a int"):
+        loader(Path(f"{path}:wrong"), None, None, None)(experiment)
+    with pytest.raises(SettingError, match=r"none\.py: no such file to import"):
+        loader(tmp_path / "none.py:load", None, None, None)

@@ -38,9 +38,14 @@ from sartor.model.task import Task
 from sartor.runs import checkpoint
 from sartor.runs.checkpoint import latest, pack, paths, save, unpack
 from sartor.runs.cost import estimate
+from sartor.runs.execute import execute
 from sartor.runs.experiment import from_mapping
+from sartor.runs.newcomers import evaluate_run
+from sartor.runs.observers import Saving
 from sartor.runs.record import RunFolder
-from sartor.runs.runner import Result, evaluate_run, execute, resume
+from sartor.runs.result import Result
+from sartor.runs.resume import resume
+from sartor.runs.run import Run
 
 CPU = torch.device("cpu")
 cli = CliRunner()
@@ -223,19 +228,19 @@ class Crash(BaseException):
     """The process ends here, as far as the run can tell."""
 
 
-def crash(monkeypatch: pytest.MonkeyPatch, at: int, method: str = "_save") -> Callable[[], None]:
-    """Let the run end in round ``at``, just before it saves."""
-    from sartor.runs.runner import _Run
-
-    usual = getattr(_Run, method)
+def crash(monkeypatch: pytest.MonkeyPatch, at: int, method: str = "save") -> Callable[[], None]:
+    """Let the run end in round ``at``, just before it saves or comes to a method of its own."""
+    cls: type = Saving if method == "save" else Run
+    usual = getattr(cls, method)
 
     def crashing(self: Any, *arguments: Any) -> Any:
-        if self.federation.round == at:
+        run: Run = arguments[0] if cls is Saving else self
+        if run.round == at:
             raise Crash
         return usual(self, *arguments)
 
-    monkeypatch.setattr(_Run, method, crashing)
-    return lambda: monkeypatch.setattr(_Run, method, usual)
+    monkeypatch.setattr(cls, method, crashing)
+    return lambda: monkeypatch.setattr(cls, method, usual)
 
 
 def needs(name: str) -> dict[str, Any]:
@@ -304,7 +309,7 @@ def test_a_run_that_crashed_before_its_first_checkpoint_begins_again(
     assert without_seconds(resume(tmp_path / "cut", data=data)) == without_seconds(whole)
 
 
-@pytest.mark.parametrize("method", ["models", "_summary"])
+@pytest.mark.parametrize("method", ["models", "summary"])
 def test_a_run_that_crashed_at_its_end_only_ends_again(
     data: ClientData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -313,7 +318,7 @@ def test_a_run_that_crashed_at_its_end_only_ends_again(
     with pytest.raises(Crash):
         go("separate", data, tmp_path / "cut", rounds=2)
     mend()
-    crash(monkeypatch, at=2, method="_observe")  # no round is run again
+    crash(monkeypatch, at=2, method="observe")  # no round is run again
     assert without_seconds(resume(tmp_path / "cut", data=data)) == without_seconds(whole)
 
 
@@ -390,7 +395,7 @@ def test_left_to_itself_a_run_saves_for_a_twentieth_of_the_time(
 ) -> None:
     """By a clock on which a round takes 1 and saving takes 2."""
     now = [0.0]
-    monkeypatch.setattr("sartor.runs.runner.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("sartor.runs.observers.time.perf_counter", lambda: now[0])
     saved = rounds_saved(monkeypatch)
     saving, playing = checkpoint.save, FedAvg.round
 

@@ -65,7 +65,7 @@ def test_the_environment_names_what_numbers_depend_on(run: RunFolder) -> None:
     assert stored["python"] == sys.version.split()[0]
     assert stored["device"] == "cpu"
     assert stored["device_name"]
-    assert set(environment()) == set(stored)
+    assert {*environment(), "imports"} == set(stored)
 
 
 # -- which folder --------------------------------------------------------------------------------------

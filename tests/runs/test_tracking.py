@@ -16,9 +16,13 @@ from typer.testing import CliRunner
 import sartor
 from sartor.commands.main import app
 from sartor.errors import SettingError
-from sartor.runs import runner, tracking
-from sartor.runs.experiment import Experiment, Tracking, from_mapping, to_mapping
+from sartor.runs import tracking
+from sartor.runs.experiment import Experiment, from_mapping, to_mapping
+from sartor.runs.observers import Saving
 from sartor.runs.record import RunFolder
+from sartor.runs.resume import resume
+from sartor.runs.run import Run
+from sartor.runs.settings import Tracking
 from sartor.runs.tracking import TRACKERS, numbers, texts
 from sartor.settings import meaning
 
@@ -174,7 +178,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run() -> None:
     from mlflow import MlflowClient
 
     go("mlflow", rounds=2)
-    runner.resume("run", rounds=4)
+    resume("run", rounds=4)
     client = MlflowClient(database("mlflow.db"))
     (run,) = client.search_runs([client.get_experiment_by_name("sartor").experiment_id])
     steps = [point.step for point in client.get_metric_history(run.info.run_id, ACCURACY)]
@@ -245,19 +249,19 @@ def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on(
 
 def test_an_interrupted_run_is_told_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     notes = noting(monkeypatch)
-    save = runner._Run._save
+    save = Saving.save
 
-    def interrupted(self: Any, server: Any, round: int, begin: float) -> None:
-        save(self, server, round, begin)
-        if round == 2:
+    def interrupted(self: Saving, run: Run) -> None:
+        save(self, run)
+        if run.round == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner._Run, "_save", interrupted)
+    monkeypatch.setattr(Saving, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         go("tensorboard", checkpoint={"every": 1})
     assert notes.told[-1] == ("finish", None)
-    monkeypatch.setattr(runner._Run, "_save", save)
-    runner.resume("run")
+    monkeypatch.setattr(Saving, "save", save)
+    resume("run")
     assert notes.told[-3:] == [("start", ("fedavg", "run")), ("round", 3), ("finish", 3)]
 
 

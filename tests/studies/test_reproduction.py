@@ -17,6 +17,7 @@ from sartor.algorithms import registered
 from sartor.commands.main import app
 from sartor.errors import SartorError, SettingError
 from sartor.runs.evaluation import CELLS
+from sartor.runs.inputs import gather
 from sartor.runs.metrics import scores
 from sartor.runs.record import RunFolder
 from sartor.studies import papers, presets, reproduction
@@ -72,7 +73,7 @@ def test_the_experiments_of_an_entry_are_right(each: Entry, scale: str) -> None:
     names = set(registered())
     known = {*CELLS, "local", "observed"}
     for group in reproduction._groups(at, {}):
-        plan = Plan(group.settings, data=None, model=None, head=None, clients=None)
+        plan = Plan(gather({"experiment": group.settings}))
         options, tables = split_table(plan.compare, CompareSettings, "compare", {}, group.tables)
         methods = plan.methods(options.algorithms, tables, "compare")
         for method in methods:

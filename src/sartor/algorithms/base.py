@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from sartor.errors import SartorError
+from sartor.extensions import Registry
 from sartor.federation.exchange import Call
 from sartor.federation.federation import Federation
 from sartor.federation.functions import admit
@@ -93,7 +94,7 @@ class Algorithm(ABC):
         return {}
 
 
-_REGISTRY: dict[str, type[Algorithm]] = {}
+_REGISTRY: Registry[type[Algorithm]] = Registry("sartor.algorithms", "algorithm")
 A = TypeVar("A", bound=type[Algorithm])
 
 
@@ -105,18 +106,14 @@ def register(cls: A) -> A:
         raise SartorError(f"algorithm {cls.__name__}: describe it by {', '.join(missing) or 'a docstring'}")
     if isabstract(cls):
         raise SartorError(f"algorithm {cls.name!r}: define round()")
-    if cls.name in _REGISTRY and _REGISTRY[cls.name].__qualname__ != cls.__qualname__:
-        raise SartorError(
-            f"algorithm {cls.name!r} is registered already, by {_REGISTRY[cls.name].__module__}"
-        )
-    _REGISTRY[cls.name] = cls
+    _REGISTRY.add(cls.name, cls)
     admit(cls.__module__)
     return cls
 
 
-def registered() -> dict[str, type[Algorithm]]:
-    """All methods by name, those a user has registered included."""
-    return dict(sorted(_REGISTRY.items()))
+def registered() -> Registry[type[Algorithm]]:
+    """All methods by name, those of users and of installed packages included."""
+    return _REGISTRY
 
 
 def make(cls: type[Algorithm], **hyper: Any) -> Algorithm:

@@ -6,23 +6,26 @@ from typing import Annotated, Any
 
 import typer
 
-from sartor.commands.base import AsJson, app, print_table, reported, text
+from sartor.commands.base import AsJson, Imports, app, print_table, reported, text
 
 
 @app.command()
 @reported
 def algorithms(
     name: Annotated[str | None, typer.Argument(help="Show this one with its hyper-parameters.")] = None,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """List the algorithms, or the hyper-parameters of one."""
     from dataclasses import asdict
 
     from sartor.algorithms import registered
+    from sartor.commands.words import import_words
     from sartor.runs.experiment import describe_class
     from sartor.runs.record import to_json
     from sartor.settings import unknown
 
+    import_words(imports)
     known = registered()
     if name is not None and name not in known:
         raise unknown("algorithm", name, known, what="name")

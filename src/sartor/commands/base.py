@@ -14,13 +14,30 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from sartor.errors import SartorError
+from sartor.settings import nearest
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
+
+class Commands(TyperGroup):
+    """The commands; one that is not known is told once what it may have meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of the first word."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            known = sorted(self.list_commands(ctx))
+            guess = nearest(args[0], known)
+            hint = f"Did you mean {guess!r}?" if guess else f"There are {', '.join(known)}."
+            ctx.fail(f"No such command {args[0]!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="sartor",
+    cls=Commands,
     help="Federated learning when clients differ: every client gets a model cut to its own data.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,6 +55,15 @@ EngineName = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu or cuda (engine.device).", show_default=False)]
 Clients = Annotated[int | None, typer.Option(help="Number of clients (data.clients).", show_default=False)]
 Seed = Annotated[int | None, typer.Option(help="The seed (seed).", show_default=False)]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="FILE.py|MODULE",
+        help="Import code of your own first, which registers what it has; may be repeated.",
+        show_default=False,
+    ),
+]
 
 
 def reported(command: Command) -> Command:
@@ -57,16 +83,6 @@ def reported(command: Command) -> Command:
             raise typer.Exit(130) from None
 
     return reporting  # type: ignore[return-value]
-
-
-def sort_out(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The arguments without and with an equals sign: names and files, and ``key=value``."""
-    words: list[str] = []
-    overrides: list[str] = []
-    for argument in arguments:
-        is_override = "=" in argument and not os.path.isfile(argument)
-        (overrides if is_override else words).append(argument)
-    return words, overrides
 
 
 def text(value: Any) -> str:

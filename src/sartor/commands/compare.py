@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,13 +14,14 @@ from sartor.commands.base import (
     DataName,
     Device,
     EngineName,
+    Imports,
     Rounds,
     Seed,
     app,
     print_table,
     reported,
-    sort_out,
 )
+from sartor.commands.words import common_flags, read_method_words
 from sartor.errors import SartorError, SettingError
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def compare(
     seed: Seed = None,
     engine: EngineName = None,
     device: Device = None,
+    imports: Imports = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -94,15 +95,10 @@ def compare(
 
     sartor compare experiment.toml --target 0.9
     """
-    flags = {
-        "rounds": rounds,
-        "seed": seed,
-        "data.name": data,
-        "data.clients": clients,
-        "engine.name": engine,
-        "engine.device": device,
-    }
-    experiment = read_experiment(arguments or (), algorithms, "compare", flags)
+    flags = common_flags(data, clients, rounds, seed, engine, device)
+    experiment = read_method_words(
+        arguments or (), imports, flags, section="compare", algorithms=algorithms, references=references
+    )
     from sartor.runs.record import to_json
     from sartor.studies import comparison  # after the words are known to be right: it imports torch
 
@@ -129,44 +125,6 @@ def compare(
             f"left out, as runs failed: {left_out}; the first, {first.label} with seed {first.seed}: "
             f"{first.message}"
         )
-
-
-def read_experiment(
-    arguments: Sequence[str], algorithms: str | None, section: str, flags: dict[str, Any]
-) -> dict[str, Any]:
-    """The experiment of a command's words: a file or preset, ``key=value``, and ``method.key=value``.
-
-    The last kind goes to the method's table of a section.
-    """
-    from sartor.algorithms import registered
-    from sartor.runs.experiment import collect, describe_settings, read_toml
-    from sartor.settings import unknown
-    from sartor.studies import presets
-
-    words, overrides = sort_out(arguments)
-    files = [str(presets.path(word)) if word in presets.names() else word for word in words]
-    wrong = [word for word, file in zip(words, files, strict=True) if not file.endswith(".toml")]
-    if wrong or len(words) > 1:
-        raise SettingError(
-            f"{(wrong or words[1:])[0]!r}: expected one experiment (a .toml file or a preset) and key=value; "
-            "methods are named with --algorithms"
-        )
-    file = files[0] if files else None
-    stored = {} if file is None else read_toml(file)
-    tables = [stored.get(name) for name in ("compare", "search")]
-    labels = {label for table in tables if isinstance(table, dict) for label in table}
-    labels |= {name.strip() for name in (algorithms or "").split(",") if name.strip()}
-    labels |= {"every"} if section == "search" else set()
-    keys = {row.key.split(".")[0] for row in describe_settings()} | {"compare", "search"}
-    named = []
-    for override in overrides:
-        first = override.partition("=")[0].partition(".")[0].strip()
-        if first not in keys and "." in override.partition("=")[0]:
-            if first not in labels | set(registered()):
-                raise unknown("", first, keys | labels | set(registered()))
-            override = f"{section}.{override}"
-        named.append(override)
-    return collect(file, named, **flags)
 
 
 def parse_seeds(given: str | None) -> int | list[int] | None:

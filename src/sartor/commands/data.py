@@ -9,23 +9,36 @@ from typing import Annotated
 
 import typer
 
-from sartor.commands.base import AsJson, Clients, Seed, app, print_table, reported, sort_out, text
+from sartor.commands.base import AsJson, Clients, Imports, Seed, app, print_table, reported, text
+from sartor.commands.words import import_words, refuse_unused, sort_words
 from sartor.errors import SettingError
+
+USED = {"data", "partition", "features", "seed", "imports"}
+"""The settings that say how data are divided."""
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 @reported
 def data(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The data set (data.name).")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|PATH|EXPERIMENT.toml|PRESET",
+            help="The data set (data.name), your own data (data.path), or an experiment that names them.",
+        ),
+    ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Any settings of an experiment.", show_default=False),
+        typer.Argument(
+            metavar="KEY=VALUE", help="Settings of data, partition, features.", show_default=False
+        ),
     ] = None,
     partition: Annotated[
         str | None, typer.Option(help="Partition scheme (partition.name).", show_default=False)
     ] = None,
     clients: Clients = None,
     seed: Seed = None,
+    imports: Imports = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw who holds what to this PNG file.", show_default=False)
     ] = None,
@@ -39,31 +52,35 @@ def data(
     """
     from sartor.data.partitions import describe, plot_partition
     from sartor.data.sources import SOURCES
-    from sartor.runs.experiment import load
+    from sartor.extensions import function_file
+    from sartor.runs.experiment import describe_settings, load
     from sartor.runs.record import to_json
-    from sartor.runs.runner import load_data
+    from sartor.runs.setup import load_data
 
-    words, overrides = sort_out(_expand_shorthand([name, *(arguments or ())]))
-    if len(words) != 1:
+    import_words(imports)
+    file, words, overrides = sort_words(_expand_shorthand([name, *(arguments or ())]))
+    if len(words) + (file is not None) != 1:
         raise SettingError("name one data set, as in `sartor data digits`; settings are given as key=value")
-    own = words[0] not in SOURCES and os.path.exists(words[0])
-    flags = {
-        "data.path" if own else "data.name": words[0],
-        "partition.name": partition,
-        "data.clients": clients,
-        "seed": seed,
-    }
-    held, made = load_data(load(None, overrides, **flags))
+    tables = {row.key.partition(".")[0] for row in describe_settings()} | {"compare", "search"}
+    refuse_unused(overrides, dict.fromkeys(tables - USED, "it says nothing of how data are divided"))
+    flags = {"partition.name": partition, "data.clients": clients, "seed": seed, "imports": imports or None}
+    if words:
+        known = words[0] in SOURCES
+        own = not known and (os.path.exists(words[0]) or function_file(words[0]) is not None)
+        flags["data.path" if own else "data.name"] = words[0]
+    experiment = load(file, overrides, **flags)
+    shown = words[0] if words else experiment.data.path or experiment.data.name
+    held, made = load_data(experiment)
     divided = made or held
     rows = describe(divided)
     if plot is not None:
         plot_partition(divided, plot)
     if as_json:
         notes = () if made is None else made.notes
-        print(to_json({"name": words[0], "hash": divided.hash, "notes": notes, "clients": rows}))
+        print(to_json({"name": shown, "hash": divided.hash, "notes": notes, "clients": rows}))
         return
     print_table(list(rows[0]), ([text(value) for value in row.values()] for row in rows))
-    print(f"{words[0]}: {len(rows)} clients, hash {divided.hash}")
+    print(f"{shown}: {len(rows)} clients, hash {divided.hash}")
 
 
 def _expand_shorthand(arguments: Sequence[str]) -> list[str]:

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from sartor.algorithms import registered
 from sartor.report import write_report
+from sartor.runs.execute import execute
 from sartor.runs.experiment import load
-from sartor.runs.runner import execute
 
 METHODS = (
     *("fedavg", "fedprox", "scaffold", "fedyogi", "prox-yogi", "ma-fsvrg"),

@@ -9,15 +9,16 @@ from typing import Annotated
 
 import typer
 
-from sartor.commands.base import AsJson, app, reported, sort_out
+from sartor.commands.base import AsJson, Imports, app, reported
 from sartor.commands.run import print_result
+from sartor.commands.words import UNUSED_IN_A_FEDERATION, import_words, read_words
 from sartor.errors import SettingError
 
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="EXPERIMENT.toml|KEY=VALUE",
-        help="An experiment file, and settings that win over it.",
+        metavar="[ALGORITHM] [EXPERIMENT.toml|PRESET] [KEY=VALUE]...",
+        help="The algorithm, an experiment file or a preset, and settings that win over it.",
         show_default=False,
     ),
 ]
@@ -69,11 +70,14 @@ def serve(
     out: Annotated[
         Path | None, typer.Option(help="Run folder; left out: a new one in runs/.", show_default=False)
     ] = None,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """Run an experiment with clients on other machines, which `sartor join`.
 
     sartor serve experiment.toml --listen 0.0.0.0:8000 --tls server.crt server.key ca.crt --nodes nodes.pub
+
+    sartor serve fedprox comfed/digits --import mine.py
 
     sartor serve --resume runs/fedavg-own-s0-12345678
     """
@@ -81,22 +85,22 @@ def serve(
     from sartor.remote.keys import check_issued
     from sartor.remote.serve import Service
     from sartor.remote.serve import serve as serve_nodes
-    from sartor.runs.experiment import load
+    from sartor.runs.experiment import from_mapping
     from sartor.runs.record import to_json
 
     logging.basicConfig(format="sartor: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    words, overrides = sort_out(arguments or ())
-    if len(words) > 1:
-        raise SettingError(f"{words[1]!r}: expected one experiment file and key=value")
-    if resume is not None and (words or overrides):
-        raise SettingError("--resume continues a run as it was begun; give nothing else")
+    if resume is not None and arguments:
+        raise SettingError(f"{arguments[0]}: --resume continues a run as it was begun; leave it out")
+    import_words(imports)
     host, port = split_address(listen)
     certificate, key = None, None
     if tls is not None:
         certificate, key, authority = tls
         check_issued(certificate, authority)
     service = Service(host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit, store)
-    experiment = None if resume is not None else load(words[0] if words else None, overrides)
+    experiment = None
+    if resume is None:
+        experiment = from_mapping(read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION))
     result = serve_nodes(experiment, service, out=out, resume=resume, progress=sys.stderr.isatty())
     if as_json:
         print(to_json(result.summary))
@@ -109,7 +113,9 @@ def serve(
 @reported
 def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The server's address.")],
-    data: Annotated[Path, typer.Option(help="This node's data: an npz file, a folder of them, or a table.")],
+    data: Annotated[
+        Path, typer.Option(help="This node's data: an npz file, a folder of them, a table, or mine.py:load.")
+    ],
     name: Annotated[
         str | None, typer.Option(help="Name of the client of an npz file.", show_default=False)
     ] = None,
@@ -143,6 +149,7 @@ def join(
             help="Send the personal models to a server that asks for them; left out: they stay here.",
         ),
     ] = False,
+    imports: Imports = None,
 ) -> None:
     """Take part in a federation with the data and the personal models of this machine, which stay here.
 
@@ -154,6 +161,7 @@ def join(
     logging.basicConfig(format="sartor: %(message)s", level=logging.WARNING, stream=sys.stderr)
     if device not in ("cpu", "cuda"):
         raise SettingError(f"--device: must be one of cpu, cuda, got {device!r}")
+    import_words(imports)
     load = loader(data, name, client_column, label_column)
     folder = state or Path("sartor-node") / (name or data.resolve().stem)
     join_server(
@@ -202,16 +210,15 @@ def keys(
 def flower_app(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the application is written.")],
     arguments: Words = None,
+    imports: Imports = None,
 ) -> None:
     """Write an application that `flwr run` executes on any Flower installation.
 
     sartor flower-app app experiment.toml
     """
     from sartor.remote.flower_app import write_app
-    from sartor.runs.experiment import load
+    from sartor.runs.experiment import from_mapping
 
-    words, overrides = sort_out(arguments or ())
-    if len(words) > 1:
-        raise SettingError(f"{words[1]!r}: expected one experiment file and key=value")
-    for path in write_app(folder, load(words[0] if words else None, overrides)):
+    experiment = from_mapping(read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION))
+    for path in write_app(folder, experiment):
         print(path)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sartor.commands.base import AsJson, app, reported
+from sartor.commands.base import AsJson, Imports, app, reported
 from sartor.commands.run import print_cells
 from sartor.errors import SettingError
 
@@ -18,12 +18,13 @@ def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.", show_default=False)],
     data: Annotated[
         Path | None,
-        typer.Option(help="Newcomers: a folder or a table as in data.path.", show_default=False),
+        typer.Option(help="Newcomers: a folder, a table or a function as in data.path.", show_default=False),
     ] = None,
     partition: Annotated[
         Path | None,
         typer.Option(help="Newcomers: a stored partition of the run's data set.", show_default=False),
     ] = None,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a run's last models without training, by default on its own clients.
@@ -34,9 +35,11 @@ def evaluate(
     """
     if data is not None and partition is not None:
         raise SettingError("give --data or --partition, not both")
+    from sartor.commands.words import import_words
+    from sartor.runs.newcomers import evaluate_run
     from sartor.runs.record import to_json
-    from sartor.runs.runner import evaluate_run
 
+    import_words(imports)
     summary = evaluate_run(run, data=data, partition=partition)
     if as_json:
         print(to_json(summary))

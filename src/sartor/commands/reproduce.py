@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sartor.commands.base import AsJson, Device, app, print_table, reported, sort_out
+from sartor.commands.base import AsJson, Device, Imports, app, print_table, reported
 from sartor.commands.compare import Seeds, parse_seeds, show
+from sartor.commands.words import refuse_unused, split_words
 from sartor.errors import SartorError, SettingError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def reproduce(
         str | None, typer.Option(help="Some of its columns, as in 100,200.", show_default=False)
     ] = None,
     device: Device = None,
+    imports: Imports = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -62,9 +64,10 @@ def reproduce(
 
     sartor reproduce diversifed/table1 --scale paper --device cuda --columns CIFAR-10
     """
-    words, overrides = sort_out(arguments or ())
+    words, overrides = split_words(arguments or ())
     if len(words) > 1:
         raise SettingError(f"{words[1]!r}: expected one table or figure, and key=value")
+    refuse_unused(overrides, dict.fromkeys(("compare", "search", "algorithm"), "the entry says it"))
     from sartor.runs.experiment import collect
     from sartor.runs.record import to_json
     from sartor.studies import reproduction
@@ -81,7 +84,7 @@ def reproduce(
         methods=_parts(methods),
         columns=_parts(columns),
         device=device,
-        settings=collect(None, overrides),
+        settings=collect(None, overrides, imports=imports or None),
         out=out,
         progress=sys.stderr.isatty(),
     )

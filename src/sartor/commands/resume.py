@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sartor.commands.base import AsJson, app, reported
+from sartor.commands.base import AsJson, Imports, app, reported
 from sartor.commands.run import print_result
 
 
@@ -19,23 +19,32 @@ def resume(
     rounds: Annotated[
         int | None, typer.Option(help="Extend the run to so many rounds.", show_default=False)
     ] = None,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a run from its last checkpoint, to the numbers of a run that was never interrupted.
+
+    Code of your own that the run imports is executed again, if it is unchanged; --import says where it lies
+    now, if it was moved.
 
     sartor resume runs/fedavg-digits-s0-12345678
 
     sartor resume runs/fedavg-digits-s0-12345678 --rounds 50
     """
+    from sartor.commands.words import import_words
     from sartor.runs.record import RunFolder, to_json
 
+    import_words(imports)
     folder = RunFolder.open(run)
     if folder.finished and (rounds is None or rounds == folder.experiment.rounds):
         summary = folder.summary
-        hint = "`--rounds` extends it"
-        print(f"sartor: {run}: finished, with {summary['rounds']} rounds; {hint}", file=sys.stderr)
+        if summary.get("stopped"):
+            state = f"stopped after round {summary['rounds']}"
+        else:
+            state = f"with {summary['rounds']} rounds; `--rounds` extends it"
+        print(f"sartor: {run}: finished, {state}", file=sys.stderr)
     else:
-        from sartor.runs.runner import resume
+        from sartor.runs.resume import resume
 
         summary = resume(run, rounds=rounds, progress=sys.stderr.isatty()).summary
     if as_json:

@@ -14,15 +14,15 @@ from sartor.commands.base import (
     DataName,
     Device,
     EngineName,
+    Imports,
     Rounds,
     Seed,
     app,
     print_table,
     reported,
-    sort_out,
     text,
 )
-from sartor.errors import SettingError
+from sartor.commands.words import common_flags, read_words
 
 
 @app.command()
@@ -46,6 +46,7 @@ def run(
     seed: Seed = None,
     engine: EngineName = None,
     device: Device = None,
+    imports: Imports = None,
     out: Annotated[
         Path | None, typer.Option(help="Run folder; left out: a new one in runs/.", show_default=False)
     ] = None,
@@ -67,39 +68,21 @@ def run(
 
     sartor run fedprox experiment.toml --rounds 50 hyper.mu=0.1 partition.alpha=0.3
     """
-    from sartor.runs.experiment import load
+    from sartor.runs.experiment import from_mapping
     from sartor.runs.record import to_json
-    from sartor.studies import presets
 
-    words, overrides = sort_out([algorithm, *(arguments or ())])
-    files = [word for word in words if word.endswith(".toml") or word in presets.names()]
-    names = [word for word in words if word not in files]
-    if not words:
-        raise SettingError("name an algorithm or an experiment file, as in `sartor run fedavg`")
-    if len(files) > 1 or len(names) > 1:
-        extra = (files if len(files) > 1 else names)[1]
-        raise SettingError(
-            f"{extra!r}: expected one algorithm, one experiment (a .toml file or a preset), and key=value"
-        )
-    flags = {
-        "algorithm": names[0] if names else None,
-        "rounds": rounds,
-        "seed": seed,
-        "data.name": data,
-        "data.clients": clients,
-        "engine.name": engine,
-        "engine.device": device,
-        "tracking.loggers": None if track is None else [name.strip() for name in track.split(",")],
-    }
-    files = [str(presets.path(file)) if file in presets.names() else file for file in files]
-    experiment = load(files[0] if files else None, overrides, **flags)
+    loggers = None if track is None else [name.strip() for name in track.split(",")]
+    flags = {**common_flags(data, clients, rounds, seed, engine, device), "tracking.loggers": loggers}
+    words = [algorithm, *(arguments or ())]
+    needed = "name an algorithm or an experiment file, as in `sartor run fedavg`"
+    experiment = from_mapping(read_words(words, imports, flags, needed=needed))
     if dry_run:
         from sartor.runs.cost import estimate
 
         cost = estimate(experiment)
         print(to_json(cost)) if as_json else _print_cost(cost)
         return
-    from sartor.runs.runner import execute  # after the experiment is known to be right
+    from sartor.runs.execute import execute  # after the experiment is known to be right
 
     result = execute(experiment, out=out, progress=sys.stderr.isatty())
     if as_json:
@@ -115,6 +98,8 @@ def print_result(summary: dict[str, Any]) -> None:
     size = f"{summary['clients']} clients, {summary['rounds']} rounds, {summary['seconds']:.1f} s"
     traffic = f"{summary['bytes_down']:,} bytes down, {summary['bytes_up']:,} bytes up"
     print(f"{summary['algorithm']} on {summary['data']}: {size}, {traffic}")
+    if summary.get("stopped"):
+        print(f"stopped after round {summary['stopped']['round']}: {summary['stopped']['reason']}")
 
 
 def print_cells(summary: dict[str, Any]) -> None:

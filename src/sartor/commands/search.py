@@ -14,6 +14,7 @@ from sartor.commands.base import (
     DataName,
     Device,
     EngineName,
+    Imports,
     Rounds,
     Seed,
     app,
@@ -27,9 +28,9 @@ from sartor.commands.compare import (
     Seeds,
     Together,
     parse_seeds,
-    read_experiment,
     show,
 )
+from sartor.commands.words import common_flags, read_method_words
 from sartor.errors import SartorError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def search(
     seed: Seed = None,
     engine: EngineName = None,
     device: Device = None,
+    imports: Imports = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -70,15 +72,8 @@ def search(
 
     sartor search --algorithms fedavg data.validation=0.2 fedavg.lr=[0.01,0.1] --method grid
     """
-    flags = {
-        "rounds": rounds,
-        "seed": seed,
-        "data.name": data,
-        "data.clients": clients,
-        "engine.name": engine,
-        "engine.device": device,
-    }
-    experiment = read_experiment(arguments or (), algorithms, "search", flags)
+    flags = common_flags(data, clients, rounds, seed, engine, device)
+    experiment = read_method_words(arguments or (), imports, flags, section="search", algorithms=algorithms)
     from sartor.runs.record import to_json
     from sartor.studies import tuning  # after the words are known to be right: it imports torch
 

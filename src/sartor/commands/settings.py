@@ -6,22 +6,25 @@ from typing import Annotated
 
 import typer
 
-from sartor.commands.base import AsJson, app, print_table, reported, text
+from sartor.commands.base import AsJson, Imports, app, print_table, reported, text
 
 
 @app.command()
 @reported
 def settings(
     section: Annotated[str | None, typer.Argument(help="Only this section or key, as in `local`.")] = None,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """List every setting of an experiment."""
     from dataclasses import asdict
 
+    from sartor.commands.words import import_words
     from sartor.runs.experiment import describe_settings
     from sartor.runs.record import to_json
     from sartor.settings import unknown
 
+    import_words(imports)
     rows = describe_settings()
     if section is not None:
         known = {row.key for row in rows} | {row.key.split(".")[0] for row in rows}

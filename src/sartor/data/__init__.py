@@ -9,6 +9,7 @@ from sartor.data.loaders import (
     from_table,
     source_from_dataset,
 )
+from sartor.data.own import read_data, register_data
 from sartor.data.partitions import (
     PARTITIONS,
     Partition,
@@ -41,6 +42,8 @@ __all__ = [
     "make_partition",
     "plot_partition",
     "prepare",
+    "read_data",
+    "register_data",
     "relabel",
     "source_from_dataset",
 ]

@@ -20,7 +20,9 @@ class Data:
     name: str = setting("digits", "the data set; `sartor data NAME` shows it")
     clients: int = setting(20, "number of clients", low=1)
     folder: str | None = setting(None, "folder that holds downloaded data; left out: the user's cache folder")
-    path: str | None = setting(None, "own data instead of `name`: a folder of npz files or a table")
+    path: str | None = setting(
+        None, "own data instead of `name`: a folder of npz files, a table, or a function, as in mine.py:load"
+    )
     client_column: str | None = setting(None, "column of an own table that names the client")
     label_column: str | None = setting(None, "column of an own table that holds the label")
     labels: tuple[str, ...] | None = setting(

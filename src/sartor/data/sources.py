@@ -14,11 +14,11 @@ import shutil
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,12 @@ from sartor.data.apportion import apportion
 from sartor.data.readers import Bytes, read_cifar, read_idx, read_npz
 from sartor.data.streams import stream
 from sartor.errors import DataError
+from sartor.extensions import Registry
 from sartor.files import replacing
 from sartor.settings import unknown
+
+if TYPE_CHECKING:
+    from sartor.data.clients import ClientData
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +113,17 @@ class Origin:
         return None
 
 
+Loaded: TypeAlias = "Source | ClientData | Mapping[str, Any]"
+"""What a registered data set gives: samples to divide among clients, or those of every client."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A data set of a user's own: a function that gives its samples."""
+
+    function: Callable[..., Loaded]
+
+
 def data_folder(folder: str | Path | None = None) -> Path:
     """The folder for data files: the given one, else ``SARTOR_DATA``, else the user's cache."""
     if folder or os.environ.get("SARTOR_DATA"):
@@ -125,9 +140,12 @@ def load_source(name: str, folder: str | Path | None = None) -> Source:
     >>> tuple(source.train_x.shape), tuple(source.test_x.shape), source.classes
     ((1438, 1, 8, 8), (359, 1, 8, 8), 10)
     """
-    if name not in SOURCES:
+    origin = SOURCES.get(name)
+    if origin is None:
         raise unknown("data.name", str(name), SOURCES, "data set")
-    return SOURCES[name].load(name, data_folder(folder))
+    if isinstance(origin, Loader):
+        raise DataError(f"{name}: is no public data set; its own function loads it")
+    return origin.load(name, data_folder(folder))
 
 
 def _pixels(images: npt.NDArray[Any]) -> torch.Tensor:
@@ -266,7 +284,7 @@ def _cifar(
     return Origin(about, number, files, (archive,), read, 50_000, 10_000, *counts)
 
 
-SOURCES: dict[str, Origin] = {
+_PUBLIC = {
     "digits": Origin("handwritten digits, 8 x 8, part of scikit-learn", 10, (), (), _read_digits, 1438, 359),
     "mnist": Origin(
         "handwritten digits, 28 x 28",
@@ -332,7 +350,9 @@ SOURCES: dict[str, Origin] = {
         7_180,
     ),
 }
-"""The data sets by name."""
+
+SOURCES: Registry[Origin | Loader] = Registry("sartor.data", "data set", _PUBLIC)
+"""The data sets by name, those of users and of installed packages included."""
 
 
 def _download(name: str, origin: Origin, folder: Path) -> None:

@@ -100,6 +100,13 @@ def agree(what: str, value: str) -> None:
             raise OtherRank(f"rank {other} has another {what} than rank 0; give all processes the same")
 
 
+def first_said(text: str | None) -> str | None:
+    """The text of the first rank that has one, at every rank; None where nobody has."""
+    if world() == 1:
+        return text
+    return next((said for said in _texts(text or "") if said), None)
+
+
 class ShardedEngine(Engine):
     """Trains this rank's share of the clients by another engine, and receives the rest from the others."""
 

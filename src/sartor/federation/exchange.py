@@ -63,6 +63,10 @@ class Replies:
     """For collected jobs: what the server had sent to each as ``shared``, one row per client."""
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.values:
+            raise SartorError(
+                f"replies: clients sent no {name!r}; they sent {', '.join(self.values) or 'nothing'}"
+            )
         return self.values[name]
 
     def __len__(self) -> int:
@@ -97,7 +101,7 @@ class Replies:
 
         Zero if nobody answered.
         """
-        values = self.values[name]
+        values = self[name]
         if weights is None:
             weights = torch.ones(len(self), device=self.device, dtype=self.dtype)
         order = _by_number(self.clients.tobytes(), self.device)

@@ -6,19 +6,22 @@ The initial weights are PyTorch's own initialisation, drawn from the keyed strea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sartor import random
-from sartor.errors import SettingError
+from sartor.errors import SartorError, SettingError
+from sartor.extensions import Registry, call, find_function
 from sartor.model.task import Task
 from sartor.settings import setting
 
 Shape = tuple[int, ...]
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -109,15 +112,69 @@ class Custom:
         raise SettingError("model.name = 'custom': the model was given in Python; pass it again as model=...")
 
 
-MODELS: dict[str, type] = {
-    "softmax": Softmax,
-    "mlp": MLP,
-    "cnn": CNN,
-    "lenet": LeNet,
-    "cnn-spfl": CNNSPFL,
-    "resnet8": ResNet8,
-    "custom": Custom,
-}
+CUSTOM = "custom"
+"""The name of a model that has none: one given in Python, or by ``model.path``."""
+
+MODELS: Registry[type] = Registry(
+    "sartor.models",
+    "model",
+    {
+        "softmax": Softmax,
+        "mlp": MLP,
+        "cnn": CNN,
+        "lenet": LeNet,
+        "cnn-spfl": CNNSPFL,
+        "resnet8": ResNet8,
+        CUSTOM: Custom,
+    },
+)
+"""The networks by name, those of users and of installed packages included."""
+
+Model = TypeVar("Model", bound=type)
+
+
+def register_model(name: str) -> Callable[[Model], Model]:
+    """Make a network known as ``model.name``: a frozen dataclass of its settings with ``build``.
+
+    ``build(shape, classes)`` gives the module for inputs of a shape; its initial weights are drawn from the
+    run's seed. ``head``, if it has one, names the module that is a personal head.
+
+    >>> @register_model("wide")
+    ... @dataclass(frozen=True)
+    ... class Wide:
+    ...     width: int = setting(1000, "units of the layer", low=1)
+    ...     head: ClassVar[str | None] = "2"
+    ...
+    ...     def build(self, shape: Shape, classes: int) -> nn.Module:
+    ...         first, last = nn.Linear(shape[0], self.width), nn.Linear(self.width, classes)
+    ...         return nn.Sequential(first, nn.ReLU(), last)
+    >>> make_task("wide", MODELS["wide"](width=4), (3,), 2, seed=0).size
+    26
+    >>> MODELS.remove("wide")
+    """
+
+    def added(cls: Model) -> Model:
+        if not is_dataclass(cls) or not callable(getattr(cls, "build", None)):
+            raise SartorError(f"model {name!r}: expected a dataclass of settings with build(shape, classes)")
+        MODELS.add(name, cls)
+        return cls
+
+    return added
+
+
+def build_task(choice: ModelChoice, shape: Shape, classes: int | None, seed: int) -> Task:
+    """The task of what an experiment says of its model: by name, or a function in a file."""
+    if choice.path is None:
+        return make_task(choice.name, choice.settings, shape, classes, seed)
+    build = find_function(choice.path, "model.path")
+    what = f"model.path = {choice.path!r}"
+    made = seeded(lambda: call(build, what, shape=tuple(shape), classes=classes), seed)
+    if isinstance(made, Task):
+        return made
+    if not isinstance(made, nn.Module):
+        raise SettingError(f"{what}: expected an nn.Module, it gives a {type(made).__name__}")
+    head = None if choice.head is None else str(choice.head)
+    return Task(made, classes=classes, head=head, name=Path(choice.path).name)
 
 
 def make_task(name: str, settings: Any, shape: Shape, classes: int | None, seed: int) -> Task:
@@ -127,10 +184,12 @@ def make_task(name: str, settings: Any, shape: Shape, classes: int | None, seed:
             f"model.name = {name!r}: classifies, but the data has no classes; give a model of your own"
         )
     module = seeded(lambda: settings.build(tuple(shape), classes), seed)
-    return Task(module, classes=classes, head=settings.head, name=name)
+    if not isinstance(module, nn.Module):
+        raise SettingError(f"model {name}: build() gives a {type(module).__name__}, expected an nn.Module")
+    return Task(module, classes=classes, head=getattr(settings, "head", None), name=name)
 
 
-def seeded(build: Callable[[], nn.Module], seed: int, index: int = 0) -> nn.Module:
+def seeded(build: Callable[[], Built], seed: int, index: int = 0) -> Built:
     """What ``build`` makes with PyTorch's generator set from the stream (seed, "initial", index), then
     restored.
     """
@@ -231,6 +290,12 @@ class ModelChoice:
 
     name: str = setting("mlp", "the network")
     settings: Any
+    path: str | None = setting(
+        None, "own network instead of `name`: a function in a file, as in net.py:build"
+    )
+    head: str | int | None = setting(
+        None, "path of the module that is the head of an own network (model.path)"
+    )
     buffers: str = setting(
         "auto",
         "float buffers such as BatchNorm statistics: averaged, kept by each client or frozen",

@@ -21,7 +21,7 @@ from sartor.data.labels import check_labels, listed, other_kind
 from sartor.errors import DataError
 from sartor.remote.messages import DTYPES, Groups, readable, spec_of
 from sartor.remote.requests import Failed, Request, Requests
-from sartor.runs.experiment import Experiment, to_mapping
+from sartor.runs.experiment import Experiment, code_of, portable
 from sartor.settings import shown
 
 LONGEST_TEXT = 500
@@ -61,6 +61,8 @@ class Admission:
 
     def __init__(self, requests: Requests, experiment: Experiment) -> None:
         self._requests, self._experiment = requests, experiment
+        self._code = {code.name: code.sha256 for code in code_of(experiment)}
+        """What nodes must have imported, by name."""
         self._greetings: dict[int, Request] = {}
         self._refused: set[int] = set()
         self._told: list[Request] = []
@@ -115,10 +117,15 @@ class Admission:
             return True
 
     def _hello(self, node: int) -> Request:
-        return self._requests.send(node, {"kind": "hello", "experiment": to_mapping(self._experiment)})
+        told = {"experiment": portable(self._experiment), "code": self._code}
+        return self._requests.send(node, {"kind": "hello", **told})
 
     def _introduction(self, header: Mapping[str, Any], groups: Groups) -> Introduction:
-        return introduction_of(header, groups, self._experiment.data.normalise)
+        told = dict(header)
+        if told.pop("code", {}) != self._code:
+            names = ", ".join(self._code) or "nothing"
+            raise Failed("malformed", f"it does not say that it has the same code, {names}")
+        return introduction_of(told, groups, self._experiment.data.normalise)
 
 
 class Entry(NamedTuple):

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sartor.errors import SartorError, SettingError
+from sartor.extensions import is_file
 from sartor.files import write
 from sartor.remote.messages import HEADER, Parts, readable
 from sartor.remote.requests import Failed
-from sartor.runs.experiment import Experiment, to_toml
+from sartor.runs.experiment import Experiment, code_of, portable, toml_text
 
 if TYPE_CHECKING:
     from flwr.app import Message
@@ -94,8 +95,13 @@ def write_app(folder: Path, experiment: Experiment) -> list[Path]:
         "pyproject.toml": PROJECT,
         "server_app.py": SERVER_APP,
         "client_app.py": CLIENT_APP,
-        "experiment.toml": to_toml(experiment),
+        "experiment.toml": toml_text(portable(experiment)),
     }
+    for code in code_of(experiment):
+        if code.name in files:
+            raise SettingError(f"{code.source}: the application has a {code.name} of its own; rename yours")
+        if is_file(code.source):
+            files[code.name] = Path(code.source).read_text(encoding="utf-8")
     for name in files:
         if (folder / name).exists():
             raise SettingError(f"{folder / name}: exists already; give another folder")
@@ -165,12 +171,18 @@ class StockGrid:
 
 
 def answer(message: Message, context: Any) -> Message:
-    """A node's reply to a message; ``--node-config 'data="..." state="..."'`` says where its data lie."""
+    """A node's reply to a message; ``--node-config 'data="..." state="..."'`` says where its data lie.
+
+    ``import="mine.py,..."`` there names code of the node's own, which must be the server's.
+    """
     from sartor.remote.flower_content import from_content, reply_to
     from sartor.remote.join import loader
     from sartor.remote.node import Node
+    from sartor.runs.experiment import import_given
 
     settings = context.node_config
+    words = [word.strip() for word in str(settings.get("import", "")).split(",") if word.strip()]
+    import_given(words)
     for key in ("data", "state"):
         if not settings.get(key):
             raise SartorError(f"flower-supernode --node-config: give {key}, the folder of this node's {key}")

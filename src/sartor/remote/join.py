@@ -10,17 +10,21 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sartor.data.clients import ClientData, from_clients
 from sartor.data.loaders import from_folder, from_table, read_client
+from sartor.data.own import read_data
+from sartor.data.settings import Data
 from sartor.errors import DataError, SartorError, SettingError
+from sartor.extensions import function_file
 from sartor.files import write
 from sartor.remote.addresses import is_loopback, split_address
 from sartor.remote.keys import own_key, read_key
 from sartor.remote.node import Load, Node
-from sartor.runs.experiment import Experiment
+from sartor.runs.experiment import Experiment, anchored, import_named
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +36,13 @@ TABLES = (".csv", ".parquet")
 
 
 def loader(path: Path, name: str | None, client_column: str | None, label_column: str | None) -> Load:
-    """What reads a node's own data: an npz file of one client, a folder of them, or a table."""
+    """What reads a node's own data: an npz file of one client, a folder of them, a table, or a function.
+
+    The file of a function is imported here: the node's owner has named it.
+    """
+    if function_file(str(path)) is not None:
+        import_named(anchored({"data": {"path": str(path)}}, Path.cwd()))
+        return partial(_from_function, str(path))
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     if path.suffix in TABLES and (client_column is None or label_column is None):
@@ -51,6 +61,14 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
         return from_clients({name or path.stem: read_client(path)}, name=path.name, **options)
 
     return load
+
+
+def _from_function(path: str, experiment: Experiment) -> ClientData:
+    """The clients that a function of the node's owner gives."""
+    data = read_data(Data(path=path, validation=experiment.data.validation), experiment.seed)
+    if not isinstance(data, ClientData):
+        raise DataError(f"{path}: gives samples of no client; give {{client: (x, y)}}")
+    return data
 
 
 def join(

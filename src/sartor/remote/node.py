@@ -1,8 +1,9 @@
 """What a node does: it holds the data and the states of its clients and answers requests, one at a time.
 
 A node knows nothing of how requests reach it; :mod:`sartor.remote.messages` has their form. Of a request's
-``kind`` there are six. ``hello`` says which experiment this is: the node answers which clients it hosts and
-how many samples each has, never the samples. ``open`` says which numbers they have in the run and where it
+``kind`` there are six. ``hello`` says which experiment this is and which code of users' own it needs, by
+hash: the node, which must have imported the same, answers which clients it hosts and how many samples each
+has, never the samples. ``open`` says which numbers they have in the run and where it
 stands. ``call`` names a client function of the installed package, which some of the clients run; ``end`` is
 the end of the run; ``fail`` says why the server ends before it; ``refuse`` says why this node cannot take
 part. Nothing from the wire is executed or imported.
@@ -32,12 +33,13 @@ from sartor.data.clients import SPLITS, ClientData, Moments, prepare, relabel
 from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
+from sartor.extensions import imported
 from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
 from sartor.federation.states import StateStore
 from sartor.files import write
-from sartor.model.networks import make_task
+from sartor.model.networks import build_task
 from sartor.model.task import Task
 from sartor.remote.journal import Journal, rows_of
 from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, version
@@ -45,8 +47,8 @@ from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
-from sartor.runs.runner import federation_settings, resolve
-from sartor.settings import build
+from sartor.runs.setup import federation_settings, resolve
+from sartor.settings import build, shown
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,7 @@ class Node:
         self._sends_personal = sends_personal
         self._given_task = task
         self._told = ""
+        self._code: dict[str, str] = {}
         self._data: ClientData | None = None
         self._moments: Moments | None = None
         self._experiment: Experiment | None = None
@@ -189,6 +192,7 @@ class Node:
 
     def _greeted(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Introduce the clients to a server that asks for nothing which is theirs."""
+        _same_code(header.get("code", {}))  # before anything: the experiment may name what is in it
         asks = experiments.from_mapping(header["experiment"]).evaluate.personal_models == "yes"
         if asks and not self._sends_personal:
             raise SartorError(f"the server asks for personal models (evaluate.personal_models = 'yes'){STAY}")
@@ -196,6 +200,7 @@ class Node:
 
     def _hello(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Which clients are here, with how many samples; how these lie, for normalising all alike."""
+        code = _same_code(header.get("code", {}))
         told = json.dumps(header["experiment"], sort_keys=True)
         if self._data is None or told != self._told:
             experiment = experiments.from_mapping(header["experiment"])
@@ -204,6 +209,7 @@ class Node:
                 data = relabel(data, experiment.data.labels)
             self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
+            self._code = code
             self._run = ""
             self._remember({}, {})
         data = self._data
@@ -217,6 +223,7 @@ class Node:
             "labels": data.labels,
             "hash": data.hash,
             "process": self._process,
+            "code": code,
         }
         if self._moments is None:
             return reply, {}
@@ -247,8 +254,7 @@ class Node:
         task = self._given_task
         if task is None:
             shape = tuple(data.train.x.shape[1:])
-            model = experiment.model
-            task = make_task(model.name, model.settings, shape, data.classes, experiment.seed)
+            task = build_task(experiment.model, shape, data.classes, experiment.seed)
         hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device)
         if run != self._run or self._folder is not None:
             self._check_method(run, experiment.algorithm)
@@ -325,7 +331,7 @@ class Node:
         if self._folder is None or not (self._folder / OPENED).exists():
             return
         stored = json.loads((self._folder / OPENED).read_text())
-        self._hello({"experiment": stored["experiment"]}, {})
+        self._hello({"experiment": stored["experiment"], "code": stored["code"]}, {})
         if not stored["open"]:
             return
         header = {**stored["open"], "at": sys.maxsize, "without": [], "keep": [], "settled": [], "floor": 0}
@@ -348,7 +354,8 @@ class Node:
         if self._folder is not None:
             told = {key: header[key] for key in OPEN_KEYS if key in header}
             moments = {name: value.tolist() for name, value in groups.get("moments", {}).items()}
-            stored = {"experiment": json.loads(self._told), "open": told, "moments": moments}
+            experiment = json.loads(self._told)
+            stored = {"experiment": experiment, "code": self._code, "open": told, "moments": moments}
             self._folder.mkdir(parents=True, exist_ok=True)
             write(self._folder / OPENED, json.dumps(stored).encode())
 
@@ -424,6 +431,26 @@ def belongs_to(algorithm: type, function: ClientFunction) -> bool:
     classes = algorithm.__mro__
     places = [*classes, *(sys.modules[cls.__module__] for cls in classes)]
     return plain in COMMON or any(held is plain for place in places for held in vars(place).values())
+
+
+def _same_code(wanted: Any) -> dict[str, str]:
+    """What the server has imported, if this node has imported the same: hashes by name.
+
+    They are compared; what to import is for whoever starts the node to say.
+    """
+    if not isinstance(wanted, Mapping):
+        raise BadMessage("malformed", "its code is no table")
+    for name, sha256 in wanted.items():
+        own = imported(str(name))
+        what = f"{shown(name)[1:-1]} (SHA-256 {shown(sha256)[1:13]})"
+        if own is None:
+            raise SartorError(f"the server has imported {what}, this node has not; join with --import")
+        if own.sha256 != sha256:
+            raise SartorError(
+                f"the server has imported {what}, this node another one (SHA-256 {own.sha256[:12]}); "
+                "import the same file at both"
+            )
+    return dict(wanted)
 
 
 def hyper_values(hyper: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The server of a real federation: ``sartor serve``.
 
-It starts Flower's SuperLink, waits until enough nodes are there, and runs the experiment with the runner's
+It starts Flower's SuperLink, waits until enough nodes are there, and runs the experiment with the only
 round loop; its run folder is that of a simulation.
 """
 
@@ -25,10 +25,12 @@ from sartor.remote.admission import Admission, Introduction, assemble, misfit
 from sartor.remote.keys import read_public_keys
 from sartor.remote.requests import PARTING, Failed, Grid, Requests
 from sartor.remote.server import RemoteEngine
-from sartor.runs import runner
+from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import RunFolder
-from sartor.runs.runner import Result
+from sartor.runs.result import Result
+from sartor.runs.resume import resume as resume_run
+from sartor.runs.setup import federation_settings
 
 if TYPE_CHECKING:
     from sartor.remote.flower import SuperLink
@@ -164,7 +166,7 @@ def _serve_on(
     def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Federation:
         # A bad reply is its sender's harm alone; who is there and for how long is not simulated.
         conditions = Conditions(on_bad_reply="drop", largest_norm=experiment.replies.largest_norm)
-        settings = replace(runner.federation_settings(experiment), conditions=conditions)
+        settings = replace(federation_settings(experiment), conditions=conditions)
         engine = RemoteEngine(
             grid,
             met,
@@ -180,9 +182,9 @@ def _serve_on(
         return opened[-1][0]
 
     if resume is not None:
-        return runner.resume(resume, data=data, progress=progress, opened=open_federation)
+        return resume_run(resume, data=data, progress=progress, opened=open_federation)
     experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, clients=data.clients))
-    return runner.execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
+    return execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
 
 
 def await_nodes(

@@ -21,7 +21,9 @@ from sartor.federation.exchange import NobodyAnswered
 from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate
 from sartor.runs.experiment import Experiment
-from sartor.runs.runner import Setup, draw_cohort, open_federation, set_up, tensors_of
+from sartor.runs.loop import draw_cohort
+from sartor.runs.run import tensors_of
+from sartor.runs.setup import Setup, open_federation, set_up
 
 PATIENCE = 3.0
 """Seconds that one more measurement may take."""

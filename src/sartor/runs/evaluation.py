@@ -24,8 +24,8 @@ from sartor.errors import SartorError
 from sartor.federation.exchange import Call, ClientFunction, Reply, is_personal
 from sartor.federation.federation import Federation
 from sartor.federation.functions import maker, name_of
-from sartor.runs.experiment import Evaluate
 from sartor.runs.metrics import scores, spread
+from sartor.runs.settings import Evaluate
 
 CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
 POOLED_BUDGET = 10**11
@@ -104,6 +104,31 @@ def personal_models(algorithm: Algorithm, server: Any, clients: np.ndarray) -> C
             "function that gives a client's own model; write @sartor.personal above it"
         )
     return call
+
+
+def cells_of(
+    algorithm: Algorithm, server: Any, federation: Federation, settings: Evaluate
+) -> tuple[str, ...]:
+    """The names of the cells that :func:`evaluate` measures."""
+    clients = evaluated_clients(federation, settings)
+    validated = "validation" in federation.splits
+    cells: list[str] = []
+    if algorithm.shared(server) is not None:
+        cells += ["shared_pooled", "shared_local", *(["shared_validation"] if validated else [])]
+    if algorithm.personalize(server, clients) is not None:
+        cells.append("personal_local")
+        if _worth_pooling(federation, settings, len(clients)):
+            cells.append("personal_pooled")
+        if validated:
+            cells.append("personal_validation")
+    return tuple(cells)
+
+
+def measured_scores(classes: int | None) -> tuple[str, ...]:
+    """The scores of a cell by name, the most important first; without classes there is the loss alone."""
+    if classes is None:
+        return ("loss",)
+    return (*scores(np.eye(2)), "accuracy_weighted", "loss")
 
 
 def shared_model(client: Client, hyper: Any, w: Tensor, statistics: Tensor | None = None) -> Reply:

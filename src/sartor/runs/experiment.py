@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import sys
 import typing
@@ -34,9 +35,11 @@ from sartor.data.settings import OWN_DATA, Data, FeaturesChoice, PartitionChoice
 from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
+from sartor.extensions import Code, code_name, function_file, import_code, imported, is_file
 from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
-from sartor.model.networks import MODELS, ModelChoice
+from sartor.model.networks import CUSTOM, MODELS, ModelChoice
+from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
 if sys.version_info >= (3, 11):
@@ -45,45 +48,10 @@ else:
     import tomli as tomllib
 
 
+Imports = str | Path | Sequence[str | Path]
+"""Files or modules of a user's own, one or several."""
 BESIDE = ("compare", "search")
 """Tables that may stand in an experiment's file for the commands of these names; a run has none of them."""
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """When and on what the models are evaluated."""
-
-    every: int = setting(1, "rounds between evaluations; 0: only at the end", low=0)
-    personal_pooled: str = setting(
-        "auto",
-        "whether personal models are also evaluated on the pooled test data",
-        choices=("auto", "yes", "no"),
-    )
-    personal_models: str = setting(
-        "auto",
-        "whether personal models are stored with the run; auto: where they lie here and are not too many",
-        choices=("auto", "yes", "no"),
-    )
-    clients: int = setting(
-        0, "clients that are evaluated, the same ones every time, drawn by the seed; 0: all", low=0
-    )
-    batch: int = setting(500, "samples per evaluation step", low=1)
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """How often the state of a run is stored, to continue from after an interruption."""
-
-    every: int = setting(0, "rounds between checkpoints; 0: as often as takes little of the time", low=0)
-
-
-@dataclass(frozen=True)
-class Tracking:
-    """Where a run is shown besides its folder; it is no part of what identifies a run."""
-
-    loggers: tuple[str, ...] = setting(
-        (), "where the run is shown while it goes", choices=("tensorboard", "mlflow", "wandb")
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +61,7 @@ class Experiment:
     algorithm: str = setting("fedavg", "the algorithm; `sartor algorithms` lists them")
     rounds: int = setting(30, "number of rounds", low=0)
     seed: int = setting(0, "the one seed everything random follows from", low=0, high=2**63 - 1)
+    imports: tuple[str, ...] = setting((), "files or modules of your own to import first, as in mine.py")
     data: Data
     partition: PartitionChoice
     features: FeaturesChoice
@@ -103,6 +72,7 @@ class Experiment:
     delay: DelayChoice
     replies: Replies
     evaluate: Evaluate
+    stop: Stop
     checkpoint: Checkpoints
     engine: Engine
     tracking: Tracking
@@ -117,6 +87,18 @@ class Experiment:
             if self.cohort.count > self.data.clients:
                 most = f"at most data.clients = {self.data.clients}"
                 raise SettingError(f"cohort.count: must be {most}, got {self.cohort.count}")
+        if self.model.head is not None and self.model.path is None:
+            raise SettingError("model.head: only for an own network; give model.path too")
+        if self.model.path is not None and function_file(self.model.path) is None:
+            raise SettingError(
+                f"model.path = {shown(self.model.path)}: expected a function in a file, as in net.py:build"
+            )
+        if self.stop.wanted and self.evaluate.every == 0:
+            raise SettingError(
+                "stop: with evaluate.every = 0 only the last round is evaluated; give evaluate.every too"
+            )
+        if self.stop.metric is not None and not self.stop.wanted:
+            raise SettingError("stop.metric: watched for nothing; give stop.patience or stop.target too")
 
 
 @dataclass(frozen=True)
@@ -132,7 +114,7 @@ class Setting:
     only_for: str = ""  # the choice that has this setting, e.g. "partition.name = dirichlet"
 
 
-_TOP = ("algorithm", "rounds", "seed")
+_TOP = ("algorithm", "rounds", "seed", "imports")
 _SECTIONS: dict[str, type] = {
     "data": Data,
     "partition": PartitionChoice,
@@ -144,6 +126,7 @@ _SECTIONS: dict[str, type] = {
     "delay": DelayChoice,
     "replies": Replies,
     "evaluate": Evaluate,
+    "stop": Stop,
     "checkpoint": Checkpoints,
     "engine": Engine,
     "tracking": Tracking,
@@ -152,10 +135,9 @@ _CHOICES = ("partition", "features", "model", "availability", "delay")
 
 
 def _registry(section: str) -> Mapping[str, Any]:
-    """Name -> dataclass of settings for what a section chooses from."""
-    if section == "algorithm":
-        return {name: algorithm.Hyper for name, algorithm in registered().items()}
+    """What a section chooses from, by name: dataclasses of settings, but for algorithms and data sets."""
     chosen: dict[str, Mapping[str, Any]] = {
+        "algorithm": registered(),
         "data": SOURCES,
         "partition": PARTITIONS,
         "features": FEATURES,
@@ -169,17 +151,25 @@ def _registry(section: str) -> Mapping[str, Any]:
 def load(path: Path | str | None = None, overrides: Sequence[str] = (), **top: Any) -> Experiment:
     """The experiment of a TOML file (none: the defaults), changed by ``key=value`` texts and by keywords.
 
+    Code that it names (``imports``, ``model.path``, ``data.path``) is imported first.
+
     A keyword is a key with its value, a dotted one given as ``**{"data.clients": 5}``; None means not given.
 
     >>> load(None, ["data.clients=4", "partition.name=dirichlet"], rounds=3).rounds
     3
     """
-    return from_mapping(collect(path, overrides, **top))
+    mapping = collect(path, overrides, **top)
+    import_named(mapping)
+    return from_mapping(mapping)
 
 
 def collect(path: Path | str | None = None, overrides: Sequence[str] = (), **top: Any) -> dict[str, Any]:
-    """What :func:`load` makes an experiment of: only what was given, as nested dicts, not yet checked."""
-    mapping = {} if path is None else read_toml(path)
+    """What :func:`load` makes an experiment of: only what was given, as nested dicts, not yet checked.
+
+    Code that a file names lies relative to the file, that of the other words to the working directory; what
+    is imported is that of both.
+    """
+    mapping = {} if path is None else read_experiment(path)
     given: dict[str, Any] = {}
     for key, value in [*map(_parse_override, overrides), *top.items()]:
         if value is None:
@@ -189,21 +179,99 @@ def collect(path: Path | str | None = None, overrides: Sequence[str] = (), **top
                 f"{key}: given twice, as {shown(given[key])} and as {shown(value)}; give it once"
             )
         given[key] = value
+    before = mapping.get("imports", [])
     for key, value in given.items():
         _assign(mapping, key, value)
+    if "imports" in given and isinstance(before, list) and isinstance(mapping["imports"], (list, tuple)):
+        mapping["imports"] = [*before, *mapping["imports"]]
+    return anchored(mapping, Path.cwd())
+
+
+def read_experiment(path: Path | str) -> dict[str, Any]:
+    """The settings of an experiment's file; code that it names lies relative to the file."""
+    return anchored(read_toml(path), Path(path).absolute().parent)
+
+
+def anchored(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The same settings, with the files of code that they name as absolute paths."""
+
+    def anchor(source: Any) -> Any:
+        file = function_file(source) or source
+        if not isinstance(file, str) or not is_file(file):
+            return source
+        return os.path.abspath(folder / os.path.expanduser(file)) + source[len(file) :]
+
+    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+    if isinstance(result.get("imports"), (list, tuple)):
+        result["imports"] = list(dict.fromkeys(map(anchor, result["imports"])))
+    for section in ("model", "data"):
+        table = result.get(section)
+        if isinstance(table, dict) and function_file(table.get("path")) is not None:
+            table["path"] = anchor(table["path"])
+    return result
+
+
+def code_named(mapping: Mapping[str, Any]) -> list[str]:
+    """The files and modules of code that settings name."""
+    imports = mapping.get("imports") or ()
+    imports = check(imports, tuple[str, ...], Meaning(""), "imports")
+    tables = [_table(mapping, section) for section in ("model", "data")]
+    files = [function_file(table.get("path")) for table in tables]
+    return list(dict.fromkeys([*imports, *(file for file in files if file is not None)]))
+
+
+def import_given(imports: Imports | None) -> list[str]:
+    """Import files and modules that a user gives, relative to the working directory: their sources."""
+    given = [imports] if isinstance(imports, (str, Path)) else imports or ()
+    sources: list[str] = anchored({"imports": list(map(str, given))}, Path.cwd())["imports"]
+    for source in sources:
+        import_code(source)
+    return sources
+
+
+def import_named(mapping: Mapping[str, Any]) -> None:
+    """Import the code that settings name: what a user has written, never what was received."""
+    for source in code_named(mapping):
+        import_code(source)
+
+
+def portable(experiment: Experiment) -> dict[str, Any]:
+    """The settings as another machine may read them: code is named without the folder it lies in here."""
+    mapping = to_mapping(experiment)
+    mapping["imports"] = [code_name(source) for source in mapping["imports"]]
+    for section in ("model", "data"):
+        path = mapping[section].get("path")
+        if function_file(path) is not None:
+            mapping[section]["path"] = os.path.basename(path)
     return mapping
 
 
+def code_of(experiment: Experiment) -> tuple[Code, ...]:
+    """The code that an experiment names, as it was imported in this process."""
+    found = []
+    for source in code_named(to_mapping(experiment)):
+        code = imported(code_name(source))
+        if code is None:
+            raise SettingError(f"imports: {source} is not imported; `load` the experiment, or --import it")
+        found.append(code)
+    return tuple(found)
+
+
 def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
-    """The experiment of nested mappings as TOML gives them; a key that is missing or None has its default."""
+    """The experiment of nested mappings as TOML gives them; a key that is missing or None has its default.
+
+    Nothing is imported: what is named has to be known.
+    """
     if not isinstance(mapping, Mapping):
         raise SettingError(f"an experiment is a table of settings, got {shown(mapping)}")
     mapping = {key: value for key, value in mapping.items() if key not in BESIDE}
     tables = {section: _table(mapping, section) for section in (*_SECTIONS, "hyper")}
+    if tables["model"].get("path") is not None and tables["model"].setdefault("name", CUSTOM) != CUSTOM:
+        raise SettingError("model.name: the network is that of model.path; give one of them")
     names = {section: _name(tables[section].get("name"), section) for section in _CHOICES}
     names["algorithm"] = _name(mapping.get("algorithm"), "algorithm")
     kinds = {section: _registry(section)[names[section]] for section in _CHOICES}
-    kinds["hyper"] = _registry("algorithm")[names["algorithm"]]
+    kinds["hyper"] = registered()[names["algorithm"]].Hyper
 
     _refuse_unknown(mapping, tables, names, kinds)
     parts: dict[str, Any] = {"hyper": build(kinds["hyper"], tables["hyper"], "hyper")}
@@ -225,7 +293,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
 
 def to_mapping(experiment: Experiment) -> dict[str, Any]:
     """Nested plain values that :func:`from_mapping` turns back into an equal experiment; None is left out."""
-    mapping: dict[str, Any] = {key: getattr(experiment, key) for key in _TOP}
+    mapping: dict[str, Any] = {key: _plain(getattr(experiment, key), key) for key in _TOP}
     for section in (*_SECTIONS, "hyper"):
         values = _values(getattr(experiment, section))
         values.update(_values(values.pop("settings")) if section in _CHOICES else {})
@@ -260,8 +328,11 @@ def toml_text(mapping: Mapping[str, Any]) -> str:
 
 
 def fingerprint(experiment: Experiment) -> str:
-    """A SHA-256 of all settings but ``tracking``: equal experiments, and only they, have equal ones."""
-    mapping = {key: value for key, value in to_mapping(experiment).items() if key != "tracking"}
+    """A SHA-256 of all settings but ``tracking`` and ``imports``: equal experiments have equal ones, and only
+    they. Where code lies does not matter; what it is, is recorded beside.
+    """
+    left_out = ("tracking", "imports")
+    mapping = {key: value for key, value in portable(experiment).items() if key not in left_out}
     canonical = json.dumps(mapping, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -274,8 +345,8 @@ def describe_settings() -> list[Setting]:
         if section in _CHOICES:
             for name, kind in _registry(section).items():
                 rows += _rows(kind, section, only_for=f"{section}.name = {name}")
-    for name, kind in _registry("algorithm").items():
-        rows += _rows(kind, "hyper", only_for=f"algorithm = {name}")
+    for name, algorithm in registered().items():
+        rows += _rows(algorithm.Hyper, "hyper", only_for=f"algorithm = {name}")
     return rows
 
 

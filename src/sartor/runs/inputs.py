@@ -5,16 +5,95 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import nn
 
 from sartor.data.clients import ClientData, from_clients, prepare, relabel
+from sartor.data.own import read_data
 from sartor.data.settings import OWN_DATA
-from sartor.data.sources import load_source
 from sartor.errors import SettingError
+from sartor.extensions import function_file
+from sartor.model.networks import CUSTOM
 from sartor.model.task import Task
-from sartor.runs.experiment import Experiment, from_mapping, read_toml
+from sartor.runs.experiment import (
+    Experiment,
+    Imports,
+    anchored,
+    from_mapping,
+    import_given,
+    import_named,
+    read_experiment,
+)
+from sartor.settings import unknown
+
+
+class RunSettings(TypedDict, total=False):
+    """What :func:`sartor.run`, ``compare`` and ``search`` take as keywords, all of it by name."""
+
+    experiment: str | Path | Mapping[str, Any] | None
+    """A TOML file or a mapping to start from."""
+    imports: Imports | None
+    """Files or modules of your own to import first."""
+    data: str | Mapping[str, Any] | ClientData | None
+    """A data set's name, a function as in ``mine.py:load``, ``{client: (x, y)}``, or ClientData."""
+    model: str | nn.Module | Task | None
+    """A network's name, a function as in ``net.py:build``, a module, or a Task."""
+    head: str | None
+    """The path of the module that is a personal head."""
+    clients: int | None
+    rounds: int | None
+    seed: int | None
+    engine: str | Mapping[str, Any] | None
+    """An engine's name, or its section."""
+    device: str | None
+    partition: Mapping[str, Any]
+    features: Mapping[str, Any]
+    local: Mapping[str, Any]
+    cohort: Mapping[str, Any]
+    availability: Mapping[str, Any]
+    delay: Mapping[str, Any]
+    replies: Mapping[str, Any]
+    evaluate: Mapping[str, Any]
+    stop: Mapping[str, Any]
+    checkpoint: Mapping[str, Any]
+    tracking: Mapping[str, Any]
+    hyper: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user has given: settings as one mapping that is not yet checked, and data and model."""
+
+    settings: dict[str, Any]
+    data: Mapping[str, Any] | ClientData | None
+    """The user's own, where it is not named in the settings."""
+    model: nn.Module | Task | None
+    head: str | None
+
+    def inputs(self, settings: Mapping[str, Any] | None = None) -> Inputs:
+        """The checked experiment, with the data and the model where they are the user's own.
+
+        ``settings`` stand in place of those given.
+        """
+        chosen = _copied(self.settings if settings is None else settings)
+        own_data = self.data if isinstance(self.data, ClientData) else None
+        if isinstance(self.data, Mapping):
+            share = chosen.get("data", {}).get("validation", 0.0)
+            own_data = from_clients(self.data, validation_fraction=share, seed=chosen.get("seed", 0))
+        if own_data is not None:
+            _put(chosen, "data", clients=own_data.clients)
+        experiment = from_mapping(chosen)
+        if own_data is not None and experiment.data.labels is not None:
+            own_data = relabel(own_data, experiment.data.labels)
+        task = self.model if isinstance(self.model, Task) else None
+        if isinstance(self.model, nn.Module):
+            classes = _classes(experiment) if own_data is None else own_data.classes
+            task = Task(self.model, classes=classes, head=self.head, name=type(self.model).__name__)
+        if own_data is not None:
+            own_data = prepare(own_data, features=experiment.features.settings)
+            experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, normalise=False))
+        return Inputs(experiment, own_data, task)
 
 
 @dataclass(frozen=True)
@@ -26,86 +105,64 @@ class Inputs:
     task: Task | None
 
 
-def merge_settings(
-    experiment: str | Path | Mapping[str, Any] | None,
-    sections: Mapping[str, Mapping[str, Any]],
-    *,
-    algorithm: str | None = None,
-    rounds: int | None = None,
-    seed: int | None = None,
-    engine: str | Mapping[str, Any] | None = None,
-    device: str | None = None,
-) -> dict[str, Any]:
-    """The settings given to :func:`run` in their several ways, as one mapping that is not yet checked."""
-    given = _mapping(experiment)
-    _put(given, "", algorithm=algorithm, rounds=rounds, seed=seed)
-    for section, values in sections.items():
+def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
+    """What was given in its several ways; code that is named is imported."""
+    known: dict[str, Any] = dict(keywords)
+    start, data, model, head = (known.pop(key, None) for key in ("experiment", "data", "model", "head"))
+    clients, engine, device = (known.pop(key, None) for key in ("clients", "engine", "device"))
+    imports = known.pop("imports", None)
+    given = read_experiment(start) if isinstance(start, (str, Path)) else _copied(start or {})
+    _put(given, "", algorithm=algorithm, rounds=known.pop("rounds", None), seed=known.pop("seed", None))
+    if imports is not None:
+        given["imports"] = [*given.get("imports", ()), *import_given(imports)]
+    for section, values in known.items():
         if not isinstance(values, Mapping):
+            if section not in RunSettings.__annotations__:
+                raise unknown("", section, RunSettings.__annotations__)
             raise SettingError(
                 f"{section}: give a section as a mapping, as in hyper={{'lr': 0.1}}, got {values!r}"
             )
         _put(given, section, **values)
     _put(given, "engine", **(engine if isinstance(engine, Mapping) else {"name": engine}))
     _put(given, "engine", device=device)
-    return given
-
-
-def prepare_inputs(
-    given: Mapping[str, Any],
-    *,
-    data: str | Mapping[str, Any] | ClientData | None = None,
-    model: str | nn.Module | Task | None = None,
-    head: str | None = None,
-    clients: int | None = None,
-) -> Inputs:
-    """The checked experiment of a mapping, with the data and the model where they are the user's own."""
-    given = _mapping(given)
-    own_data = None
-    if isinstance(data, ClientData):
-        own_data = data
-    elif isinstance(data, Mapping):
-        share = given.get("data", {}).get("validation", 0.0)
-        own_data = from_clients(data, validation_fraction=share, seed=given.get("seed", 0))
+    if isinstance(data, (ClientData, Mapping)):
+        there = data.clients if isinstance(data, ClientData) else len(data)
+        if clients is not None and clients != there:
+            raise SettingError(f"clients: {clients}, but the data has {there} clients; leave it out")
+        clients = there
+        _put(given, "data", name=OWN_DATA)
     else:
-        _put(given, "data", name=data)
-    if own_data is not None and clients is not None and clients != own_data.clients:
-        raise SettingError(f"clients: {clients}, but the data has {own_data.clients} clients; leave it out")
-    _put(given, "data", clients=own_data.clients if own_data is not None else clients)
-    own_task = None
+        _put(given, "data", **{"name" if function_file(data) is None else "path": data})
+        data = None
+    _put(given, "data", clients=clients)
     if isinstance(model, (nn.Module, Task)):
-        _put(given, "model", name="custom")
+        _put(given, "model", name=CUSTOM)
     elif isinstance(model, str):
-        _put(given, "model", name=model)
+        _put(given, "model", **{"name" if function_file(model) is None else "path": model}, head=head)
+        model = None
     elif model is not None:
         raise SettingError(f"model: give a name, an nn.Module or a Task, got {model!r}")
-    resolved = from_mapping(given)
-    if own_data is not None and resolved.data.labels is not None:
-        own_data = relabel(own_data, resolved.data.labels)
-    if isinstance(model, Task):
-        own_task = model
-    elif isinstance(model, nn.Module):
-        classes = _classes(resolved) if own_data is None else own_data.classes
-        own_task = Task(model, classes=classes, head=head, name=type(model).__name__)
-    if own_data is not None:
-        own_data = prepare(own_data, features=resolved.features.settings)
-        resolved = replace(resolved, data=replace(resolved.data, name=OWN_DATA, normalise=False))
-    return Inputs(resolved, own_data, own_task)
+    else:
+        _put(given, "model", head=head)
+    given = anchored(given, Path.cwd())
+    import_named(given)
+    return Given(given, data, model, head)
 
 
 def _classes(experiment: Experiment) -> int | None:
     """The classes of a named data set, for a user's own module on it."""
-    return load_source(experiment.data.name, experiment.data.folder).classes
+    return read_data(experiment.data, experiment.seed).classes
 
 
-def _mapping(experiment: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    if experiment is None:
-        return {}
-    mapping = read_toml(experiment) if isinstance(experiment, (str, Path)) else experiment
+def _copied(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
 
 
 def _put(mapping: dict[str, Any], section: str, **values: Any) -> None:
     """Set what is given; None means not given."""
     given = {key: value for key, value in values.items() if value is not None}
-    if given:
-        (mapping.setdefault(section, {}) if section else mapping).update(given)
+    if not given:
+        return
+    table = mapping.setdefault(section, {}) if section else mapping
+    if isinstance(table, dict):  # else it is refused when it is checked
+        table.update(given)

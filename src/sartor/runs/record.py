@@ -2,7 +2,7 @@
 
 ==================  ==================================================================================
 config.toml         the experiment, every setting written out
-environment.json    versions, platform, device and the time the run started
+environment.json    versions, platform, device, the time the run started, and the hashes of imported code
 partition.npz       which client holds which samples, where the data was partitioned
 rounds.jsonl        one line per round, written as the run goes
 clients.parquet     one row per client and evaluation
@@ -10,6 +10,7 @@ summary.json        the result; written last, so a folder that has one is of a f
 models.safetensors  the final models
 checkpoints/        the last states of the run, to continue from; see :mod:`sartor.runs.checkpoint`
 clients.arrow       the client rows while the run goes on, until ``clients.parquet`` is written
+states/             client states that are too large for memory
 ==================  ==================================================================================
 
 Files are written beside their place and moved there once complete, so a file that exists is whole; only
@@ -29,14 +30,24 @@ import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from sartor.errors import SartorError
+from sartor.extensions import Code, code_name, function_file, import_again
 from sartor.files import leftovers, replacing, sync, write, writing
-from sartor.runs.experiment import Experiment, fingerprint, load, read_toml, to_toml
+from sartor.runs.experiment import (
+    Experiment,
+    code_named,
+    code_of,
+    fingerprint,
+    from_mapping,
+    read_toml,
+    to_toml,
+)
 
 if sys.platform != "win32":
     import fcntl
@@ -53,6 +64,8 @@ CLIENTS = "clients.parquet"
 SUMMARY = "summary.json"
 MODELS = "models.safetensors"
 GROWING_CLIENTS = "clients.arrow"
+STATES = "states"
+"""The folder of client states that are too large for memory."""
 FILES = (CONFIG, ENVIRONMENT, PARTITION, ROUNDS, CLIENTS, SUMMARY, MODELS)
 
 
@@ -77,7 +90,8 @@ class RunFolder:
         folder = cls._claim(experiment) if path is None else cls._take(Path(path))
         run = cls(folder)
         run._store(CONFIG, to_toml(experiment).encode())
-        run._store(ENVIRONMENT, _json_bytes(environment(experiment.engine.device)))
+        imports = [asdict(code) for code in code_of(experiment)]
+        run._store(ENVIRONMENT, _json_bytes({**environment(experiment.engine.device), "imports": imports}))
         return run
 
     @classmethod
@@ -94,7 +108,9 @@ class RunFolder:
     def _claim(experiment: Experiment) -> Path:
         """Make the first free default folder; making it is what claims it, so two runs never share one."""
         own = experiment.data.path
-        data = experiment.data.name if own is None else Path(own).resolve().stem or "own"
+        data = (
+            experiment.data.name if own is None else Path(function_file(own) or own).resolve().stem or "own"
+        )
         name = f"{experiment.algorithm}-{data}-s{experiment.seed}-{fingerprint(experiment)[:8]}"
         folder, number = Path("runs") / name, 1
         with writing(folder):
@@ -249,6 +265,14 @@ class RunFolder:
         (self.path / SUMMARY).unlink(missing_ok=True)
         self._store(CONFIG, re.sub(r"(?m)^rounds = \d+$", f"rounds = {rounds}", content, count=1).encode())
 
+    def withdraw(self) -> None:
+        """Take back what :meth:`create` made, of a run that was refused before its first round."""
+        for name in FILES:
+            (self.path / name).unlink(missing_ok=True)
+        for empty in (self.path / STATES, self.path):
+            with contextlib.suppress(OSError):  # what is not ours stays
+                empty.rmdir()
+
     def write_partition(self, partition: Any) -> None:
         """Store which client holds which samples, a :class:`sartor.data.partitions.Partition`."""
         partition.save(self.path / PARTITION)
@@ -281,8 +305,25 @@ class RunFolder:
 
     @property
     def experiment(self) -> Experiment:
-        """The experiment, checked against today's settings."""
-        return load(self.path / CONFIG)
+        """The experiment, checked against today's settings.
+
+        Code that it names is imported if it is what the run was made with, else there is an error.
+        """
+        config = self.config
+        then = {code.name: code for code in self.imports}
+        for source in code_named(config):
+            if code_name(source) not in then:
+                raise SartorError(f"{self.path / ENVIRONMENT}: does not say which {code_name(source)} it was")
+            import_again(then[code_name(source)], str(self.path))
+        return from_mapping(config)
+
+    @property
+    def imports(self) -> tuple[Code, ...]:
+        """The code that the run was made with."""
+        try:
+            return tuple(Code(**entry) for entry in self.environment.get("imports", ()))
+        except TypeError:
+            raise SartorError(f"{self.path / ENVIRONMENT}: damaged, in imports") from None
 
     @property
     def environment(self) -> dict[str, Any]:

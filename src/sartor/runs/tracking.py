@@ -17,18 +17,19 @@ A run that is resumed goes on in the same place of its tracker.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from sartor.errors import SettingError
 from sartor.runs.experiment import Experiment, to_mapping, to_toml
+from sartor.runs.observers import Observer
+from sartor.runs.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -200,26 +201,28 @@ def check(loggers: Sequence[str]) -> None:
             )
 
 
-class Tracked:
-    """The trackers of a run under way. One that fails is given up with a warning."""
+class Tracking(Observer):
+    """The trackers of a run. One that fails is given up with a warning."""
 
-    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
-        self._trackers = dict(trackers)
-        self._over = False
+    def __init__(self, loggers: Sequence[str], folder: Path | None) -> None:
+        if loggers and folder is None:
+            log.warning("tracking: a run that is not stored is not tracked; store it, or leave tracking out")
+        self._folder = folder
+        self._trackers = {} if folder is None else {name: TRACKERS[name][0]() for name in loggers}
 
-    def round(self, row: Mapping[str, Any]) -> None:
+    def start(self, run: Run) -> None:
+        """Show the beginning."""
+        if self._folder is not None:
+            experiment, folder = run.experiment, self._folder
+            self._all("the start of the run", lambda tracker: tracker.start(experiment, folder))
+
+    def round(self, run: Run, row: Mapping[str, Any]) -> None:
         """Show a round."""
         self._all("a round", lambda tracker: tracker.round(row))
 
-    def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Show the end, once."""
-        if not self._over:
-            self._over = True
-            self._all("the end of the run", lambda tracker: tracker.finish(summary))
-
-    def start(self, experiment: Experiment, folder: Path) -> None:
-        """Show the beginning."""
-        self._all("the start of the run", lambda tracker: tracker.start(experiment, folder))
+    def end(self, run: Run, summary: Mapping[str, Any] | None) -> None:
+        """Show the end."""
+        self._all("the end of the run", lambda tracker: tracker.finish(summary))
 
     def _all(self, what: str, act: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -229,18 +232,3 @@ class Tracked:
                 del self._trackers[name]
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 log.warning("tracking: %s did not take %s and is given up: %s", name, what, reason)
-
-
-@contextlib.contextmanager
-def tracked(experiment: Experiment, folder: Path | None) -> Iterator[Tracked]:
-    """The trackers of a run's settings, started; on leaving they are told that the run has stopped."""
-    loggers = experiment.tracking.loggers
-    if loggers and folder is None:
-        log.warning("tracking: a run that is not stored is not tracked; store it, or leave tracking out")
-    shown = Tracked({} if folder is None else {name: TRACKERS[name][0]() for name in loggers})
-    if folder is not None:
-        shown.start(experiment, folder)
-    try:
-        yield shown
-    finally:
-        shown.finish(None)

@@ -37,24 +37,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
 
 from sartor.algorithms import registered
-from sartor.data.clients import ClientData
-from sartor.data.settings import OWN_DATA
 from sartor.errors import SartorError, SettingError
-from sartor.model.task import Task
+from sartor.extensions import function_file
 from sartor.runs.evaluation import CELLS
 from sartor.runs.experiment import Experiment, fingerprint, from_mapping, to_mapping
-from sartor.runs.inputs import Inputs, merge_settings, prepare_inputs
+from sartor.runs.inputs import Given, Inputs, RunSettings, gather
 from sartor.runs.metrics import spread
 from sartor.runs.record import environment, write_json
 from sartor.settings import build, check, meaning, setting, shown, unknown
 from sartor.studies.library import Failure, KeptRun, Runs
 from sartor.studies.statistics import bootstrap_interval, holm, ranking, signed_ranks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FILE = "comparison.json"
 FORMAT = 1
@@ -215,23 +215,14 @@ class Comparison:
 def compare(
     algorithms: str | Sequence[str] | OwnTables | None = None,
     *,
-    experiment: str | Path | Mapping[str, Any] | None = None,
     seeds: int | Sequence[int] | None = None,
     target: float | None = None,
     against: str | None = None,
     references: bool | None = None,
     together: str | None = None,
-    data: str | Mapping[str, Any] | ClientData | None = None,
-    model: str | nn.Module | Task | None = None,
-    head: str | None = None,
-    clients: int | None = None,
-    rounds: int | None = None,
-    seed: int | None = None,
-    engine: str | Mapping[str, Any] | None = None,
-    device: str | None = None,
     out: str | Path | None = None,
     progress: bool = False,
-    **sections: Mapping[str, Any],
+    **settings: Unpack[RunSettings],
 ) -> Comparison:
     """Run methods on the same clients, cohorts and batches, and compare them.
 
@@ -252,8 +243,7 @@ def compare(
     >>> result.pairs[0].pairs
     10
     """
-    given = merge_settings(experiment, sections, rounds=rounds, seed=seed, engine=engine, device=device)
-    plan = Plan(given, data=data, model=model, head=head, clients=clients)
+    plan = Plan(gather(settings))
     asked = {
         "seeds": seeds,
         "target": target,
@@ -292,31 +282,11 @@ def compare(
 class Plan:
     """The settings all methods of a comparison or a search share, and the experiment of each of them."""
 
-    def __init__(
-        self,
-        given: Mapping[str, Any],
-        *,
-        data: str | Mapping[str, Any] | ClientData | None,
-        model: str | nn.Module | Task | None,
-        head: str | None,
-        clients: int | None,
-    ) -> None:
-        self.given = {key: value for key, value in given.items() if value is not None}
+    def __init__(self, given: Given) -> None:
+        self._inputs = given.inputs
+        self.given = {key: value for key, value in given.settings.items() if value is not None}
         self.compare = self.given.pop("compare", {})
         self.search = self.given.pop("search", {})
-        self._data, self._model, self._head, self._clients = data, model, head, clients
-        if isinstance(data, (ClientData, Mapping)):
-            clients = data.clients if isinstance(data, ClientData) else len(data)
-            data = OWN_DATA
-        named = model if isinstance(model, str) else None
-        for section, key, value in (
-            ("data", "name", data),
-            ("data", "clients", clients),
-            ("model", "name", named),
-        ):
-            table = self.given.get(section, {})
-            if value is not None and isinstance(table, Mapping):
-                self.given[section] = {**table, key: value}
         hyper = self.given.pop("hyper", {})
         if not isinstance(hyper, Mapping):
             raise SettingError(
@@ -373,13 +343,7 @@ class Plan:
 
     def inputs(self, method: Method, seed: int) -> Inputs:
         """What a method's run starts from."""
-        return prepare_inputs(
-            self.mapping(method, seed),
-            data=self._data,
-            model=self._model,
-            head=self._head,
-            clients=self._clients,
-        )
+        return self._inputs(self.mapping(method, seed))
 
     def seeds(self, wanted: int | Sequence[int], section: str) -> tuple[int, ...]:
         """The seeds of a number of them, counted from the experiment's, or of a list."""
@@ -395,7 +359,7 @@ class Plan:
     def folder(self, parent: str, base: Experiment) -> Path:
         """The folder of all comparisons or searches that share these settings."""
         own = base.data.path
-        name = base.data.name if own is None else Path(own).resolve().stem or "own"
+        name = base.data.name if own is None else Path(function_file(own) or own).resolve().stem or "own"
         return Path(parent) / f"{name}-{fingerprint(_without_method(base))[:8]}"
 
 

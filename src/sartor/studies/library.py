@@ -2,12 +2,13 @@
 
 A run's folder is named ``<algorithm>-s<seed>-<fingerprint>`` after its experiment, with a number behind it
 where that is taken. A finished run is used again, and one that was interrupted goes on, if its experiment,
-its data and the version of Sartor are the same. Runs of a model given in Python are always made anew:
-nothing tells whether its code is the same.
+its data, the code that it imports and the version of Sartor are the same. Runs of a model given in Python are
+always made anew: nothing tells whether its code is the same.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,19 +19,15 @@ from typing import Any
 from sartor.engines.lockstep import fit_together
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.runs.checkpoint import latest
-from sartor.runs.experiment import Experiment, fingerprint
+from sartor.runs.execute import execute, execute_setup
+from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.inputs import Inputs
 from sartor.runs.record import CONFIG, RunFolder, environment
-from sartor.runs.runner import (
-    execute,
-    execute_setup,
-    execute_together,
-    load_data,
-    may_share,
-    resume,
-    seeds_at_once,
-    set_up,
-)
+from sartor.runs.resume import resume
+from sartor.runs.setup import load_data, set_up
+from sartor.runs.together import execute_together, may_share, seeds_at_once
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,6 +85,7 @@ class Runs:
         self.progress = progress
         self.together = together
         self._hashes: dict[int, str] = {}
+        self._changed: set[tuple[str, str | None]] = set()
         self._made: dict[str, tuple[Path, SartorError | None]] = {}
         """What was made together with an earlier run and not yet asked for, by fingerprint."""
 
@@ -161,6 +159,8 @@ class Runs:
         """Whether a folder holds the run of this experiment, data and version, finished or not."""
         try:
             run = RunFolder.open(folder)
+            if self._other_code(run, inputs.experiment):
+                return False
             stored = run.experiment
             if run.environment["sartor"] != environment()["sartor"]:
                 return False
@@ -172,6 +172,17 @@ class Runs:
         except (SartorError, KeyError):  # damaged, or of settings that are no more
             return False
         return saved is None or saved.data == self._hash(inputs)
+
+    def _other_code(self, run: RunFolder, experiment: Experiment) -> bool:
+        """Whether a run was made with other code than is imported now; each such change is told once."""
+        then = {code.name: code.sha256 for code in run.imports}
+        now = {code.name: code.sha256 for code in code_of(experiment)}
+        for name in sorted(then.keys() | now.keys()):
+            if then.get(name) != now.get(name) and (name, then.get(name)) not in self._changed:
+                self._changed.add((name, then.get(name)))
+                what = "has changed since" if name in then and name in now else "was not imported in both"
+                log.warning("%s: runs with it are made anew, as it %s, as in %s", name, what, run.path)
+        return then != now
 
     def _hash(self, inputs: Inputs) -> str:
         """The hash of the data, read once for each seed: files may have changed since a run."""

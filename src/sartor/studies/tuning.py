@@ -35,20 +35,17 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
 
 from sartor import random
 from sartor.algorithms import registered
-from sartor.data.clients import ClientData
 from sartor.errors import SartorError, SettingError
-from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, toml_text
-from sartor.runs.inputs import merge_settings
+from sartor.runs.inputs import RunSettings, gather
 from sartor.runs.record import environment, write_json, write_text
-from sartor.runs.runner import load_data
+from sartor.runs.setup import load_data
 from sartor.settings import build, setting, unknown
 from sartor.studies.comparison import (
     REFERENCES,
@@ -67,6 +64,9 @@ from sartor.studies.comparison import (
     tell,
 )
 from sartor.studies.library import Failure, KeptRun, Runs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FILE = "search.json"
 CHOSEN = "chosen.toml"
@@ -161,22 +161,13 @@ class Search:
 def search(
     algorithms: str | Sequence[str] | OwnTables | None = None,
     *,
-    experiment: str | Path | Mapping[str, Any] | None = None,
     budget: int | None = None,
     method: str | None = None,
     seeds: int | Sequence[int] | None = None,
     together: str | None = None,
-    data: str | Mapping[str, Any] | ClientData | None = None,
-    model: str | nn.Module | Task | None = None,
-    head: str | None = None,
-    clients: int | None = None,
-    rounds: int | None = None,
-    seed: int | None = None,
-    engine: str | Mapping[str, Any] | None = None,
-    device: str | None = None,
     out: str | Path | None = None,
     progress: bool = False,
-    **sections: Mapping[str, Any],
+    **settings: Unpack[RunSettings],
 ) -> Search:
     """Choose hyper-parameters by their score on validation data, with ``budget`` trials for every method.
 
@@ -190,8 +181,7 @@ def search(
     >>> found.methods[0].best
     {'lr': 0.1}
     """
-    given = merge_settings(experiment, sections, rounds=rounds, seed=seed, engine=engine, device=device)
-    plan = Plan(given, data=data, model=model, head=head, clients=clients)
+    plan = Plan(gather(settings))
     asked = {"budget": budget, "method": method, "seeds": seeds, "together": together}
     options, tables = split_table(plan.search, SearchSettings, "search", asked, algorithms)
     named = tuple(name for name in options.algorithms if name != EVERY)

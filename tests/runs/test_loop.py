@@ -19,8 +19,9 @@ from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.federation.settings import Cohort
+from sartor.runs.loop import draw_cohort
 from sartor.runs.record import RunFolder
-from sartor.runs.runner import Result, draw_cohort
+from sartor.runs.result import Result
 
 CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
 
@@ -313,7 +314,7 @@ def test_personal_models_are_stored_unless_they_are_too_many_or_unwanted(
     first = go("separate", data, **settings, out=tmp_path / "few")
     assert ("personal" in RunFolder.open(tmp_path / "few").models) == (choice != "no")
     assert (first.personal is not None) == first.personal_stored == (choice != "no")
-    monkeypatch.setattr("sartor.runs.runner.MOST_MODEL_NUMBERS", 6 * first.summary["parameters"] - 1)
+    monkeypatch.setattr("sartor.runs.run.MOST_MODEL_NUMBERS", 6 * first.summary["parameters"] - 1)
     second = go("separate", data, **settings, out=tmp_path / "many")
     assert ("personal" in RunFolder.open(tmp_path / "many").models) == (choice == "yes")
     if choice != "yes":

@@ -1,0 +1,103 @@
+"""Data as an experiment names them: a public or registered set, a function in a file, a folder or a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sartor.data.clients import ClientData, from_clients, relabel
+from sartor.data.loaders import from_folder, from_table
+from sartor.data.settings import Data
+from sartor.data.sources import SOURCES, Loaded, Loader, Source, data_folder, load_source
+from sartor.errors import DataError, SettingError
+from sartor.extensions import call, find_function, function_file
+
+Function = TypeVar("Function", bound=Callable[..., Loaded])
+
+
+def register_data(name: str) -> Callable[[Function], Function]:
+    """Make a data set known as ``data.name``: a function that gives its samples.
+
+    What it gives is ``{client: (x, y)}`` or a :class:`~sartor.data.ClientData`, which are divided among
+    clients already, or a :class:`~sartor.data.Source`, which the experiment's ``partition`` divides. It is
+    given those of ``seed``, ``clients`` and ``folder`` (of downloaded data) that it declares.
+
+    >>> import numpy as np
+    >>> @register_data("coins")
+    ... def coins(seed: int, clients: int) -> Loaded:
+    ...     '''Tosses of a coin.'''
+    ...     generator = np.random.default_rng(seed)
+    ...     tosses = generator.integers(0, 2, (clients, 10))
+    ...     return {f"client {k}": (generator.normal(size=(10, 3)), tosses[k]) for k in range(clients)}
+    >>> read_data(Data(name="coins", clients=3), seed=0).train.count.tolist()
+    [8, 8, 8]
+    >>> SOURCES.remove("coins")
+    """
+
+    def added(function: Function) -> Function:
+        SOURCES.add(name, Loader(function))
+        return function
+
+    return added
+
+
+def read_data(settings: Data, seed: int) -> Source | ClientData:
+    """The samples that an experiment names, not yet divided among clients, or divided already."""
+    if settings.path is None:
+        loader = SOURCES.get(settings.name)
+        if not isinstance(loader, Loader):
+            return load_source(settings.name, settings.folder)
+        return _called(loader.function, f"data.name = {settings.name!r}", settings, seed, settings.name)
+    if function_file(settings.path) is not None:
+        _refuse_columns(settings)
+        what = f"data.path = {settings.path!r}"
+        name = Path(settings.path).name.partition(".py:")[0]
+        return _called(find_function(settings.path, "data.path"), what, settings, seed, name)
+    path = Path(settings.path)
+    options: dict[str, Any] = {
+        "validation_fraction": settings.validation,
+        "seed": seed,
+        "labels": settings.labels,
+    }
+    if path.is_dir():
+        _refuse_columns(settings)
+        return from_folder(path, **options)
+    if not path.exists():
+        raise DataError(f"data.path = {settings.path!r}: no such file or folder")
+    if settings.client_column is None or settings.label_column is None:
+        raise SettingError("data.path: a table needs data.client_column and data.label_column too")
+    return from_table(path, settings.client_column, settings.label_column, **options)
+
+
+def _refuse_columns(settings: Data) -> None:
+    for key in ("client_column", "label_column"):
+        if getattr(settings, key) is not None:
+            raise SettingError(f"data.{key}: only for a table, and {settings.path} is none; leave it out")
+
+
+def _called(
+    function: Callable[..., Any], what: str, settings: Data, seed: int, name: str
+) -> Source | ClientData:
+    """What a user's function gives."""
+    given = call(function, what, seed=seed, clients=settings.clients, folder=data_folder(settings.folder))
+    if isinstance(given, Source):
+        return given
+    if isinstance(given, ClientData):
+        if settings.validation and given.validation is None:
+            raise SettingError(
+                f"data.validation: {what} gives ClientData without validation samples; leave it out, or give "
+                "such samples there"
+            )
+        return _numbered(given, settings, what)
+    if not isinstance(given, Mapping):
+        raise DataError(
+            f"{what}: expected {{client: (x, y)}}, ClientData or a Source, it gives a {type(given).__name__}"
+        )
+    made = from_clients(given, validation_fraction=settings.validation, seed=seed, name=name)
+    return _numbered(made, settings, what)
+
+
+def _numbered(data: ClientData, settings: Data, what: str) -> ClientData:
+    """The data with their classes in the order of the run's list, where there is one."""
+    return data if settings.labels is None else relabel(data, settings.labels, what)

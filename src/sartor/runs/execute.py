@@ -1,0 +1,182 @@
+"""An experiment, carried out: set up, opened, and gone through with its observers."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from sartor.data.clients import ClientData
+from sartor.engines import sharded as distributed
+from sartor.errors import SartorError, SettingError
+from sartor.files import NotWritten
+from sartor.model.task import Task
+from sartor.runs.checkpoint import Checkpoint
+from sartor.runs.experiment import Experiment
+from sartor.runs.loop import go_through
+from sartor.runs.observers import (
+    Guarded,
+    Interrupting,
+    Observer,
+    ObserverFailed,
+    ProgressBar,
+    Recording,
+    Saving,
+    Several,
+    check_observers,
+)
+from sartor.runs.record import STATES, RunFolder
+from sartor.runs.result import Result
+from sartor.runs.run import Run
+from sartor.runs.setup import Opened, Setup, open_federation, set_up_everywhere
+from sartor.runs.stopping import EarlyStop
+from sartor.runs.tracking import Tracking
+from sartor.runs.tracking import check as check_trackers
+
+log = logging.getLogger(__name__)
+
+
+def execute(
+    experiment: Experiment,
+    *,
+    data: ClientData | None = None,
+    task: Task | None = None,
+    out: Path | str | None = None,
+    store: bool = True,
+    progress: bool = False,
+    opened: Opened | None = None,
+    observers: Sequence[Observer] = (),
+) -> Result:
+    """Run an experiment. ``data`` and ``task`` stand in for what it names.
+
+    ``store=False`` writes no run folder. ``opened`` gives the federation where it is not an engine's.
+    """
+    check_trackers(experiment.tracking.loggers)
+    check_observers(observers)
+    setup = set_up_everywhere(experiment, data, task)
+    return execute_setup(setup, out=out, store=store, progress=progress, opened=opened, observers=observers)
+
+
+def execute_setup(
+    setup: Setup,
+    *,
+    out: Path | str | None = None,
+    store: bool = True,
+    progress: bool = False,
+    opened: Opened | None = None,
+    observers: Sequence[Observer] = (),
+    interrupted: Callable[[], bool] | None = None,
+) -> Result:
+    """:func:`execute` of what is set up already; ``interrupted`` says whether to end after the round."""
+    folder = RunFolder.create(out, setup.experiment) if store and distributed.rank() == 0 else None
+    if folder is None:
+        return carry_out(setup, None, progress, None, opened, observers, interrupted)
+    with folder.alone():
+        if setup.partition is not None:
+            folder.write_partition(setup.partition)
+        try:
+            return carry_out(setup, folder, progress, None, opened, observers, interrupted)
+        except ObserverFailed:
+            raise
+        except SartorError as error:
+            refused = isinstance(error, SettingError) or isinstance(error.__cause__, SettingError)
+            if refused and not folder.rounds:  # before it has begun
+                folder.withdraw()
+            raise
+
+
+def carry_out(
+    setup: Setup,
+    folder: RunFolder | None,
+    progress: bool,
+    saved: Checkpoint | None = None,
+    opened: Opened | None = None,
+    observers: Sequence[Observer] = (),
+    interrupted: Callable[[], bool] | None = None,
+) -> Result:
+    """The rounds that are left, with whatever happens on the way."""
+    federation = (opened or open_federation)(setup.experiment, setup.task, setup.data)
+    writes = distributed.rank() == 0
+    if folder is not None:
+        federation.states.keep_in(folder.path / STATES, continues=writes)
+    with ExitStack() as stack:
+        if folder is not None and writes:
+            stack.enter_context(folder)
+        # Several processes do not see a Ctrl-C in the same round, so there they stop at once.
+        if interrupted is None:
+            alone = folder is not None and distributed.world() == 1
+            interrupted = stack.enter_context(interruptions(alone))
+        run = Run(setup, federation, folder if writes else None)
+        deciding = Several([EarlyStop(), *(map(Guarded, observers) if writes else ())])
+        keeping = Several(_keeping(setup.experiment, folder, progress, interrupted) if writes else [])
+        try:
+            if saved is not None and folder is not None:
+                run.restore(saved, folder)
+            else:
+                run.begin()
+            try:
+                summary = go_through(run, deciding, keeping)
+            finally:  # whoever has not been told of the end: it has not come to one
+                keeping.end(run, None)
+                deciding.end(run, None)
+            return run.result(summary)
+        except KeyboardInterrupt:
+            if folder is None:
+                raise
+            raise KeyboardInterrupt(f"stopped; {_how_to_resume(folder, run.saved)}") from None
+        except NotWritten as error:
+            if folder is None:
+                raise
+            raise SartorError(f"{error}; then {_how_to_resume(folder, run.saved)}") from None
+        except ObserverFailed as error:
+            if folder is None:
+                raise
+            hint = "the run is complete" if folder.finished else _how_to_resume(folder, run.saved)
+            raise ObserverFailed(f"{error}; {hint}") from error.__cause__
+
+
+def _keeping(
+    experiment: Experiment, folder: RunFolder | None, progress: bool, interrupted: Callable[[], bool]
+) -> Iterator[Observer]:
+    """Those who keep and show what there is, in the order they are told."""
+    if folder is not None:
+        yield Recording(folder)
+    if progress:
+        yield ProgressBar()
+    yield Tracking(experiment.tracking.loggers, None if folder is None else folder.path)
+    yield Interrupting(interrupted)
+    if folder is not None:
+        yield Saving(folder)
+
+
+def _how_to_resume(folder: RunFolder, round: int) -> str:
+    begin = f"goes on after round {round}" if round >= 0 else "begins it again"
+    return f"`sartor resume {shlex.quote(str(folder.path))}` {begin}"
+
+
+@contextmanager
+def interruptions(wanted: bool) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: once, the round is finished first; twice, everything stops at once."""
+    asked: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        log.warning("stopping after this round; press Ctrl-C again to stop at once")
+
+    # A handler that somebody else has set stays, and only the main thread may set one.
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (wanted and usual and threading.current_thread() is threading.main_thread()):
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

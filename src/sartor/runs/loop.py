@@ -1,0 +1,112 @@
+"""The only round loop: cohort → round → evaluate → tell the observers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sartor import random
+from sartor.engines import sharded as distributed
+from sartor.federation.exchange import NobodyAnswered
+from sartor.federation.settings import Cohort
+from sartor.runs.observers import Observer
+from sartor.runs.run import Run
+
+
+def go_through(run: Run, deciding: Observer, keeping: Observer) -> dict[str, Any]:
+    """All rounds that are left, one after the other; the summary of the run comes back.
+
+    Of every round those are told first who may stop the run, and then, of the complete row, those who keep
+    what there is: a run ends with a round that was evaluated, whoever stopped it.
+    """
+    rounds = run.experiment.rounds
+    distributed.together(lambda: _start(run, deciding, keeping))
+    _agree(run)
+    while run.round < rounds and not (run.stopped and run.round in run.evaluations):
+        row = _play(run)
+        if _due(run):
+            _evaluate(run, row, deciding, keeping)
+        _tell(run, row, deciding, keeping)
+    if rounds == 0 and not run.rows:
+        row = {"round": 0}
+        _evaluate(run, row, deciding, keeping)
+        _tell(run, row, deciding, keeping)
+    run.wait()
+    run.final = run.models()
+    summary = run.summary()
+    keeping.end(run, summary)
+    deciding.end(run, summary)
+    distributed.together(run.check)
+    return summary
+
+
+def draw_cohort(seed: int, round: int, clients: int, settings: Cohort) -> np.ndarray:
+    """The clients of a round, sorted: a function of seed and round alone, so every method sees the same."""
+    count = cohort_size(clients, settings)
+    return np.asarray(random.choose(random.stream(seed, "cohort", round), clients, count), dtype=np.int64)
+
+
+def cohort_size(clients: int, settings: Cohort) -> int:
+    """How many of the clients are drawn in a round."""
+    return settings.count or max(1, int(settings.fraction * clients + 0.5))
+
+
+def _start(run: Run, deciding: Observer, keeping: Observer) -> None:
+    """Those first who may refuse the run."""
+    deciding.start(run)
+    keeping.start(run)
+
+
+def _play(run: Run) -> dict[str, Any]:
+    """The next round, without its evaluation: its row."""
+    experiment, federation = run.experiment, run.federation
+    started, before = federation.engine.seconds(), replace(federation.traffic)
+    federation.round, federation.answered = federation.round + 1, 0
+    cohort = draw_cohort(experiment.seed, run.round, federation.clients, experiment.cohort)
+    try:
+        run.server = run.algorithm.round(run.server, federation, cohort)
+    except NobodyAnswered:
+        federation.answered = 0
+    run.wait()
+    row = {
+        "round": run.round,
+        "cohort": len(cohort),
+        "answered": federation.answered,
+        "seconds": federation.engine.seconds() - started,
+        "bytes_down": federation.traffic.down - before.down,
+        "bytes_up": federation.traffic.up - before.up,
+        **federation.notes,
+    }
+    row.update(run.observe(_due(run)))
+    return row
+
+
+def _due(run: Run) -> bool:
+    """Whether this round is evaluated, whoever stops the run."""
+    every = run.experiment.evaluate.every
+    return run.round == run.experiment.rounds or (every > 0 and run.round % every == 0)
+
+
+def _evaluate(run: Run, row: dict[str, Any], deciding: Observer, keeping: Observer) -> None:
+    row["evaluation"] = run.evaluate()
+    keeping.evaluation(run, row["evaluation"])
+    deciding.evaluation(run, row["evaluation"])
+
+
+def _tell(run: Run, row: dict[str, Any], deciding: Observer, keeping: Observer) -> None:
+    """A round is over; whoever wants to interrupt the run does so once it is kept."""
+    run.rows.append(row)
+    deciding.round(run, row)
+    _agree(run)
+    if run.stopped and "evaluation" not in row:
+        row.update(run.observe(evaluated=True))
+        _evaluate(run, row, deciding, keeping)
+    keeping.round(run, row)
+    distributed.together(run.check)
+
+
+def _agree(run: Run) -> None:
+    """Let all processes of the run know that one of them has stopped it."""
+    run.stopped = distributed.first_said(run.stopped)

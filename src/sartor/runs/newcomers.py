@@ -1,0 +1,102 @@
+"""What a run has learned, tried without training: on its own clients, or on newcomers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sartor.data.clients import ClientData, prepare, relabel
+from sartor.data.settings import OWN_DATA
+from sartor.errors import SartorError, SettingError
+from sartor.federation.settings import Cohort
+from sartor.model.task import Task
+from sartor.runs import checkpoint
+from sartor.runs.evaluation import CELLS, evaluate
+from sartor.runs.experiment import Experiment, anchored, import_named
+from sartor.runs.record import STATES, RunFolder
+from sartor.runs.resume import check_data, check_here
+from sartor.runs.setup import Setup, load_data, open_federation, set_up
+
+
+def evaluate_run(
+    path: Path | str,
+    *,
+    data: ClientData | str | Path | None = None,
+    partition: str | Path | None = None,
+    task: Task | None = None,
+) -> dict[str, Any]:
+    """Evaluate a run's last checkpoint without training: its own clients, or newcomers.
+
+    Newcomers are ``data``, of the form that the run's own had (a folder, a table, or prepared in Python), or
+    a stored ``partition`` of the run's data set. They get their models as the method gives them to clients
+    that never took part. The result has the same cells as a run's summary.
+    """
+    folder = RunFolder.open(path)
+    experiment = folder.experiment
+    saved = checkpoint.latest(folder)
+    if saved is None:
+        raise SartorError(f"{folder.path}: has no checkpoint to evaluate; `sartor resume` it first")
+    if not isinstance(data, ClientData):
+        check_here(folder)
+    newcomers, own = _clients_to_evaluate(experiment, data, partition)
+    if data is None and partition is None:
+        check_data(saved, newcomers, folder)
+    took_part = newcomers.hash == saved.data
+    setup = set_up(replace(experiment, cohort=Cohort()), data=own, task=task)
+    _check_newcomers(newcomers, setup)
+    federation = open_federation(setup.experiment, setup.task, newcomers)
+    federation.states.keep_in(folder.path / STATES, continues=False)
+    algorithm = setup.algorithm
+    server = saved.server(algorithm, algorithm.start(federation), federation.engine.device)
+    state = saved.federation(federation.engine.device)
+    if took_part:
+        federation.restore(state)
+    else:
+        federation.buffers = state["buffers"].to(federation.engine.device) if "buffers" in state else None
+        server = algorithm.welcome(server, federation)
+    federation.round = saved.round
+    cells = evaluate(algorithm, server, federation, experiment.evaluate)
+    last = {name: cells[name].summary() if name in cells else None for name in CELLS}
+    return {
+        "algorithm": experiment.algorithm,
+        "run": str(folder.path),
+        "rounds": saved.round,
+        "newcomers": not took_part,
+        "clients": newcomers.clients,
+        "data": newcomers.name,
+        "partition_hash": newcomers.hash,
+        "accuracy": {name: None if cell is None else cell["accuracy"] for name, cell in last.items()},
+        "last": last,
+    }
+
+
+def _clients_to_evaluate(
+    experiment: Experiment, data: ClientData | str | Path | None, partition: str | Path | None
+) -> tuple[ClientData, ClientData]:
+    """The clients asked for and the run's own; both normalised by the run's own training samples."""
+    if isinstance(data, ClientData):
+        data = relabel(data, experiment.data.labels)
+        return data, data if experiment.data.name == OWN_DATA else load_data(experiment)[0]
+    raw = replace(experiment, data=replace(experiment.data, normalise=False))
+    own, _ = load_data(raw)
+    new = own
+    if data is not None:
+        import_named(anchored({"data": {"path": str(data)}}, Path.cwd()))
+        new, _ = load_data(replace(raw, data=replace(raw.data, path=str(data))))
+        new = relabel(new, raw.data.labels, str(data))
+    elif partition is not None:
+        if raw.data.path is not None:
+            raise SettingError("partition: the run is on own data, which have none; give such data instead")
+        new, _ = load_data(replace(raw, partition=replace(raw.partition, file=str(partition))))
+    normalise = experiment.data.normalise
+    return prepare(new, normalise=normalise, like=own), prepare(own, normalise=normalise)
+
+
+def _check_newcomers(newcomers: ClientData, setup: Setup) -> None:
+    shape, expected = tuple(newcomers.train.x.shape[1:]), tuple(setup.data.train.x.shape[1:])
+    if shape != expected:
+        raise SettingError(f"newcomers: samples of shape {list(shape)}, the run's have {list(expected)}")
+    classes = setup.task.classes
+    if classes is not None and newcomers.classes is not None and newcomers.classes > classes:
+        raise SettingError(f"newcomers: {newcomers.classes} classes, the run's model knows {classes}")

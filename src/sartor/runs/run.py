@@ -1,0 +1,280 @@
+"""A run under way: where it stands, what it has measured, and what it is to store and give back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor.errors import SartorError
+from sartor.federation import Federation
+from sartor.runs.checkpoint import Checkpoint
+from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of, personal_models
+from sartor.runs.record import RunFolder, hash_of
+from sartor.runs.result import Result
+from sartor.runs.setup import Setup
+
+SMALL_OBSERVATION = 256
+"""What a method lets be recorded is kept every round up to so many numbers, else at evaluations."""
+
+MOST_OBSERVATION = 10**6
+"""Nothing larger is recorded."""
+
+MOST_MODEL_NUMBERS = 10**8
+"""``evaluate.personal_models = auto`` stores and returns them up to this many numbers in all."""
+
+
+class Run:
+    """A run under way, as its observers see it.
+
+    They read it and may call :meth:`stop`; everything else changes it for the round loop.
+    """
+
+    def __init__(self, setup: Setup, federation: Federation, folder: RunFolder | None) -> None:
+        self.experiment = setup.experiment
+        """All settings, with what was ``auto`` decided."""
+        self.algorithm, self.data, self.task = setup.algorithm, setup.data, setup.task
+        self.federation = federation
+        self.folder = None if folder is None else folder.path
+        """The run folder, or None where nothing is stored."""
+        self.server: Any = None
+        """The server's state after the last round."""
+        self.rows: list[dict[str, Any]] = []
+        """One row per round, those before an interruption too."""
+        self.evaluations: dict[int, dict[str, Any]] = {}
+        """By round the cells of the evaluation matrix."""
+        self.clients: dict[str, list[Any]] = {}
+        """One row per client and evaluation, as columns."""
+        self.evaluated_clients: dict[str, list[Any]] = {}
+        """Those of the last evaluation alone."""
+        self.final: dict[str, Tensor] = {}
+        """The final models by name, once all rounds are over."""
+        self.saved = -1
+        """The round of the last checkpoint."""
+        self.stopped: str | None = None
+        """Why the run ends before its last round, once somebody has stopped it."""
+        self.left: BaseException | None = None
+        """What interrupts the run as soon as its round is stored."""
+        self._begin = 0.0
+
+    @property
+    def round(self) -> int:
+        """The number of the last round that was begun; 0 before the first."""
+        return self.federation.round
+
+    @property
+    def seconds(self) -> float:
+        """What the run has taken so far, with the time before an interruption."""
+        return self.federation.engine.seconds() - self._begin
+
+    def stop(self, reason: str) -> None:
+        """End the run after this round, as a finished one; the summary says why. The first reason counts."""
+        if not isinstance(reason, str) or not reason.strip():
+            raise SartorError(f"run.stop: give the reason as a text, got {reason!r}")
+        self.stopped = self.stopped or reason.strip()
+
+    def leave(self, error: BaseException) -> None:
+        """Interrupt the run as soon as this round is stored, so that it can be resumed.
+
+        The first error counts, and more than a Ctrl-C.
+        """
+        if self.left is None or isinstance(self.left, KeyboardInterrupt):
+            self.left = error
+
+    def check(self) -> None:
+        """Raise what interrupts the run. A Ctrl-C in the last round does not: the run ends anyway."""
+        if self.left is None:
+            return
+        ends = self.round >= self.experiment.rounds or self.stopped is not None
+        if not (ends and isinstance(self.left, KeyboardInterrupt)):
+            raise self.left
+
+    def state_dict(self, model: int = 0) -> dict[str, Tensor]:
+        """The shared model as it is now, to load into a module; ``model`` says which of several."""
+        w, buffers = self.algorithm.shared(self.server), self.federation.mean_buffers
+        if w is None:
+            raise SartorError(f"{self.algorithm.name}: the method has no shared model to give")
+        if w.dim() == 2:
+            w = w[model]
+        return self.task.state_dict(w.cpu().clone(), None if buffers is None else buffers.cpu().clone())
+
+    def begin(self) -> None:
+        """Make the server's first state."""
+        self.server = self.algorithm.start(self.federation)
+        personal_models(self.algorithm, self.server, np.arange(1))  # to find a fault of it before the rounds
+        self._begin = self.federation.engine.seconds()
+
+    def restore(self, saved: Checkpoint, folder: RunFolder) -> None:
+        """Put everything where it was when the checkpoint was made."""
+        federation = self.federation
+        self.server = saved.server(self.algorithm, self.algorithm.start(federation), federation.engine.device)
+        federation.restore(saved.federation(federation.engine.device))
+        federation.round = saved.round
+        self.rows, self.clients = folder.rounds, folder.clients
+        self.evaluations = {row["round"]: row["evaluation"] for row in self.rows if "evaluation" in row}
+        self.saved = saved.round
+        self._begin = federation.engine.seconds() - saved.seconds
+
+    def wait(self) -> None:
+        """Until the device has done what it was told to."""
+        self.federation.engine.wait()
+
+    def observe(self, evaluated: bool) -> dict[str, Any]:
+        """What the method lets be recorded, under ``observed``; nothing where there is nothing."""
+        most = MOST_OBSERVATION if evaluated else SMALL_OBSERVATION
+        seen = {
+            name: value
+            for name, value in self.algorithm.observe(self.server).items()
+            if (value.numel() if isinstance(value, Tensor) else np.size(value)) <= most
+        }
+        return {"observed": seen} if seen else {}
+
+    def evaluate(self) -> dict[str, Any]:
+        """All cells of the matrix after this round, and a row for every client."""
+        cells = evaluate(self.algorithm, self.server, self.federation, self.experiment.evaluate)
+        self._refuse_nonfinite(cells)
+        self._keep_clients(cells)
+        summary = {name: cell.summary() for name, cell in cells.items()}
+        self.evaluations[self.round] = summary
+        return summary
+
+    def _refuse_nonfinite(self, cells: Mapping[str, Cell]) -> None:
+        clients = evaluated_clients(self.federation, self.experiment.evaluate)
+        method = f"{self.algorithm.name}, round {self.round}"
+        for name, cell in cells.items():
+            bad = np.flatnonzero(~np.isfinite(cell.loss))
+            if len(bad):
+                who = "the pooled data" if name == "shared_pooled" else self.data.names[clients[bad[0]]]
+                raise SartorError(
+                    f"{method}: the loss of {name} at {who!r} is not finite; "
+                    "a smaller learning rate (hyper.lr) is the usual cure"
+                )
+
+    def _keep_clients(self, cells: Mapping[str, Cell]) -> None:
+        """One row per client: its results on its own test data and with its model on the pooled data."""
+        clients = evaluated_clients(self.federation, self.experiment.evaluate)
+        columns: dict[str, Any] = {
+            "round": [self.round] * len(clients),
+            "client": [self.data.names[number] for number in clients],
+            "n_train": self.data.train.count[clients].tolist(),
+            "n_test": self.data.test.count[clients].tolist(),
+        }
+        for name, cell in cells.items():
+            if len(cell.n) == len(clients) and name != "shared_pooled":
+                # A client without samples has no result, rather than a result of zero.
+                measured = {"loss": cell.loss, **cell.scores}
+                for score, values in measured.items():
+                    columns[f"{name}_{score}"] = [
+                        float(value) if n > 0 else None for value, n in zip(values, cell.n, strict=True)
+                    ]
+        for column, values in columns.items():
+            self.clients.setdefault(column, []).extend(values)
+        self.evaluated_clients = columns
+
+    def models(self) -> dict[str, Tensor]:
+        """The final models by name: the server's state, personal models, float buffers."""
+        algorithm, federation, server = self.algorithm, self.federation, self.server
+        everyone = np.arange(federation.clients)
+        tensors = dict(tensors_of(server))
+        wanted = self.experiment.evaluate.personal_models
+        if wanted == "auto":
+            wanted = "yes" if federation.clients * federation.task.size <= MOST_MODEL_NUMBERS else "no"
+        call = personal_models(algorithm, server, everyone) if wanted == "yes" else None
+        replies = None
+        if call is not None:
+            replies = federation.fetch(model_of(call.function), everyone, call.shared, call.each)
+        if replies is not None:
+            models = {name: value.cpu() for name, value in replies.values.items()}
+            if len(replies) < len(everyone):  # whoever is gone has not told its model
+                models = {
+                    name: _spread_out(value, replies.clients, len(everyone)) for name, value in models.items()
+                }
+            named = {"w": "personal", "buffers": "personal_buffers"}
+            tensors.update({named.get(name, f"personal.{name}"): value for name, value in models.items()})
+        buffers = federation.mean_buffers
+        if buffers is not None:
+            tensors["buffers"] = buffers
+        return tensors
+
+    def result(self, summary: dict[str, Any]) -> Result:
+        """What a run gives back."""
+        w, buffers = self.algorithm.shared(self.server), self.final.get("buffers")
+        call = self.algorithm.personalize(self.server, np.arange(1))
+        return Result(
+            summary=summary,
+            rounds=self.rows,
+            clients=self.clients,
+            task=self.federation.task,
+            w=None if w is None else w.cpu(),
+            personal=self.final.get("personal"),
+            buffers=None if buffers is None else buffers.cpu(),
+            personal_buffers=self.final.get("personal_buffers"),
+            folder=self.folder,
+            personal_stored=call is None or any(name.startswith("personal") for name in self.final),
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """What is told of a run that has come to its end."""
+        experiment, federation, seconds = self.experiment, self.federation, self.seconds
+        last = self.evaluations[max(self.evaluations)]
+        early = self.stopped is not None and self.round < experiment.rounds
+        return {
+            "algorithm": experiment.algorithm,
+            "seed": experiment.seed,
+            "rounds": self.round,
+            "stopped": {"round": self.round, "reason": self.stopped} if early else None,
+            "clients": federation.clients,
+            "data": self.data.name,
+            "model": federation.task.name,
+            "parameters": federation.task.size,
+            "engine": federation.engine.name,
+            "device": experiment.engine.device,
+            "partition_hash": self.data.hash,
+            "buffers": experiment.model.buffers if federation.task.buffer_size else None,
+            "accuracy": {name: last.get(name, {}).get("accuracy") for name in CELLS},
+            "last": {name: last.get(name) for name in CELLS},
+            "best_by_validation": {name: self._best(name, validated=True) for name in CELLS},
+            "best_on_test": {name: self._best(name, validated=False) for name in CELLS},
+            "model_sha256": hash_of(self.final),
+            "bytes_down": federation.traffic.down,
+            "bytes_up": federation.traffic.up,
+            "seconds": seconds,
+        }
+
+    def _best(self, name: str, validated: bool) -> dict[str, Any] | None:
+        """Accuracy and round of a cell where it, or its model on validation data, was highest first."""
+        judge = name.split("_")[0] + "_validation" if validated else name
+        judged = {
+            round: cells[judge]["accuracy"]
+            for round, cells in self.evaluations.items()
+            if name in cells and cells.get(judge, {}).get("accuracy") is not None
+        }
+        if not judged:
+            return None
+        best = max(judged, key=lambda round: (judged[round], -round))
+        return {"accuracy": self.evaluations[best][name]["accuracy"], "round": best}
+
+
+def _spread_out(rows: Tensor, places: np.ndarray, count: int) -> Tensor:
+    """Rows at these places, nan (of whole numbers: 0) at the others."""
+    missing = math.nan if rows.is_floating_point() else 0
+    spread_out = rows.new_full((count, *rows.shape[1:]), missing)
+    spread_out[torch.from_numpy(places)] = rows
+    return spread_out
+
+
+def tensors_of(state: Any, name: str = "server") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a server's state by name, those in dicts and dataclasses inside it too."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from tensors_of(value, f"{name}.{key}")
+    elif is_dataclass(state):
+        for field in fields(state):
+            yield from tensors_of(getattr(state, field.name), f"{name}.{field.name}")

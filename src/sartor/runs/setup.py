@@ -1,0 +1,179 @@
+"""What a run works with: its data, its model, its method, and the federation of its clients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from sartor.algorithms import registered
+from sartor.algorithms.base import Algorithm
+from sartor.client.local import Batches
+from sartor.data.clients import ClientData, prepare, relabel
+from sartor.data.own import read_data
+from sartor.data.partitions import Partition, apply, make_partition
+from sartor.data.settings import OWN_DATA
+from sartor.engines import choose_engine, make_engine
+from sartor.engines import sharded as distributed
+from sartor.errors import SettingError
+from sartor.federation import Federation
+from sartor.federation.clock import Conditions
+from sartor.federation.settings import FederationSettings
+from sartor.model.networks import build_task
+from sartor.model.task import Task
+from sartor.runs.experiment import Experiment, code_of, fingerprint
+
+log = logging.getLogger(__name__)
+
+
+COMPILE_STEPS = 100_000
+"""On CUDA ``engine.compile = auto`` compiles runs whose clients take at least so many steps in all.
+
+Measured on an H200 for four models: compiling takes 10 to 20 seconds and then saves 0.06 to 0.4 ms a step.
+"""
+
+Opened = Callable[[Experiment, Task, ClientData], Federation]
+"""What opens the federation of a resolved experiment."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run works with."""
+
+    experiment: Experiment
+    """With everything that was ``auto`` decided."""
+    algorithm: Algorithm
+    task: Task
+    data: ClientData
+    partition: Partition | None
+    """Where the data was partitioned for this run."""
+
+
+def set_up_everywhere(experiment: Experiment, data: ClientData | None, task: Task | None) -> Setup:
+    """Set up at every process of the run; all of them must have the same before them."""
+    distributed.join(experiment.engine.device, experiment.engine.timeout)
+    setup = distributed.together(lambda: set_up(experiment, data=data, task=task))
+    distributed.agree("experiment", fingerprint(setup.experiment))
+    distributed.agree("imports", " ".join(code.sha256 for code in code_of(setup.experiment)))
+    distributed.agree("data", setup.data.hash)
+    return setup
+
+
+def set_up(experiment: Experiment, *, data: ClientData | None = None, task: Task | None = None) -> Setup:
+    """Load or take the data, make the model, and see whether they fit together."""
+    if experiment.engine.device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
+    partition = None
+    if data is None:
+        data, partition = distributed.first_alone(lambda: load_data(experiment))
+    if experiment.data.labels is not None:
+        data = relabel(data, experiment.data.labels)
+    if experiment.cohort.count > data.clients:
+        raise SettingError(
+            f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}"
+        )
+    if task is None:
+        shape = tuple(data.train.x.shape[1:])
+        task = build_task(experiment.model, shape, data.classes, experiment.seed)
+    check_outputs(task, data)
+    algorithm = registered()[experiment.algorithm](experiment.hyper)
+    experiment = resolve(experiment, algorithm, task, data)
+    return Setup(experiment, algorithm, task, data, partition)
+
+
+def check_outputs(task: Task, data: ClientData) -> None:
+    """Refuse a model that cannot take these samples, or that has fewer outputs than the data has classes."""
+    x = data.train.x[:1].cpu()
+    try:
+        outputs = task.outputs(task.initial(), x)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SettingError(
+            f"model {task.name}: cannot take samples of shape {list(x.shape[1:])}: {reason}"
+        ) from error
+    if task.classes is not None and outputs.shape[1:] < (task.classes,):
+        found = f"outputs of shape {list(outputs.shape[1:])}"
+        raise SettingError(
+            f"model {task.name}: {found} for {task.classes} classes; it needs one output per class"
+        )
+
+
+def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
+    """The data an experiment names, with the partition that was made or read for it."""
+    settings = experiment.data
+    if settings.path is None and settings.name == OWN_DATA:
+        raise SettingError(
+            "data.name = 'own': the data was given in Python, or lies at nodes; pass it again as data=..., "
+            "or let nodes join `sartor serve --resume`"
+        )
+    source = read_data(settings, experiment.seed)
+    if isinstance(source, ClientData):
+        features = experiment.features.settings
+        return prepare(source, normalise=settings.normalise, features=features), None
+    if experiment.partition.file is not None:
+        partition = Partition.load(experiment.partition.file)
+    else:
+        scheme = experiment.partition.settings
+        partition = make_partition(source, scheme, settings.clients, experiment.seed, settings.validation)
+    for note in partition.notes:
+        log.warning("%s: %s", settings.name, note)
+    return apply(
+        source, partition, normalise=settings.normalise, features=experiment.features.settings
+    ), partition
+
+
+def resolve(experiment: Experiment, algorithm: Algorithm, task: Task, data: ClientData) -> Experiment:
+    """The experiment with everything that was ``auto`` decided, so that a rerun decides the same."""
+    engine = experiment.engine
+    name = choose_engine(engine.name, task, engine.device, data.train.x, data.train.y)
+    compiled = engine.compile
+    if compiled == "auto":
+        most = int(data.train.count.max())
+        local = experiment.local
+        steps = experiment.rounds * Batches("train", local.batch, local.epochs, local.steps).count(most)
+        long = engine.device == "cuda" and name == "stacked" and steps >= COMPILE_STEPS
+        compiled = "yes" if long else "no"
+    buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
+    return replace(
+        experiment,
+        data=replace(experiment.data, labels=data.labels),
+        engine=replace(engine, name=name, compile=compiled),
+        model=replace(experiment.model, buffers=buffers),
+    )
+
+
+def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Federation:
+    """The federation of a resolved experiment."""
+    settings = federation_settings(experiment)
+    return Federation(task, make_engine(experiment.engine.name, task, data, settings), settings)
+
+
+def federation_settings(experiment: Experiment) -> FederationSettings:
+    """What a federation and its engine go by, of a resolved experiment; this is the one place that says."""
+    engine, replies = experiment.engine, experiment.replies
+    return FederationSettings(
+        local=experiment.local,
+        hyper=experiment.hyper,
+        seed=experiment.seed,
+        device=engine.device,
+        buffers=experiment.model.buffers,
+        evaluation_batch=experiment.evaluate.batch,
+        conditions=Conditions(
+            availability=experiment.availability.settings,
+            delay=experiment.delay.settings,
+            dropout=replies.dropout,
+            deadline=replies.deadline,
+            on_bad_reply=replies.on_bad_reply,
+            largest_norm=replies.largest_norm,
+        ),
+        method=experiment.algorithm,
+        states=engine.states,
+        fetches_personal=experiment.evaluate.personal_models == "yes",
+        precision=engine.precision,
+        workers=engine.workers,
+        chunk=engine.chunk,
+        lanes=engine.lanes,
+        compile=engine.compile == "yes",
+    )
