@@ -31,7 +31,7 @@ import sartor
 from helpers import PATIENCE, wait_until
 from owned import ALGORITHM, MODEL
 from sartor.algorithms import registered
-from sartor.algorithms.comfed.comfed import MECHANISMS, comfed
+from sartor.algorithms.comfed.comfed import MECHANISMS, NAMES
 from sartor.algorithms.server.optimizers import OPTIMIZERS
 from sartor.data.clients import ClientData
 from sartor.model.task import Task
@@ -487,7 +487,7 @@ NEEDS = {
 }
 NORMALISED = (*(text for text in SETTINGS if "model." not in text), "model.name=resnet8", "model.norm=batch")
 """A network with float buffers."""
-PAIRS = {f"{client}-{server}" for client in MECHANISMS for server in OPTIMIZERS} | set(comfed.NAMES)
+PAIRS = {f"{client}-{server}" for client in MECHANISMS for server in OPTIMIZERS} | set(NAMES)
 EVERY = sorted(
     (set(registered()) - PAIRS)
     | {f"{client}-sgd" for client in MECHANISMS}
