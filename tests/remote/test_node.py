@@ -213,9 +213,31 @@ def test_a_crash_while_files_are_merged_loses_nothing(tmp_path: Path) -> None:
         journal.stage(exchange, rows((0, float(exchange))))
         journal.settle(exchange, [0])
     journal._write(2, "base", journal.states())
-    (tmp_path / "000000000003.staged.safetensors.new").write_bytes(b"half")
+    (tmp_path / ".unfinished-1-000000000003.staged.safetensors").write_bytes(b"half")
     assert kept(Journal(tmp_path)) == {0: 2.0}
-    assert not (tmp_path / "000000000002.used.safetensors").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "000000000001.used.safetensors",
+        "000000000002.base.safetensors",
+    }
+
+
+@pytest.mark.parametrize("place", ["numbers", "rows", "end"])
+def test_states_that_are_damaged_are_found(tmp_path: Path, place: str) -> None:
+    journal = Journal(tmp_path)
+    journal.stage(1, rows((3, 0.5), (300, 1.5)))
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    value = {"numbers": np.int64(300).tobytes(), "rows": np.float32(1.5).tobytes()}
+    if place == "end":
+        del content[-1:]
+    else:
+        assert content.count(value[place]) == 1
+        content[content.index(value[place])] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(
+        DataError, match="client states (are damaged: 'c' has another checksum|cannot be read)"
+    ):
+        Journal(tmp_path).settle(1, [3])
 
 
 # Requests --------------------------------------------------------------------------------------------------

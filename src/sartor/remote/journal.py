@@ -10,6 +10,8 @@ the exchange before which it never goes back, files are merged into one.
 000000000011.used.safetensors    kept of exchange 11, which counts
 000000000009.base.safetensors    the states after exchange 9
 ===============================  ==================================================
+
+A row has its checksum beside it, so that a damaged file is found and not trained on.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from sartor.errors import DataError, SartorError
+from sartor.federation.rows import checksums, row_bytes
 from sartor.files import leftovers, write
 from sartor.runs.record import separate
 
@@ -57,7 +61,12 @@ class _Entry:
         except (OSError, SafetensorError) as error:
             raise DataError(f"{self.path}: client states cannot be read: {error}") from None
         names = [key.removesuffix(".numbers") for key in stored if key.endswith(".numbers")]
-        return {name: (stored[f"{name}.numbers"], stored[f"{name}.rows"]) for name in names}
+        rows = {name: (stored[f"{name}.numbers"], stored[f"{name}.rows"]) for name in names}
+        for name, pair in rows.items():
+            checks = stored.get(f"{name}.checks")
+            if checks is None or not torch.equal(_checks(*pair), checks):
+                raise DataError(f"{self.path}: client states are damaged: {name!r} has another checksum")
+        return rows
 
 
 class Journal:
@@ -165,7 +174,8 @@ class Journal:
             return
         tensors: dict[str, Tensor] = {}
         for name, (numbers, values) in rows.items():
-            tensors |= {f"{name}.numbers": numbers, f"{name}.rows": values}
+            checks = _checks(numbers, values)
+            tensors |= {f"{name}.numbers": numbers, f"{name}.rows": values, f"{name}.checks": checks}
         path = self._path(exchange, kind)
         write(path, save(separate(tensors)))
         self._entries[exchange] = _Entry(exchange, kind, path, None)
@@ -183,6 +193,12 @@ class Journal:
 def rows_of(numbers: Tensor, kept: Mapping[str, Tensor]) -> Rows:
     """What clients keep, as a journal takes it."""
     return {name: (numbers, value) for name, value in kept.items()}
+
+
+def _checks(numbers: Tensor, rows: Tensor) -> Tensor:
+    """The checksum of each row, and of whose it is."""
+    parts = [row_bytes(part.detach().cpu()) for part in (numbers, rows)]
+    return torch.from_numpy(checksums(np.hstack(parts)).astype(np.int64))
 
 
 def _kind(path: Path) -> str:
