@@ -64,9 +64,9 @@ def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
     from sartor.algorithms import registered
     from sartor.federation import Federation
     from sartor.model.networks import make_task
-    from sartor.remote.admission import Reception, assemble
-    from sartor.remote.deploy import Service, _await, listen
-    from sartor.remote.requests import Post
+    from sartor.remote.admission import Admission, assemble
+    from sartor.remote.requests import Requests
+    from sartor.remote.serve import Service, await_nodes, listen
     from sartor.remote.server import RemoteEngine
     from sartor.runs.evaluation import shared_model
     from sartor.runs.experiment import from_mapping
@@ -86,7 +86,7 @@ def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
                 f"{sys.executable} -m sartor join 127.0.0.1:{link.port} --data {file} --state {state}".split()
             )
         with processes(commands, folder, {**os.environ, "OMP_NUM_THREADS": "1"}):
-            met = _await(Reception(Post(link, 120), experiment), link, experiment, service)
+            met = await_nodes(Admission(Requests(link, 120), experiment), link, experiment, service)
             data = assemble(met)
             task = make_task("mlp", experiment.model.settings, (4,), 2, 0)
             settings = federation_settings(resolve(experiment, registered()["fedavg"](), task, data))
@@ -154,13 +154,13 @@ def call(message, context):
 
 def stock(folder: Path) -> dict[str, Any]:
     """Seconds of stock Flower's exchange, the better of two."""
-    from sartor.remote.deploy import _APP
+    from sartor.remote.flower_app import PROJECT
 
     app, home, out = folder / "app", folder / "flower", folder / "stock.json"
     app.mkdir()
     home.mkdir()
     (app / "pyproject.toml").write_text(
-        _APP.replace('dependencies = ["sartor[flower]"]', "dependencies = []")
+        PROJECT.replace('dependencies = ["sartor[flower]"]', "dependencies = []")
     )
     (app / "server_app.py").write_text(f"NODES = {NODES}\nSIZES = {SIZES}\nOUT = {str(out)!r}\n" + SERVER)
     (app / "client_app.py").write_text(CLIENT)

@@ -378,7 +378,7 @@ def test_own_names_are_listed_and_given_once(mine: Path) -> None:
 
 
 def test_an_application_brings_its_code_along(mine: Path, tmp_path: Path) -> None:
-    from sartor.remote.deploy import write_app
+    from sartor.remote.flower_app import write_app
 
     words = ["model.path=mine.py:build", 'imports=["mine.py"]', "algorithm=own-avg"]
     experiment = load(None, words)

@@ -362,7 +362,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
         calls.append(experiment)
         return SimpleNamespace(summary=SUMMARY, folder=Path("runs/a"))
 
-    monkeypatch.setattr("sartor.remote.deploy.serve", serve)
+    monkeypatch.setattr("sartor.remote.serve.serve", serve)
     return calls
 
 

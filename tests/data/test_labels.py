@@ -25,13 +25,15 @@ import sartor
 from sartor.commands.main import app
 from sartor.data import ClientData, from_clients, from_folder, from_table, relabel
 from sartor.errors import DataError, SettingError
-from sartor.remote.admission import Reception
-from sartor.remote.deploy import Service, loader, serve_on
+from sartor.remote.admission import Admission
+from sartor.remote.join import loader
 from sartor.remote.messages import Parts, decode, encode
 from sartor.remote.node import Node
-from sartor.remote.requests import Failed, Post
+from sartor.remote.requests import Failed, Requests
+from sartor.remote.serve import Service, serve_on
 from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment, from_mapping, load
+from sartor.runs.inputs import Inputs
 from sartor.runs.newcomers import evaluate_run
 from sartor.runs.record import RunFolder
 from sartor.runs.resume import resume
@@ -294,8 +296,6 @@ def test_data_given_in_python_are_numbered_as_in_the_run(folder: Path, tmp_path:
 
 
 def test_a_run_of_the_same_table_is_found_again(folder: Path, tmp_path: Path) -> None:
-    from sartor.api import Inputs
-
     def get(table: Path) -> bool:
         experiment = load(None, [*SMALL, *COLUMNS, f"data.path={table}"], rounds=1)
         return Runs(tmp_path / "runs").get(Inputs(experiment, None, None)).reused
@@ -359,9 +359,9 @@ def test_named_classes_stay_where_they_are(folder: Path) -> None:
     """A node that is told the classes says nothing of which of them it has."""
     law = ("unclear", "malignant", "benign")
     grid = HereGrid({1: Node(load_site(folder / "north.csv"))})
-    reception = Reception(Post(grid, 5.0), told(f"data.labels={list(law)}"))
-    assert reception.greet(1).labels == law
-    assert Reception(Post(grid, 5.0), told()).greet(1).labels == CLASSES[1:]
+    admission = Admission(Requests(grid, 5.0), told(f"data.labels={list(law)}"))
+    assert admission.greet(1).labels == law
+    assert Admission(Requests(grid, 5.0), told()).greet(1).labels == CLASSES[1:]
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_labels_that_are_none_are_malformed(folder: Path, labels: Any) -> None:
 
     grid = HereGrid({1: Node(load_site(folder / "north.csv"))}, change)
     with pytest.raises(Failed, match="its introduction: labels: ") as refused:
-        Reception(Post(grid, 5.0), told()).greet(1)
+        Admission(Requests(grid, 5.0), told()).greet(1)
     assert refused.value.kind == "malformed"
     assert str(refused.value).isprintable()
 
@@ -394,8 +394,8 @@ def test_labels_that_are_none_are_malformed(folder: Path, labels: Any) -> None:
 def test_a_server_that_names_no_classes_is_not_followed(folder: Path) -> None:
     node = Node(load_site(folder / "north.csv"))
     grid = HereGrid({1: node})
-    reception = Reception(Post(grid, 5.0), told("data.normalise=false"))
-    reception.greet(1)
+    admission = Admission(Requests(grid, 5.0), told("data.normalise=false"))
+    admission.greet(1)
     opening = {"kind": "open", "run": "a", "clients": 1, "numbers": [0], "classes": 3, "buffers": "average"}
     opening |= {"at": 0, "without": [], "keep": [], "settled": [], "floor": 0}
     for labels, message in (
@@ -405,8 +405,8 @@ def test_a_server_that_names_no_classes_is_not_followed(folder: Path) -> None:
         (["benign", "unclear"], "client 'north' has the label 'malignant', which is not among the classes"),
     ):
         with pytest.raises(Failed, match=message):
-            Post(grid, 5.0).wait(Post(grid, 5.0).send(1, {**opening, "labels": labels}, expected={}))
-    Post(grid, 5.0).wait(Post(grid, 5.0).send(1, {**opening, "labels": list(CLASSES)}, expected={}))
+            Requests(grid, 5.0).wait(Requests(grid, 5.0).send(1, {**opening, "labels": labels}, expected={}))
+    Requests(grid, 5.0).wait(Requests(grid, 5.0).send(1, {**opening, "labels": list(CLASSES)}, expected={}))
 
 
 # Real processes --------------------------------------------------------------------------------------------

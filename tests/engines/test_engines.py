@@ -296,7 +296,7 @@ def test_running_out_of_memory_halves_the_chunk_and_changes_nothing(
     data, task = vectors(), plain()
     everyone = [[0, 1, 2, 3, 4, 5]] * 2
     expected = ended("separate", federation_of("loop", task, data, local={"batch": 8}), everyone)
-    usual = StackedEngine._chunk
+    usual = StackedEngine.run_chunk
     tried: list[int] = []
 
     def short_of_memory(self: Any, work: Work) -> Any:
@@ -305,7 +305,7 @@ def test_running_out_of_memory_halves_the_chunk_and_changes_nothing(
             raise error("no memory for that many")
         return usual(self, work)
 
-    monkeypatch.setattr(StackedEngine, "_chunk", short_of_memory)
+    monkeypatch.setattr(StackedEngine, "run_chunk", short_of_memory)
     federation = federation_of("stacked", task, data, local={"batch": 8}, chunk=6)
     found = ended("separate", federation, everyone)
     assert isinstance(federation.engine, StackedEngine)
@@ -319,7 +319,7 @@ def test_running_out_of_memory_for_one_client_is_the_end(monkeypatch: pytest.Mon
     def never(*arguments: Any) -> Any:
         raise MemoryError("nothing left")
 
-    monkeypatch.setattr(StackedEngine, "_chunk", never)
+    monkeypatch.setattr(StackedEngine, "run_chunk", never)
     federation = federation_of("stacked", network(), vectors(), chunk=6)
     with pytest.raises(MemoryError, match="nothing left"):
         federation.map(lambda c, h: Reply(n=c.n), range(6))
@@ -635,14 +635,14 @@ def test_a_client_function_that_branches_on_data_runs_on_the_loop_alone() -> Non
 
 
 def test_a_chunk_is_never_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = StackedEngine._chunk
+    usual = StackedEngine.run_chunk
     held: list[int] = []
 
     def noting(self: Any, work: Work) -> Any:
         held.append(len(work.numbers))
         return usual(self, work)
 
-    monkeypatch.setattr(StackedEngine, "_chunk", noting)
+    monkeypatch.setattr(StackedEngine, "run_chunk", noting)
     task, data = quadratics(torch.zeros(18, 2), torch.ones(18, 2))
     federation_of("stacked", task, data, chunk=9).map(lambda c, h: Reply(n=c.n), range(18))
     assert max(held) <= 9
@@ -714,4 +714,4 @@ def test_a_compiled_run_equals_the_loop() -> None:
     federation = federation_of("stacked", task, data, local={"batch": 8}, compile=True)
     assert_close(expected, ended("fedrep", federation, cohorts), 1e-8)
     assert isinstance(federation.engine, StackedEngine)
-    assert any(program.parts for program in federation.engine._programs.values())
+    assert any(program.parts for program in federation.engine.programs.values())

@@ -103,7 +103,7 @@ def test_captured_calls_see_the_samples_fetched_last() -> None:
         task = model_task("mlp", data, hidden=6)
         federation = federation_of("stacked", task, data, local={"batch": 8}, device="cuda")
         found.append(ended("scaffold", federation, cohorts))
-        assert any(graph is not None for graph in federation.engine._captured.values())  # type: ignore[attr-defined]
+        assert any(graph is not None for graph in federation.engine.graphs.captured.values())  # type: ignore[attr-defined]
     assert_close(found[0], found[1], 1e-5)
 
 

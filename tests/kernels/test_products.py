@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from helpers import RAGGED, classification, federation_of, model_task
-from sartor.engines.stacked import engine as stacked
+from sartor.engines.stacked import trace
 from sartor.kernels import products
 from sartor.kernels.device import digits
 
@@ -160,7 +160,7 @@ def test_the_engine_computes_the_same_with_them(name: str, monkeypatch: pytest.M
     specialise = products.specialise
     monkeypatch.setattr(products, "specialise", counted)
     for there in (False, True):
-        monkeypatch.setattr(stacked, "has_tensor_cores", lambda device, there=there: there)
+        monkeypatch.setattr(trace, "has_tensor_cores", lambda device, there=there: there)
         federation = federation_of("stacked", model_task("mlp", data), data, local={"batch": 8})
         left[there] = ended(name, federation)
         assert bool(found) == there

@@ -13,10 +13,10 @@ from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
-from sartor.remote.admission import Reception, assemble
+from sartor.remote.admission import Admission, assemble
 from sartor.remote.messages import Parts, read_header
 from sartor.remote.node import Node
-from sartor.remote.requests import Failed, Post
+from sartor.remote.requests import Failed, Requests
 from sartor.remote.server import RemoteEngine
 from sartor.runs.experiment import from_mapping
 
@@ -70,7 +70,7 @@ class HereGrid:
     def caught(self) -> list[tuple[int, Failed]]:
         return []
 
-    def left(self) -> dict[str, tuple[int, str, bool]]:
+    def earlier(self) -> dict[str, tuple[int, str, bool]]:
         return {}
 
     def take_up(self, message: str, node: int, lifetime: float) -> None:
@@ -158,8 +158,8 @@ def federation_on(
     **settings: Any,
 ) -> Federation:
     """A federation of the nodes of a grid, who are greeted first."""
-    reception = Reception(Post(grid, 5.0), experiment)
-    met = {node: reception.greet(node) for node in sorted(grid.nodes())}
+    admission = Admission(Requests(grid, 5.0), experiment)
+    met = {node: admission.greet(node) for node in sorted(grid.nodes())}
     made = FederationSettings(
         **{
             "local": experiment.local,

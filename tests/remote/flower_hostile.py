@@ -22,8 +22,9 @@ from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 
 from sartor.remote import flower as flwr_adapter
-from sartor.remote.deploy import _own_key, loader
 from sartor.remote.flower import FleetLink, Lost, Request
+from sartor.remote.join import loader
+from sartor.remote.keys import own_key
 from sartor.remote.messages import Parts, decode, encode, read_header
 from sartor.remote.node import Node
 
@@ -46,7 +47,7 @@ ROUNDS = [
 def joined(address: str, state: Path) -> FleetLink:
     """A link to the server, once it is there, with a key in this new folder."""
     state.mkdir(parents=True)
-    link = FleetLink(address, _own_key(state / "key.pem"), insecure=True)
+    link = FleetLink(address, own_key(state / "key.pem"), insecure=True)
     while not link.known:
         try:
             link.connect()

@@ -131,8 +131,9 @@ def main() -> None:
     import torch
 
     import sartor.commands.main
-    import sartor.remote.deploy
-    import sartor.remote.flower  # noqa: F401
+    import sartor.remote.flower
+    import sartor.remote.join
+    import sartor.remote.serve  # noqa: F401
 
     with contextlib.suppress(ImportError):
         import flwr.superlink.main  # noqa: F401

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from sartor.remote.admission import (
     INTRODUCTION,
+    Admission,
     Introduction,
-    Reception,
     assemble,
     introduction_of,
     misfit,
 )
 from sartor.remote.messages import DTYPES, Parts, encode
-from sartor.remote.requests import Failed, Post
+from sartor.remote.requests import Failed, Requests
 
 HONEST: dict[str, Any] = {
     "names": ["a", "b"],
@@ -106,9 +106,9 @@ def test_whatever_is_sent_as_an_answer_it_is_understood_or_refused(value: Any, g
             return {"header": repr(value).encode()}
 
     grid = Answering(change)
-    reception = Reception(Post(grid, 5.0), experiment_of("fedavg"))
+    admission = Admission(Requests(grid, 5.0), experiment_of("fedavg"))
     for _ in range(10):
-        found = reception.met({1})
+        found = admission.met({1})
         if found:
             break
     assert isinstance(found[1], (Introduction, Failed))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sartor.federation import connections
+from sartor.remote import connections
 from sartor.remote.connections import Listener
 
 WAIT = 20.0

@@ -31,11 +31,11 @@ import sartor
 from helpers import PATIENCE, wait_until
 from owned import ALGORITHM, MODEL
 from sartor.algorithms import registered
-from sartor.algorithms.comfed.comfed import MECHANISMS, comfed
+from sartor.algorithms.comfed.comfed import MECHANISMS, NAMES
 from sartor.algorithms.server.optimizers import OPTIMIZERS
 from sartor.data.clients import ClientData
 from sartor.model.task import Task
-from sartor.remote.journal import Ledger
+from sartor.remote.journal import Journal
 from sartor.remote.requests import PARTING
 from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment, load
@@ -487,7 +487,7 @@ NEEDS = {
 }
 NORMALISED = (*(text for text in SETTINGS if "model." not in text), "model.name=resnet8", "model.norm=batch")
 """A network with float buffers."""
-PAIRS = {f"{client}-{server}" for client in MECHANISMS for server in OPTIMIZERS} | set(comfed.NAMES)
+PAIRS = {f"{client}-{server}" for client in MECHANISMS for server in OPTIMIZERS} | set(NAMES)
 EVERY = sorted(
     (set(registered()) - PAIRS)
     | {f"{client}-sgd" for client in MECHANISMS}
@@ -537,7 +537,7 @@ def through_kills(nursery: Nursery, folder: Path, name: str, common: tuple[str, 
     kept: dict[str, dict[int, Tensor]] = {}
     for node in range(3):
         [stored] = [path for path in (federation.place / f"state{node}" / "runs").iterdir() if path.is_dir()]
-        for key, (numbers, rows) in Ledger(stored).states().items():
+        for key, (numbers, rows) in Journal(stored).states().items():
             kept.setdefault(key, {}).update(zip(numbers.tolist(), rows, strict=True))
     for key in {*kept, *simulations[0].states}:
         numbers, rows = expected[f"{key}.numbers"].tolist(), expected[f"{key}.rows"]
@@ -935,7 +935,7 @@ def test_the_port_offers_what_nodes_need_and_nothing_else(link: Any) -> None:
 
 def certified(folder: Path) -> dict[str, Any]:
     """Settings of a server with a certificate that lets in nodes with a key."""
-    from sartor.remote.deploy import make_keys, read_public_keys
+    from sartor.remote.keys import make_keys, read_public_keys
 
     make_keys(folder, ["127.0.0.1"], ["one"])
     tls = (folder / "server.crt", folder / "server.key")
@@ -991,10 +991,10 @@ def test_a_stranger_without_a_key_is_refused_before_it_has_sent_anything(tmp_pat
 
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    from sartor.remote.deploy import _public
     from sartor.remote.flower import SuperLink
+    from sartor.remote.keys import public_key
 
-    mine, allowed = (_public(ec.generate_private_key(ec.SECP384R1())) for _ in range(2))
+    mine, allowed = (public_key(ec.generate_private_key(ec.SECP384R1())) for _ in range(2))
     now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     begin = "POST /v1/fleet/push-object HTTP/1.1\r\nhost: x\r\ncontent-type: application/x-protobuf\r\n"
 
@@ -1023,11 +1023,11 @@ def test_a_store_remembers_nodes_but_lets_in_those_with_a_key(tmp_path: Path) ->
     """The keys are those that this server was given, whoever has joined an earlier one."""
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    from sartor.remote.deploy import _public
     from sartor.remote.flower import FleetLink, Refused, SuperLink
+    from sartor.remote.keys import public_key
 
     keys = [ec.generate_private_key(ec.SECP384R1()) for _ in range(3)]
-    public = [_public(key) for key in keys]
+    public = [public_key(key) for key in keys]
     numbers: list[dict[int, int]] = []
     for allowed in ([0, 1], [1, 2]):
         settings: dict[str, Any] = {
@@ -1074,29 +1074,29 @@ def test_a_message_travels_and_comes_back(link: Any) -> None:
 def test_a_node_cannot_answer_for_another(link: Any, late: bool) -> None:
     """Even if it knows the number of the message, and the secret in it; before it has answered, or after."""
     from sartor.remote.messages import encode
-    from sartor.remote.requests import Post
+    from sartor.remote.requests import Requests
 
     honest, liar = joined(link), joined(link)
-    post = Post(link, 10)
-    letter = post.send(honest.known, {"kind": "hello"})
-    post.send(liar.known, {"kind": "hello"})
+    requests = Requests(link, 10)
+    request = requests.send(honest.known, {"kind": "hello"})
+    requests.send(liar.known, {"kind": "hello"})
     request, own = honest.receive(), liar.receive()
-    nonce = letter.header["nonce"]
+    nonce = request.header["nonce"]
     if late:
         honest.reply(request, encode({"nonce": nonce, "names": ["mine"]}))
     stolen = own.message
-    stolen.metadata.__dict__["_message_id"] = letter.message
+    stolen.metadata.__dict__["_message_id"] = request.message
     stolen.metadata.__dict__["_dst_node_id"] = honest.known
     liar.reply(replace(own, message=stolen), encode({"nonce": nonce, "names": ["forged"]}))
     if not late:
-        assert post.look(letter) is None
+        assert requests.look(request) is None
         honest.reply(request, encode({"nonce": nonce, "names": ["mine"]}))
-    header, _ = post.wait(letter)
+    header, _ = requests.wait(request)
     assert header["names"] == ["mine"]
-    [(who, error)] = post.caught()
+    [(who, error)] = requests.caught()
     assert who == liar.known
     assert (error.kind, str(honest.known) in str(error)) == ("forged", True)
-    assert post.caught() == []
+    assert requests.caught() == []
     for node in (honest, liar):
         node.close()
 

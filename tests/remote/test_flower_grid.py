@@ -20,11 +20,11 @@ from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.federation.functions import find_function, qualified_name
 from sartor.federation.transforms import Clip, Scale
-from sartor.remote.admission import Reception, misfit
-from sartor.remote.deploy import Service, serve_on
+from sartor.remote.admission import Admission, misfit
 from sartor.remote.messages import Parts, decode, encode, read_header
 from sartor.remote.node import Node
-from sartor.remote.requests import MOST_FORGED, Post
+from sartor.remote.requests import MOST_FORGED, Requests
+from sartor.remote.serve import Service, serve_on
 from sartor.runs.checkpoint import pack, unpack
 from sartor.runs.evaluation import evaluate, evaluation_of, model_of, shared_model
 from sartor.runs.execute import execute
@@ -300,8 +300,8 @@ def test_a_node_goes_back_however_often_the_server_did_before_it_was_asked_again
 
 def test_a_refused_node_knows_why() -> None:
     grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS))
-    reception = Reception(Post(grid, 5.0), experiment_of("fedavg"))
-    while len(met := reception.met(grid.nodes())) < 3:
+    admission = Admission(Requests(grid, 5.0), experiment_of("fedavg"))
+    while len(met := admission.met(grid.nodes())) < 3:
         pass
     assert misfit(met[1], [met[2], met[3]]) is None
     double = replace(met[1], names=met[2].names)
@@ -309,12 +309,12 @@ def test_a_refused_node_knows_why() -> None:
     assert misfit(double, [met[3], met[2]]) == told
     other = replace(met[1], shape=(7,))
     assert "float64 [7] in test, train, validation" in str(misfit(other, [met[2]]))
-    reception.refuse(1, "go\x1b[2J home")
-    assert reception.met({1}) == {}  # it is not greeted again, and has been told
+    admission.refuse(1, "go\x1b[2J home")
+    assert admission.met({1}) == {}  # it is not greeted again, and has been told
     assert [node.refusal for node in grid.at.values()] == ["go[2J home", "", ""]  # nothing for a terminal
     assert not grid.requests
-    reception.met(set())
-    assert reception.met({1}).keys() == {1}  # it has been away
+    admission.met(set())
+    assert admission.met({1}).keys() == {1}  # it has been away
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedbuff"])

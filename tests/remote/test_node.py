@@ -25,12 +25,15 @@ from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import import_code, read_code
 from sartor.model.task import Task
-from sartor.remote.admission import Reception
-from sartor.remote.deploy import Service, loader, make_keys, read_key, read_public_keys, split_address
-from sartor.remote.journal import MOST_FILES, Ledger, rows_of
+from sartor.remote.addresses import split_address
+from sartor.remote.admission import Admission
+from sartor.remote.join import loader
+from sartor.remote.journal import MOST_FILES, Journal, rows_of
+from sartor.remote.keys import make_keys, read_key, read_public_keys
 from sartor.remote.messages import DTYPES, BadMessage, Parts, decode, encode, spec_of, version
 from sartor.remote.node import Node
-from sartor.remote.requests import Failed, Post
+from sartor.remote.requests import Failed, Requests
+from sartor.remote.serve import Service
 from sartor.runs.experiment import from_mapping, to_mapping
 from sartor.runs.record import hash_of
 
@@ -84,11 +87,11 @@ def laid_out(dtype: str) -> dict[str, Tensor]:
 def test_tensors_travel_and_are_kept_however_they_lie(dtype: str, tmp_path: Path) -> None:
     values = laid_out(dtype)
     _, groups = decode(encode({}, {"all": values}))
-    ledger, numbers = Ledger(tmp_path), torch.arange(4)
+    journal, numbers = Journal(tmp_path), torch.arange(4)
     kept = {name: value for name, value in values.items() if value.dim() and len(value) == len(numbers)}
     assert len(kept) == 4
-    ledger.stage(1, rows_of(numbers, kept))
-    settled = Ledger(tmp_path).settle(1, [1, 3])
+    journal.stage(1, rows_of(numbers, kept))
+    settled = Journal(tmp_path).settle(1, [1, 3])
     for name, value in values.items():
         assert groups["all"][name].dtype == value.dtype
         assert torch.equal(groups["all"][name], value), name
@@ -148,71 +151,93 @@ def rows(*pairs: tuple[int, float]) -> dict[str, tuple[Tensor, Tensor]]:
     return {"c": (torch.tensor(numbers), torch.tensor(values))}
 
 
-def kept(ledger: Ledger) -> dict[int, float]:
-    if "c" not in ledger.states():
+def kept(journal: Journal) -> dict[int, float]:
+    if "c" not in journal.states():
         return {}
-    numbers, values = ledger.states()["c"]
+    numbers, values = journal.states()["c"]
     return dict(zip(numbers.tolist(), values.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_state_counts_when_it_was_used(tmp_path: Path, stored: bool) -> None:
-    ledger = Ledger(tmp_path if stored else None)
+    journal = Journal(tmp_path if stored else None)
 
-    def again() -> Ledger:
-        return Ledger(tmp_path) if stored else ledger
+    def again() -> Journal:
+        return Journal(tmp_path) if stored else journal
 
-    ledger.stage(1, rows((4, 1.0), (7, 2.0)))
+    journal.stage(1, rows((4, 1.0), (7, 2.0)))
     assert kept(again()) == {}
-    assert ledger.settle(1, [4, 7])["c"][1].tolist() == [1.0, 2.0]
-    ledger.stage(2, rows((4, 3.0), (7, 4.0)))
+    assert journal.settle(1, [4, 7])["c"][1].tolist() == [1.0, 2.0]
+    journal.stage(2, rows((4, 3.0), (7, 4.0)))
     assert kept(again()) == {4: 1.0, 7: 2.0}
-    assert ledger.settle(2, [7])["c"][0].tolist() == [7]
-    ledger.stage(3, rows((4, 5.0)))
-    assert ledger.settle(3, []) == {}
-    assert ledger.settle(2, [4, 7]) == {}  # it is settled
-    assert ledger.settle(9, [4]) == {}  # it was never staged
+    assert journal.settle(2, [7])["c"][0].tolist() == [7]
+    journal.stage(3, rows((4, 5.0)))
+    assert journal.settle(3, []) == {}
+    assert journal.settle(2, [4, 7]) == {}  # it is settled
+    assert journal.settle(9, [4]) == {}  # it was never staged
     assert kept(again()) == {4: 1.0, 7: 4.0}
 
 
 def test_states_go_back_to_an_exchange(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    journal = Journal(tmp_path)
     for exchange in range(1, 6):
-        ledger.stage(exchange, rows((exchange % 2, float(exchange))))
-        ledger.settle(exchange, [exchange % 2])
-    ledger.stage(6, rows((0, 6.0)))
-    ledger = Ledger(tmp_path)
-    ledger.go_back(4)
-    assert kept(ledger) == {0: 4.0, 1: 3.0}
-    ledger.go_back(4, without=[3])  # which was in flight at the checkpoint
-    assert kept(Ledger(tmp_path)) == {0: 4.0, 1: 1.0}
-    assert ledger.settle(6, [0]) == {}
+        journal.stage(exchange, rows((exchange % 2, float(exchange))))
+        journal.settle(exchange, [exchange % 2])
+    journal.stage(6, rows((0, 6.0)))
+    journal = Journal(tmp_path)
+    journal.go_back(4)
+    assert kept(journal) == {0: 4.0, 1: 3.0}
+    journal.go_back(4, without=[3])  # which was in flight at the checkpoint
+    assert kept(Journal(tmp_path)) == {0: 4.0, 1: 1.0}
+    assert journal.settle(6, [0]) == {}
 
 
 def test_old_exchanges_are_merged_and_can_be_gone_back_to(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    journal = Journal(tmp_path)
     for exchange in range(1, 101):
-        ledger.stage(exchange, rows((exchange % 3, float(exchange))))
-        ledger.settle(exchange, [exchange % 3])
-        ledger.merge(exchange - 10)
+        journal.stage(exchange, rows((exchange % 3, float(exchange))))
+        journal.settle(exchange, [exchange % 3])
+        journal.merge(exchange - 10)
     assert len(list(tmp_path.iterdir())) <= MOST_FILES + 11
-    assert kept(Ledger(tmp_path)) == {0: 99.0, 1: 100.0, 2: 98.0}
-    ledger.go_back(90)
-    assert kept(Ledger(tmp_path)) == {0: 90.0, 1: 88.0, 2: 89.0}
+    assert kept(Journal(tmp_path)) == {0: 99.0, 1: 100.0, 2: 98.0}
+    journal.go_back(90)
+    assert kept(Journal(tmp_path)) == {0: 90.0, 1: 88.0, 2: 89.0}
     with pytest.raises(SartorError, match="later time than the checkpoint"):
-        ledger.go_back(5)
+        journal.go_back(5)
 
 
 def test_a_crash_while_files_are_merged_loses_nothing(tmp_path: Path) -> None:
     """A file of merged states is there, and those it was made of are not removed yet."""
-    ledger = Ledger(tmp_path)
+    journal = Journal(tmp_path)
     for exchange in (1, 2):
-        ledger.stage(exchange, rows((0, float(exchange))))
-        ledger.settle(exchange, [0])
-    ledger._write(2, "base", ledger.states())
-    (tmp_path / "000000000003.staged.safetensors.new").write_bytes(b"half")
-    assert kept(Ledger(tmp_path)) == {0: 2.0}
-    assert not (tmp_path / "000000000002.used.safetensors").exists()
+        journal.stage(exchange, rows((0, float(exchange))))
+        journal.settle(exchange, [0])
+    journal._write(2, "base", journal.states())
+    (tmp_path / ".unfinished-1-000000000003.staged.safetensors").write_bytes(b"half")
+    assert kept(Journal(tmp_path)) == {0: 2.0}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "000000000001.used.safetensors",
+        "000000000002.base.safetensors",
+    }
+
+
+@pytest.mark.parametrize("place", ["numbers", "rows", "end"])
+def test_states_that_are_damaged_are_found(tmp_path: Path, place: str) -> None:
+    journal = Journal(tmp_path)
+    journal.stage(1, rows((3, 0.5), (300, 1.5)))
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    value = {"numbers": np.int64(300).tobytes(), "rows": np.float32(1.5).tobytes()}
+    if place == "end":
+        del content[-1:]
+    else:
+        assert content.count(value[place]) == 1
+        content[content.index(value[place])] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(
+        DataError, match=r"client states (are damaged: 'c' has another checksum|cannot be read)"
+    ):
+        Journal(tmp_path).settle(1, [3])
 
 
 # Requests --------------------------------------------------------------------------------------------------
@@ -287,7 +312,7 @@ def test_a_node_answers_with_what_its_clients_send() -> None:
         ({"version": "0.0.1"}, "the server has sartor 0.0.1, this node .*; install the same version"),
         ({"function": "os:system"}, "no such client function"),
         ({"function": "sartor.runs.execute:execute"}, "no such client function"),
-        ({"function": "sartor.remote.journal:write"}, "no such client function"),
+        ({"function": "sartor.files:write"}, "no such client function"),
         ({"function": "sartor.remote.node:Node"}, "no such client function"),
         (
             {"function": "sartor.algorithms.references.fedavg:local_training.__globals__"},
@@ -472,7 +497,7 @@ def test_an_address_has_a_host_and_a_port(address: str) -> None:
 @pytest.mark.parametrize("missing", ["flwr.app", "flwr.supernode.fleet_http_client"])
 def test_a_flower_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     """Where it is not installed, and where a version has not what is used of it."""
-    for module in ("sartor.remote.flower", "sartor.remote.flower_app"):
+    for module in ("sartor.remote.flower", "sartor.remote.flower_content"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SartorError, match=r"need Flower, flwr>=.*; install it with `pip install 'sartor"):
@@ -480,7 +505,7 @@ def test_a_flower_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, mi
 
 
 def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
-    from sartor.remote.deploy import check_issued, make_keys
+    from sartor.remote.keys import check_issued, make_keys
 
     for name in ("ours", "theirs"):
         make_keys(tmp_path / name, ["localhost"], ["one"])
@@ -559,13 +584,13 @@ def test_the_server_lets_no_node_in_that_does_not_say_what_it_has_imported(
     code = import_code(str(path))
     experiment = from_mapping({**to_mapping(experiment_of("fedavg")), "imports": [str(path)]})
     grid = HereGrid(nodes_of(vectors(), plain(), [[1, 4]]))
-    reception = Reception(Post(grid, 5.0), experiment)
-    assert reception.greet(1).names == ("client 1", "client 4")
+    admission = Admission(Requests(grid, 5.0), experiment)
+    assert admission.greet(1).names == ("client 1", "client 4")
     extensions._IMPORTED.clear()
     with pytest.raises(Failed, match=rf"the server has imported mine\.py \(SHA-256 {code.sha256[:12]}\)"):
-        reception.greet(1)
+        admission.greet(1)
     with pytest.raises(Failed, match=r"does not say that it has the same code, mine\.py"):
-        reception._introduction({"names": ["a"]}, {})
+        admission._introduction({"names": ["a"]}, {})
 
 
 def test_a_node_reads_what_a_function_of_its_owner_gives(forgetful: None, tmp_path: Path) -> None:

@@ -81,8 +81,10 @@ def serve(
 
     sartor serve --resume runs/fedavg-own-s0-12345678
     """
-    from sartor.remote.deploy import Service, check_issued, split_address
-    from sartor.remote.deploy import serve as serve_nodes
+    from sartor.remote.addresses import split_address
+    from sartor.remote.keys import check_issued
+    from sartor.remote.serve import Service
+    from sartor.remote.serve import serve as serve_nodes
     from sartor.runs.experiment import from_mapping
     from sartor.runs.record import to_json
 
@@ -153,8 +155,8 @@ def join(
 
     sartor join fl.example.org:8000 --data mine.npz --key north.key --ca ca.crt
     """
-    from sartor.remote.deploy import join as join_server
-    from sartor.remote.deploy import loader
+    from sartor.remote.join import join as join_server
+    from sartor.remote.join import loader
 
     logging.basicConfig(format="sartor: %(message)s", level=logging.WARNING, stream=sys.stderr)
     if device not in ("cpu", "cuda"):
@@ -191,7 +193,7 @@ def keys(
 
     sartor keys keys --host fl.example.org --nodes north,south,west
     """
-    from sartor.remote.deploy import make_keys
+    from sartor.remote.keys import make_keys
 
     names = [f"node-{place}" for place in range(1, int(nodes) + 1)] if nodes.isdigit() else nodes.split(",")
     wrong = [name for name in names if not name.replace("-", "").replace("_", "").isalnum()]
@@ -214,7 +216,7 @@ def flower_app(
 
     sartor flower-app app experiment.toml
     """
-    from sartor.remote.deploy import write_app
+    from sartor.remote.flower_app import write_app
     from sartor.runs.experiment import from_mapping
 
     experiment = from_mapping(read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +39,7 @@ from sartor.data.schemes import (
 from sartor.data.sources import Source
 from sartor.data.streams import stream
 from sartor.errors import DataError, SettingError
+from sartor.files import replacing
 
 __all__ = [
     "PARTITIONS",
@@ -126,13 +126,10 @@ class Partition:
         for split, parts in self.splits().items():
             arrays[split] = np.concatenate(parts).astype(np.int32)
             arrays[split + "_count"] = np.array([len(part) for part in parts], np.int32)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with open(temporary, "wb") as file:
+            with replacing(path) as temporary, open(temporary, "wb") as file:
                 np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # no array is a flag
-            os.replace(temporary, path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise DataError(f"{path}: cannot write the partition ({error.strerror or error})") from None
 
     @classmethod

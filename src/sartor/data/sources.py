@@ -29,6 +29,7 @@ from sartor.data.readers import Bytes, read_cifar, read_idx, read_npz
 from sartor.data.streams import stream
 from sartor.errors import DataError
 from sartor.extensions import Registry
+from sartor.files import replacing
 from sartor.settings import unknown
 
 if TYPE_CHECKING:
@@ -395,11 +396,13 @@ def _retrieve(name: str, download: Download, folder: Path) -> None:
         )
         with _Archive(Path(path)) as archive:
             for file, member in download.members:
-                part = Path(temporary) / "part"
-                with archive.open(member) as packed, open(part, "wb") as out:
-                    shutil.copyfileobj(packed, out)
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(part, folder / file)
+                with (
+                    replacing(folder / file) as part,
+                    archive.open(member) as packed,
+                    open(part, "wb") as out,
+                ):
+                    shutil.copyfileobj(packed, out)
 
 
 @contextmanager

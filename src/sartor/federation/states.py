@@ -12,13 +12,10 @@ process ends.
 
 from __future__ import annotations
 
-import os
-import tempfile
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,6 +24,7 @@ from torch import Tensor
 from sartor.errors import DataError, SartorError
 from sartor.federation.exchange import ClientFunction, Outcome, Work, argument_names
 from sartor.federation.functions import name_of
+from sartor.federation.rows import RowFile, checksums, row_bytes
 from sartor.kernels.device import free_bytes, to_device
 
 WHERE = ("auto", "memory", "disk")
@@ -232,7 +230,7 @@ class _FileTable:
         self._places = np.zeros(clients, dtype=np.int64)
         self._checks = np.zeros(clients, dtype=np.uint32)
         self._used = self._saved = self._generation = 0
-        self._opened: _RowFile | None = None
+        self._opened: RowFile | None = None
         self._old: dict[Path, int] = {}
 
     @property
@@ -247,16 +245,16 @@ class _FileTable:
         places = self._places[numbers]
         written = np.flatnonzero(places)
         if len(written):
-            _bytes_of(rows)[written] = self._file.read(places[written] - 1)
+            row_bytes(rows)[written] = self._file.read(places[written] - 1)
         return rows
 
     def write(self, numbers: np.ndarray, rows: Tensor) -> None:
         new = numbers[self._places[numbers] <= self._saved]
         self._places[new] = np.arange(self._used, self._used + len(new)) + 1
         self._used += len(new)
-        data = _bytes_of(rows.detach().to("cpu", self.initial.dtype))
+        data = row_bytes(rows.detach().to("cpu", self.initial.dtype))
         self._file.write(self._places[numbers] - 1, data)
-        self._checks[numbers] = _checks_of(data)
+        self._checks[numbers] = checksums(data)
 
     def save(self) -> dict[str, Tensor]:
         numbers = np.flatnonzero(self._places)
@@ -285,10 +283,10 @@ class _FileTable:
         numbers, places, checks = (saved[part].numpy() for part in self.INDEX[:3])
         generation, used = saved["file"].tolist()
         path = self._path(folder, generation)
-        file = _RowFile(path, self.initial.nbytes, "r+b" if folder == self._folder else "rb")
+        file = RowFile(path, self.initial.nbytes, "r+b" if folder == self._folder else "rb")
         for part in self._pieces(len(numbers)):
             rows = file.read(places[part] - 1)
-            wrong = np.flatnonzero(_checks_of(rows) != checks[part])
+            wrong = np.flatnonzero(checksums(rows) != checks[part])
             if len(wrong):
                 who = f"client {numbers[part][wrong[0]]}"
                 raise DataError(f"{path}: the state of {who} is not the one the checkpoint was made with")
@@ -308,7 +306,7 @@ class _FileTable:
         assert self._folder is not None
         self._old[self._path(self._folder, self._generation)] = KEPT
         self._generation += 1
-        copy = _RowFile(self._path(self._folder, self._generation), self.initial.nbytes, "w+b")
+        copy = RowFile(self._path(self._folder, self._generation), self.initial.nbytes, "w+b")
         for part in self._pieces(len(numbers)):
             copy.write(np.arange(part.start, part.stop), self._file.read(self._places[numbers[part]] - 1))
         self._file.close()
@@ -324,85 +322,8 @@ class _FileTable:
         return folder / f"{self._name}.{generation}.rows"
 
     @property
-    def _file(self) -> _RowFile:
+    def _file(self) -> RowFile:
         if self._opened is None:
             path = None if self._folder is None else self._path(self._folder, self._generation)
-            self._opened = _RowFile(path, self.initial.nbytes, "w+b")
+            self._opened = RowFile(path, self.initial.nbytes, "w+b")
         return self._opened
-
-
-class _RowFile:
-    """A file of rows of one size, read and written by position.
-
-    It is not mapped into memory: pages of a mapped file count as memory of the process. Without a path it
-    is a temporary file that goes when the process does.
-    """
-
-    def __init__(self, path: Path | None, row_bytes: int, mode: str) -> None:
-        self._row_bytes = row_bytes
-        self._name = str(path or tempfile.gettempdir())
-        try:
-            if path is None:
-                self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-            else:
-                if mode == "w+b":
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open(mode, buffering=0)
-        except OSError as error:
-            raise DataError(f"{self._name}: client states cannot be opened: {error.strerror}") from error
-
-    def read(self, places: np.ndarray) -> np.ndarray:
-        """The rows at these places as bytes, [places, bytes of a row]."""
-        rows = np.empty((len(places), self._row_bytes), np.uint8)
-        for order, first in _stretches(places):
-            stretch = np.empty((len(order), self._row_bytes), np.uint8)
-            self._file.seek(first * self._row_bytes)
-            # A system reads at most 2 GB at once.
-            view, done = stretch.data.cast("B"), 0
-            while done < len(view):
-                count = self._file.readinto(view[done:])  # type: ignore[attr-defined]
-                if not count:
-                    raise DataError(f"{self._name}: cut short; the client states in it are lost")
-                done += count
-            rows[order] = stretch
-        return rows
-
-    def write(self, places: np.ndarray, rows: np.ndarray) -> None:
-        """Put rows at these places; the file grows as needed."""
-        try:
-            for order, first in _stretches(places):
-                self._file.seek(first * self._row_bytes)
-                view = np.ascontiguousarray(rows[order]).data.cast("B")
-                while len(view):
-                    view = view[self._file.write(view) :]
-        except OSError as error:
-            raise SartorError(
-                f"{self._name}: client states cannot be written: {error.strerror}; "
-                "make room, or set engine.states to memory"
-            ) from error
-
-    def sync(self) -> None:
-        """Return when everything is on the disk."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _stretches(places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-    """Runs of neighbouring places: where they stand in ``places``, and the first of them."""
-    order = np.argsort(places, kind="stable")
-    breaks = np.flatnonzero(np.diff(places[order]) != 1) + 1
-    for part in np.split(order, breaks):
-        if len(part):
-            yield part, int(places[part[0]])
-
-
-def _bytes_of(rows: Tensor) -> np.ndarray:
-    """The rows as bytes, [rows, bytes of a row]; a view where the rows are contiguous."""
-    return rows[:, None].flatten(1).contiguous().view(torch.uint8).numpy()
-
-
-def _checks_of(rows: np.ndarray) -> np.ndarray:
-    return np.array([zlib.crc32(row) for row in rows], dtype=np.uint32)

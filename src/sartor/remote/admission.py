@@ -19,8 +19,8 @@ import torch
 from sartor.data.clients import SPLITS, ClientData, Moments, Split
 from sartor.data.labels import check_labels, listed, other_kind
 from sartor.errors import DataError
-from sartor.remote.messages import DTYPES, readable, spec_of
-from sartor.remote.requests import Failed, Groups, Letter, Post
+from sartor.remote.messages import DTYPES, Groups, readable, spec_of
+from sartor.remote.requests import Failed, Request, Requests
 from sartor.runs.experiment import Experiment, code_of, portable
 from sartor.settings import shown
 
@@ -56,16 +56,16 @@ class Introduction:
         return f"{self.dtype} {list(self.shape)} in {', '.join(sorted(self.counts))}"
 
 
-class Reception:
+class Admission:
     """Greets nodes: tells them what the experiment is, and checks what they say of themselves."""
 
-    def __init__(self, post: Post, experiment: Experiment) -> None:
-        self._post, self._experiment = post, experiment
+    def __init__(self, requests: Requests, experiment: Experiment) -> None:
+        self._requests, self._experiment = requests, experiment
         self._code = {code.name: code.sha256 for code in code_of(experiment)}
         """What nodes must have imported, by name."""
-        self._letters: dict[int, Letter] = {}
+        self._greetings: dict[int, Request] = {}
         self._refused: set[int] = set()
-        self._told: list[Letter] = []
+        self._told: list[Request] = []
         """Refusals under way."""
 
     def met(self, new: set[int]) -> dict[int, Introduction | Failed]:
@@ -74,16 +74,16 @@ class Reception:
         A node that was refused is not greeted again before it has been away.
         """
         self._refused &= new
-        self._told = [letter for letter in self._told if not self._settled(letter)]
-        for node in new - self._refused - set(self._letters):
+        self._told = [request for request in self._told if not self._settled(request)]
+        for node in new - self._refused - set(self._greetings):
             try:
-                self._letters[node] = self._hello(node)
+                self._greetings[node] = self._hello(node)
             except Failed:
                 continue  # it has just left
         answers: dict[int, Introduction | Failed] = {}
-        for node, letter in list(self._letters.items()):
+        for node, request in list(self._greetings.items()):
             try:
-                answer = self._post.look(letter)
+                answer = self._requests.look(request)
                 if answer is None:
                     continue
                 answers[node] = self._introduction(*answer)
@@ -91,12 +91,12 @@ class Reception:
                 answers[node] = error
                 if error.kind not in ("late", "gone"):  # one that was busy or away is greeted again
                     self.refuse(node, str(error))
-            del self._letters[node]
+            del self._greetings[node]
         return answers
 
     def greet(self, node: int) -> Introduction:
         """Greet a node and wait for its answer; one that cannot be used refuses the node."""
-        answer = self._post.wait(self._hello(node))
+        answer = self._requests.wait(self._hello(node))
         try:
             return self._introduction(*answer)
         except Failed as error:
@@ -107,18 +107,18 @@ class Reception:
         """Do not greet this node again, and tell it why."""
         self._refused.add(node)
         with suppress(Failed):  # it has left
-            self._told.append(self._post.send(node, {"kind": "refuse", "reason": reason}, expected={}))
+            self._told.append(self._requests.send(node, {"kind": "refuse", "reason": reason}, expected={}))
 
-    def _settled(self, letter: Letter) -> bool:
+    def _settled(self, request: Request) -> bool:
         """Whether a refused node knows by now, or will not hear of it any more."""
         try:
-            return self._post.look(letter) is not None
+            return self._requests.look(request) is not None
         except Failed:
             return True
 
-    def _hello(self, node: int) -> Letter:
+    def _hello(self, node: int) -> Request:
         told = {"experiment": portable(self._experiment), "code": self._code}
-        return self._post.send(node, {"kind": "hello", **told})
+        return self._requests.send(node, {"kind": "hello", **told})
 
     def _introduction(self, header: Mapping[str, Any], groups: Groups) -> Introduction:
         told = dict(header)

@@ -5,7 +5,7 @@ not have them, the error says which versions do. :class:`SuperLink` runs Flower'
 and publishes of it what nodes need and nothing else: starting runs, registering keys and everything that a
 server application may do cannot be reached from any port, as this process does them itself.
 :class:`FleetLink` is a node's connection: it fetches requests and returns replies, and never loads the code
-of an application. Nothing is sent to anybody else: telemetry and the search for updates are off.
+of an application.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from sartor.errors import SartorError, SettingError
 from sartor.remote.connections import Listener
-from sartor.remote.flower_app import TYPE, VERSIONS, from_content, to_content  # turns telemetry off first
+from sartor.remote.flower_content import TYPE, VERSIONS, from_content, to_content  # turns telemetry off first
 from sartor.remote.messages import HEADER, LARGEST_HEADER, Parts, readable
 from sartor.remote.requests import Failed
 
@@ -198,7 +198,7 @@ class SuperLink:
                 self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
         self._awaited: dict[str, _Awaited] = {}
         self._announcing = asyncio.Lock()
-        self._left: dict[str, str] = {}
+        self._earlier: dict[str, str] = {}
         """The notes of messages that an earlier process has sent."""
         self._task = 0
         self._run = (self._last_run(anew) if self.lasting else 0) or self._start_run()
@@ -345,10 +345,10 @@ class SuperLink:
                 if name:
                     self._state.object_store.delete(name)
 
-    def left(self) -> dict[str, tuple[int, str, bool]]:
+    def earlier(self) -> dict[str, tuple[int, str, bool]]:
         """Messages with a note that an earlier process has sent, to nodes that are there."""
         there, found = self.nodes(), {}
-        for message, note in self._left.items():
+        for message, note in self._earlier.items():
             awaited = self._awaited[message]
             try:
                 if awaited.node not in there:
@@ -359,7 +359,7 @@ class SuperLink:
                 found[message] = (awaited.node, note, answered)
             except Failed:
                 self.forget(message)
-        self._left = {}
+        self._earlier = {}
         return found
 
     def take_up(self, message: str, node: int, lifetime: float) -> None:
@@ -458,7 +458,7 @@ class SuperLink:
                 node, note = json.loads((row and row["group_id"]) or '[0, ""]')
                 self._awaited[message] = _Awaited(0.0, int(node), "", self._pieces(message))
                 if note:
-                    self._left[message] = str(note)
+                    self._earlier[message] = str(note)
                 else:
                     self.forget(message)
         return found

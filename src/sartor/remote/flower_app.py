@@ -1,62 +1,113 @@
 """A federation on any Flower installation, through Flower's public interface alone.
 
-``sartor flower-app`` writes an application that uses this: :class:`StockGrid` carries the server's messages,
-:func:`answer` is what a node does with one. Flower starts a process for every message there, so a node reads
-its data anew each time and finds what it was told in its folder; ``sartor serve`` and ``sartor join`` are
-faster by far.
+``sartor flower-app`` writes an application (:func:`write_app`): in it :class:`StockGrid` carries the server's
+messages, :func:`answer` is what a node does with one. Flower starts a process for every message there, so a
+node reads its data anew each time and finds what it was told in its folder; ``sartor serve`` and ``sartor
+join`` are faster by far. Writing an application takes no Flower.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sartor.errors import SartorError
+from sartor.errors import SartorError, SettingError
+from sartor.extensions import is_file
+from sartor.files import write
 from sartor.remote.messages import HEADER, Parts, readable
 from sartor.remote.requests import Failed
+from sartor.runs.experiment import Experiment, code_of, portable, toml_text
 
-os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
-os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
-
-VERSIONS = "flwr>=1.41,<1.43"
-
-try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-except ImportError as error:
-    raise SartorError(
-        f"real federations need Flower, {VERSIONS}: {error}; install it with `pip install 'sartor[flower]'`"
-    ) from error
+if TYPE_CHECKING:
+    from flwr.app import Message
 
 log = logging.getLogger(__name__)
 
-TYPE = "query.call"
-RECORD = "sartor"
+PROJECT = """[project]
+name = "sartor-federation"
+version = "1.0.0"
+description = "An experiment of sartor on Flower"
+license = "Apache-2.0"
+dependencies = ["sartor[flower]"]
+
+[tool.flwr.app]
+publisher = "sartor"
+
+[tool.flwr.app.components]
+serverapp = "server_app:app"
+clientapp = "client_app:app"
+
+[tool.flwr.app.config]
+out = ""
+min-nodes = 0
+deadline = 600.0
+quorum = 1
+"""
+
+SERVER_APP = '''"""The server: runs the experiment beside this file."""
+
+from pathlib import Path
+
+from flwr.serverapp import ServerApp
+
+from sartor.remote.flower_app import StockGrid
+from sartor.remote.serve import Service, serve_on
+from sartor.runs.experiment import load
+
+app = ServerApp()
 
 
-def to_content(parts: Parts) -> RecordDict:
-    """Parts as the content of a Flower message: the header as a setting, tensors as arrays of bytes."""
-    arrays = {
-        group: Array(dtype="uint8", shape=(len(part),), stype="bytes", data=part)
-        for group, part in parts.items()
-        if group != HEADER
-    }
-    return RecordDict(
-        {RECORD: ConfigRecord({HEADER: parts[HEADER]}), f"{RECORD}.tensors": ArrayRecord(arrays)}
+@app.main()
+def main(grid, context):
+    """Run the rounds; the run folder is run_config "out", or a new one in runs/."""
+    settings = context.run_config
+    service = Service(
+        min_nodes=int(settings["min-nodes"]),
+        deadline=float(settings["deadline"]),
+        quorum=int(settings["quorum"]),
     )
+    out = Path(str(settings["out"])) if settings["out"] else None
+    serve_on(StockGrid(grid), load(Path(__file__).with_name("experiment.toml")), service, out=out)
+'''
+
+CLIENT_APP = '''"""A node: its data and its states lie where --node-config says."""
+
+from flwr.clientapp import ClientApp
+
+from sartor.remote.flower_app import answer
+
+app = ClientApp()
 
 
-def from_content(content: RecordDict) -> Parts:
-    """The parts that :func:`to_content` packed; anything else is a ValueError."""
-    settings, arrays = content.get(RECORD), content.get(f"{RECORD}.tensors")
-    if not isinstance(settings, ConfigRecord) or not isinstance(arrays, ArrayRecord):
-        raise ValueError("not a message of sartor")
-    header = settings.get(HEADER)
-    if not isinstance(header, bytes):
-        raise ValueError("no header")
-    return {HEADER: header, **{str(group): bytes(array.data) for group, array in arrays.items()}}
+@app.query("call")
+def call(message, context):
+    """Answer a request of the server."""
+    return answer(message, context)
+'''
+
+
+def write_app(folder: Path, experiment: Experiment) -> list[Path]:
+    """An application of Flower's that runs the experiment; nothing that exists is written over."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "pyproject.toml": PROJECT,
+        "server_app.py": SERVER_APP,
+        "client_app.py": CLIENT_APP,
+        "experiment.toml": toml_text(portable(experiment)),
+    }
+    for code in code_of(experiment):
+        if code.name in files:
+            raise SettingError(f"{code.source}: the application has a {code.name} of its own; rename yours")
+        if is_file(code.source):
+            files[code.name] = Path(code.source).read_text(encoding="utf-8")
+    for name in files:
+        if (folder / name).exists():
+            raise SettingError(f"{folder / name}: exists already; give another folder")
+    for name, text in files.items():
+        write(folder / name, text.encode())
+    return [folder / name for name in files]
 
 
 class StockGrid:
@@ -65,7 +116,9 @@ class StockGrid:
     lasting = False
 
     def __init__(self, grid: Any) -> None:
-        self._grid = grid
+        from sartor.remote import flower_content
+
+        self._grid, self._flower = grid, flower_content
         self._seen: set[int] = set()
         self._looked = 0.0
         self._next: dict[str, float] = {}
@@ -78,7 +131,7 @@ class StockGrid:
 
     def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
         """Put a message on its way."""
-        message = Message(to_content(parts), node, TYPE, ttl=lifetime + 60)
+        message = self._flower.message_to(node, parts, lifetime + 60)
         sent = list(self._grid.push_messages([message]))
         if not sent or not sent[0]:
             raise Failed("gone", "the node is not registered any more")
@@ -93,7 +146,7 @@ class StockGrid:
             if reply.has_error():
                 raise Failed("gone", readable(reply.error.reason))
             try:
-                parts = from_content(reply.content)
+                parts = self._flower.from_content(reply.content)
             except Exception as error:  # whatever a hostile node has sent
                 raise Failed("malformed", f"its reply cannot be read ({type(error).__name__})") from None
             if sum(len(part) for name, part in parts.items() if name != HEADER) > most:
@@ -109,7 +162,7 @@ class StockGrid:
         """Nothing: who sends what is Flower's to look after."""
         return []
 
-    def left(self) -> dict[str, tuple[int, str, bool]]:
+    def earlier(self) -> dict[str, tuple[int, str, bool]]:
         """Nothing: messages end with Flower's run."""
         return {}
 
@@ -122,7 +175,8 @@ def answer(message: Message, context: Any) -> Message:
 
     ``import="mine.py,..."`` there names code of the node's own, which must be the server's.
     """
-    from sartor.remote.deploy import loader
+    from sartor.remote.flower_content import from_content, reply_to
+    from sartor.remote.join import loader
     from sartor.remote.node import Node
     from sartor.runs.experiment import import_given
 
@@ -150,4 +204,4 @@ def answer(message: Message, context: Any) -> Message:
         log.warning("this node cannot take part: %s", node.refusal)
     if node.failure:
         log.warning("the server ended: %s", node.failure)
-    return Message(to_content(reply), reply_to=message)
+    return reply_to(message, reply)

@@ -11,7 +11,7 @@ the exchange before which it never goes back, files are merged into one.
 000000000009.base.safetensors    the states after exchange 9
 ===============================  ==================================================
 
-A file is written beside its place and moved there when it is on the disk.
+A row has its checksum beside it, so that a damaged file is found and not trained on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from sartor.errors import DataError, SartorError
+from sartor.federation.rows import checksums, row_bytes
+from sartor.files import leftovers, write
 from sartor.runs.record import separate
 
 MOST_FILES = 16
@@ -58,17 +61,22 @@ class _Entry:
         except (OSError, SafetensorError) as error:
             raise DataError(f"{self.path}: client states cannot be read: {error}") from None
         names = [key.removesuffix(".numbers") for key in stored if key.endswith(".numbers")]
-        return {name: (stored[f"{name}.numbers"], stored[f"{name}.rows"]) for name in names}
+        rows = {name: (stored[f"{name}.numbers"], stored[f"{name}.rows"]) for name in names}
+        for name, pair in rows.items():
+            checks = stored.get(f"{name}.checks")
+            if checks is None or not torch.equal(_checks(*pair), checks):
+                raise DataError(f"{self.path}: client states are damaged: {name!r} has another checksum")
+        return rows
 
 
-class Ledger:
+class Journal:
     """The states of the clients of one node in one run; without a folder they are lost with the process.
 
-    >>> ledger = Ledger(None)
-    >>> ledger.stage(1, {"c": (torch.tensor([4, 7]), torch.tensor([1.0, 2.0]))})
-    >>> ledger.settle(1, [7])["c"]
+    >>> journal = Journal(None)
+    >>> journal.stage(1, {"c": (torch.tensor([4, 7]), torch.tensor([1.0, 2.0]))})
+    >>> journal.settle(1, [7])["c"]
     (tensor([7]), tensor([2.]))
-    >>> ledger.states()["c"]
+    >>> journal.states()["c"]
     (tensor([7]), tensor([2.]))
     """
 
@@ -80,7 +88,9 @@ class Ledger:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise DataError(f"{folder}: client states cannot be stored: {error.strerror}") from None
-            for path in sorted(folder.glob("*.safetensors"), key=lambda path: _KINDS.index(_kind(path))):
+            for leftover in leftovers(folder):
+                leftover.unlink()
+            for path in sorted(folder.glob("[0-9]*.safetensors"), key=lambda path: _KINDS.index(_kind(path))):
                 exchange = int(path.name.split(".")[0])
                 if exchange in self._entries:  # the process ended between writing a file and removing another
                     self._remove(exchange)
@@ -164,7 +174,8 @@ class Ledger:
             return
         tensors: dict[str, Tensor] = {}
         for name, (numbers, values) in rows.items():
-            tensors |= {f"{name}.numbers": numbers, f"{name}.rows": values}
+            checks = _checks(numbers, values)
+            tensors |= {f"{name}.numbers": numbers, f"{name}.rows": values, f"{name}.checks": checks}
         path = self._path(exchange, kind)
         write(path, save(separate(tensors)))
         self._entries[exchange] = _Entry(exchange, kind, path, None)
@@ -179,23 +190,15 @@ class Ledger:
         return self._folder / f"{exchange:012d}.{kind}.safetensors"
 
 
-def write(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """A file that is whole or not there."""
-    beside = path.with_name(path.name + ".new")
-    try:
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}") from None
-
-
 def rows_of(numbers: Tensor, kept: Mapping[str, Tensor]) -> Rows:
-    """What clients keep, as a ledger takes it."""
+    """What clients keep, as a journal takes it."""
     return {name: (numbers, value) for name, value in kept.items()}
+
+
+def _checks(numbers: Tensor, rows: Tensor) -> Tensor:
+    """The checksum of each row, and of whose it is."""
+    parts = [row_bytes(part.detach().cpu()) for part in (numbers, rows)]
+    return torch.from_numpy(checksums(np.hstack(parts)).astype(np.int64))
 
 
 def _kind(path: Path) -> str:

@@ -32,6 +32,11 @@ from sartor.runs.record import bytes_of
 Parts = dict[str, bytes]
 Spec = tuple[str, tuple[int, ...]]
 """The type and the shape of a tensor."""
+Groups = Mapping[str, Mapping[str, Tensor]]
+"""Tensors that belong together."""
+Expected = Mapping[str, Mapping[str, Spec]]
+Message = tuple[dict[str, Any], dict[str, dict[str, Tensor]]]
+"""A header and groups of tensors."""
 
 HEADER = "header"
 LARGEST_HEADER = 16 << 20
@@ -78,7 +83,7 @@ def size_of(spec: Spec) -> int:
     return math.prod(spec[1]) * DTYPES[spec[0]].itemsize
 
 
-def encode(header: Mapping[str, Any], groups: Mapping[str, Mapping[str, Tensor]] | None = None) -> Parts:
+def encode(header: Mapping[str, Any], groups: Groups | None = None) -> Parts:
     """A message as bytes."""
     parts: Parts = {}
     tensors: dict[str, list[list[Any]]] = {}
@@ -90,9 +95,7 @@ def encode(header: Mapping[str, Any], groups: Mapping[str, Mapping[str, Tensor]]
     return parts
 
 
-def decode(
-    parts: Mapping[str, bytes], expected: Mapping[str, Mapping[str, Spec]] | None = None
-) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+def decode(parts: Mapping[str, bytes], expected: Expected | None = None) -> Message:
     """The header and the tensors of a message, which must be those ``expected`` where that is given.
 
     A header that tells of an error, under that key, need not have them.
@@ -162,7 +165,7 @@ def _is_spec(name: Any, dtype: Any, shape: Any) -> bool:
     )  # of an empty tensor too, whose strides count
 
 
-def _compare(specs: Mapping[str, Mapping[str, Spec]], expected: Mapping[str, Mapping[str, Spec]]) -> None:
+def _compare(specs: Expected, expected: Expected) -> None:
     wanted = {group: dict(held) for group, held in expected.items() if held}
     for group in {*wanted, *specs}:
         mine, theirs = wanted.get(group, {}), specs.get(group, {})

@@ -39,10 +39,11 @@ from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
 from sartor.federation.states import StateStore
 from sartor.federation.transforms import Transforms, read_shapes
+from sartor.files import write
 from sartor.model.networks import build_task
 from sartor.model.task import Task
-from sartor.remote.journal import Ledger, rows_of, write
-from sartor.remote.messages import BadMessage, Parts, decode, encode, version
+from sartor.remote.journal import Journal, rows_of
+from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, version
 from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
@@ -57,7 +58,6 @@ Load = Callable[[Experiment], ClientData]
 OPENED, DECLARED = "opened.json", "declared.tensors"
 METHOD = "method.txt"
 OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number")
-Groups = Mapping[str, Mapping[str, Tensor]]
 COMMON = (shared_model, own_buffers)
 """Client functions of any method's evaluation."""
 STAY = ", which stay at this node; `sartor join --allow-personal-models` lets them go"
@@ -138,7 +138,7 @@ class Node:
         self._experiment: Experiment | None = None
         self._run = ""
         self._hosted: Hosted | None = None
-        self._ledger = Ledger(None)
+        self._journal = Journal(None)
         self._hypers: dict[str, Any] = {}
         self._process = secrets.token_hex(8)
         self.done = False
@@ -260,9 +260,9 @@ class Node:
         hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device)
         if run != self._run or self._folder is not None:
             self._check_method(run, experiment.algorithm)
-            self._ledger = Ledger(None if self._folder is None else self._folder / run)
+            self._journal = Journal(None if self._folder is None else self._folder / run)
         self._run = run
-        self._ledger.go_back(int(header["at"]), header["without"], header["keep"])
+        self._journal.go_back(int(header["at"]), header["without"], header["keep"])
         self._settle(header)
         self._fill(hosted.states)
         self._remember(header, groups)
@@ -306,7 +306,7 @@ class Node:
         elif outcome.buffers is not None and hosted.policy == "average":
             groups["buffers"] = {"buffers": outcome.buffers}
         if header["keeps"] and kept:
-            self._ledger.stage(int(header["exchange"]), rows_of(torch.from_numpy(numbers), kept))
+            self._journal.stage(int(header["exchange"]), rows_of(torch.from_numpy(numbers), kept))
         return {"exchange": header["exchange"]}, groups
 
     def _end(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
@@ -382,15 +382,15 @@ class Node:
     def _settle(self, header: Mapping[str, Any]) -> None:
         """Let count, or forget, what was staged, as the server has decided."""
         for exchange, used in header["settled"]:
-            for name, (numbers, rows) in self._ledger.settle(int(exchange), used).items():
+            for name, (numbers, rows) in self._journal.settle(int(exchange), used).items():
                 if self._hosted is not None:
                     self._hosted.put(name, numbers, rows)
-        self._ledger.merge(int(header["floor"]))
+        self._journal.merge(int(header["floor"]))
 
     def _fill(self, names: Any) -> None:
         """Give clients the states that they have kept before."""
         assert self._hosted is not None
-        kept = self._ledger.states()
+        kept = self._journal.states()
         for name in list(names):
             if name in kept:
                 self._hosted.put(name, *kept[name])

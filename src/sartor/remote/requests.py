@@ -1,8 +1,8 @@
 """Requests to nodes and their replies, one by one.
 
-How messages travel is the business of a :class:`Grid`. :class:`Post` puts a secret into every request, which
-its reply must bring back, and takes of a reply only what the request has asked for. Whatever else comes is a
-:class:`Failed` of its sender.
+How messages travel is the business of a :class:`Grid`. :class:`Requests` puts a secret into every request,
+which its reply must bring back, and takes of a reply only what the request has asked for. Whatever else comes
+is a :class:`Failed` of its sender.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
 from sartor.remote.messages import (
     BadMessage,
+    Expected,
+    Groups,
+    Message,
     Parts,
-    Spec,
     decode,
     encode,
     read_header,
@@ -73,20 +74,15 @@ class Grid(Protocol):
     def caught(self) -> list[tuple[int, Failed]]:
         """What nodes have tried since the last call and were refused, besides their replies."""
 
-    def left(self) -> dict[str, tuple[int, str, bool]]:
+    def earlier(self) -> dict[str, tuple[int, str, bool]]:
         """Messages that an earlier process of the server has sent: node, note, and whether it has replied."""
 
     def take_up(self, message: str, node: int, lifetime: float) -> None:
         """Wait for the reply to a message that an earlier process of the server has sent."""
 
 
-Groups = Mapping[str, Mapping[str, Tensor]]
-Expected = Mapping[str, Mapping[str, Spec]]
-Answer = tuple[dict[str, Any], dict[str, dict[str, Tensor]]]
-
-
 @dataclass(frozen=True)
-class Left:
+class EarlierRequest:
     """A request that an earlier process of the server has sent, with what it noted of it."""
 
     message: str
@@ -103,7 +99,7 @@ class Left:
 
 
 @dataclass
-class Letter:
+class Request:
     """A request under way."""
 
     node: int
@@ -123,7 +119,7 @@ class Letter:
     declared: tuple[str, ...] = ()
 
 
-class Post:
+class Requests:
     """Requests to nodes and their replies; each request has a secret that its reply must bring back."""
 
     def __init__(self, grid: Grid, deadline: float) -> None:
@@ -137,99 +133,105 @@ class Post:
         groups: Groups | None = None,
         expected: Expected | None = None,
         note: Mapping[str, Any] | None = None,
-    ) -> Letter:
+    ) -> Request:
         """Send a request to a node; one with a note can be taken up by a later process of the server."""
         told = {**header, "nonce": secrets.token_hex(16), "version": version()}
-        letter = Letter(node, told, groups, expected, time.monotonic() + self.deadline)
+        request = Request(node, told, groups, expected, time.monotonic() + self.deadline)
         if note is not None and self.grid.lasting:
-            letter.note = {**note, "nonce": told["nonce"]}
-        self._carry(letter)
-        return letter
+            request.note = {**note, "nonce": told["nonce"]}
+        self._carry(request)
+        return request
 
-    def left(self) -> list[Left]:
+    def earlier(self) -> list[EarlierRequest]:
         """The requests that an earlier process of the server has sent, as far as they have a note."""
         found = []
-        for message, (node, note, answered) in self.grid.left().items():
+        for message, (node, note, answered) in self.grid.earlier().items():
             try:
-                found.append(Left(message=message, node=node, answered=answered, **json.loads(note)))
+                found.append(
+                    EarlierRequest(message=message, node=node, answered=answered, **json.loads(note))
+                )
             except (ValueError, TypeError):
                 self.grid.forget(message)
         return found
 
     def take_up(
-        self, left: Left, header: Mapping[str, Any], groups: Groups | None, expected: Expected
-    ) -> Letter:
+        self, earlier: EarlierRequest, header: Mapping[str, Any], groups: Groups | None, expected: Expected
+    ) -> Request:
         """Wait for the reply to a request of before, which asked the same."""
-        told = {**header, "nonce": left.nonce, "exchange": left.exchange, "version": version()}
-        letter = Letter(left.node, told, groups, expected, time.monotonic() + self.deadline, left.message)
-        self.grid.take_up(left.message, left.node, self.deadline)
-        return letter
+        told = {**header, "nonce": earlier.nonce, "exchange": earlier.exchange, "version": version()}
+        request = Request(
+            earlier.node, told, groups, expected, time.monotonic() + self.deadline, earlier.message
+        )
+        self.grid.take_up(earlier.message, earlier.node, self.deadline)
+        return request
 
-    def look(self, letter: Letter) -> Answer | None:
+    def look(self, request: Request) -> Message | None:
         """The reply, None where it is not there yet; :class:`Failed` where none can be used."""
         try:
-            parts = self.grid.poll(letter.message, _bytes_of(letter.expected))
+            parts = self.grid.poll(request.message, _bytes_of(request.expected))
             if parts is None:
-                if time.monotonic() > letter.due:
+                if time.monotonic() > request.due:
                     raise Failed("late", f"no reply within {self.deadline:g} s")
                 return None
-            genuine = read_header(parts).get("nonce") == letter.header["nonce"]
-            header, groups = decode(parts, letter.expected) if genuine else ({}, {})
+            genuine = read_header(parts).get("nonce") == request.header["nonce"]
+            header, groups = decode(parts, request.expected) if genuine else ({}, {})
         except BadMessage as error:
-            self.grid.forget(letter.message)
+            self.grid.forget(request.message)
             raise Failed(error.kind, str(error)) from None
         except Failed:
-            self.grid.forget(letter.message)
+            self.grid.forget(request.message)
             raise
-        self.grid.forget(letter.message)
+        self.grid.forget(request.message)
         if not genuine:
-            self._ask_again(letter)
+            self._ask_again(request)
             return None
         if "error" in header:
             raise Failed("closed" if header.get("closed") else "failed", readable(header["error"]))
         return header, groups
 
-    def wait(self, letter: Letter) -> Answer:
+    def wait(self, request: Request) -> Message:
         """Wait for the reply."""
-        while (answer := self.look(letter)) is None:
+        while (answer := self.look(request)) is None:
             time.sleep(PAUSE)
         return answer
 
-    def deliver(self, letters: list[Letter], patience: float) -> None:
+    def deliver(self, requests: list[Request], patience: float) -> None:
         """Wait until all have answered, for so long at most; what they answer does not matter."""
         end = time.monotonic() + patience
-        while letters and time.monotonic() < end:
-            for letter in list(letters):
+        while requests and time.monotonic() < end:
+            for request in list(requests):
                 try:
-                    if self.look(letter) is not None:
-                        letters.remove(letter)
+                    if self.look(request) is not None:
+                        requests.remove(request)
                 except Failed:
-                    letters.remove(letter)
+                    requests.remove(request)
             time.sleep(PAUSE)
-        for letter in letters:
-            self.grid.forget(letter.message)
+        for request in requests:
+            self.grid.forget(request.message)
 
     def caught(self) -> list[tuple[int, Failed]]:
         """What nodes have tried since the last call and what came of it to nothing."""
         caught, self._caught = [*self._caught, *self.grid.caught()], []
         return caught
 
-    def _ask_again(self, letter: Letter) -> None:
+    def _ask_again(self, request: Request) -> None:
         """Somebody answered who does not know the secret, and the reply of who does has no place any more.
 
         Whoever is asked the same twice answers the same.
         """
         error = Failed("forged", "a reply does not bring back the secret of the request it answers")
-        letter.forged += 1
-        if letter.forged > MOST_FORGED:
+        request.forged += 1
+        if request.forged > MOST_FORGED:
             raise error
-        self._caught.append((letter.node, error))
-        self._carry(letter)
+        self._caught.append((request.node, error))
+        self._carry(request)
 
-    def _carry(self, letter: Letter) -> None:
-        left = max(letter.due - time.monotonic(), 0.0)
-        note = json.dumps(letter.note) if letter.note else ""
-        letter.message = self.grid.send(letter.node, encode(letter.header, letter.groups), left, note)
+    def _carry(self, request: Request) -> None:
+        remaining = max(request.due - time.monotonic(), 0.0)
+        note = json.dumps(request.note) if request.note else ""
+        request.message = self.grid.send(
+            request.node, encode(request.header, request.groups), remaining, note
+        )
 
 
 def _bytes_of(expected: Expected | None) -> int:

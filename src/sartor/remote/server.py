@@ -40,10 +40,10 @@ from sartor.federation.states import StateStore
 from sartor.federation.transforms import inner_function, plain_shapes
 from sartor.kernels.device import to_device
 from sartor.model.task import Task
-from sartor.remote.admission import Introduction, Reception, unknown_label
-from sartor.remote.messages import DTYPES, Spec, encode, spec_of
+from sartor.remote.admission import Admission, Introduction, unknown_label
+from sartor.remote.messages import DTYPES, Expected, Groups, Spec, encode, spec_of
 from sartor.remote.node import hyper_values
-from sartor.remote.requests import PARTING, PAUSE, Expected, Failed, Grid, Groups, Left, Letter, Post
+from sartor.remote.requests import PARTING, PAUSE, EarlierRequest, Failed, Grid, Request, Requests
 from sartor.runs.experiment import Experiment
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class RemoteEngine(Distant):
         self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
         self.noted, self.round = Counter(), 0
         self.policy = settings.buffers
-        self.post, self.quorum, self.unit = Post(grid, deadline), quorum, unit
+        self.requests, self.quorum, self.unit = Requests(grid, deadline), quorum, unit
         self._experiment, self._data = experiment, data
         self._number = {name: number for number, name in enumerate(data.names)}
         self._hosts: dict[int, int] = {}
@@ -100,7 +100,7 @@ class RemoteEngine(Distant):
         self._moments: Moments | None = None
         for part in sorted((part for part in moments if part is not None), key=lambda part: part.number):
             self._moments = part if self._moments is None else self._moments + part
-        self._reception = Reception(self.post, experiment)
+        self._admission = Admission(self.requests, experiment)
         self._warned: set[tuple[int, int]] = set()
         """Rounds and nodes whose forgeries the log has told of."""
         self._opened: set[int] = set()
@@ -110,7 +110,7 @@ class RemoteEngine(Distant):
         self._exchange = 0
         self._back = {number: Back(0) for number in range(data.clients)}
         """Clients whose node has not been told, since the server began, where the run stands."""
-        self._left: dict[tuple[int, str], Left] = {}
+        self._earlier: dict[tuple[int, str], EarlierRequest] = {}
         """Requests of an earlier process of this server, by node and what they ask."""
         self._floors = (0, 0)
         self._undecided: dict[int, tuple[int, list[int]]] = {}
@@ -118,7 +118,8 @@ class RemoteEngine(Distant):
         self._latest: dict[int, int] = {}
         self._settled: dict[int, tuple[int, list[int]]] = {}
         """Exchanges that are decided: a client of the node, and who was used; until the node knows."""
-        self._letters: dict[int, Letter] = {}
+        self._in_flight: dict[int, Request] = {}
+        """What clients at work were asked, by client."""
         self._specs: dict[Any, tuple[dict[str, Spec], bool]] = {}
         self._model = _one_client(task, data, replace(settings, workers=1))
         self._model_states = StateStore(1, self.device)
@@ -146,30 +147,30 @@ class RemoteEngine(Distant):
 
     def cancel(self, client: int) -> None:
         """Call off the work of a client: what its node answers is not used."""
-        letter = self._letters.pop(client, None)
-        if letter is not None:
-            self._drop(letter)
+        request = self._in_flight.pop(client, None)
+        if request is not None:
+            self._drop(request)
 
     def farewell(self, patience: float = PARTING) -> None:
         """Tell all nodes that the run is over."""
-        letters = []
+        requests = []
         for node in self._present():  # those too that were not asked, as nothing was left to do
             with _tolerant(node):
-                letters.append(self._letter(node, {"kind": "end"}, expected={}))
-        self.post.deliver(letters, patience)
+                requests.append(self._send(node, {"kind": "end"}, expected={}))
+        self.requests.deliver(requests, patience)
 
     # Nodes ----------------------------------------------------------------------------------------
 
     def _present(self) -> set[int]:
         """The nodes that are there and host clients of this run; newcomers are greeted."""
-        there = self.post.grid.nodes()
-        for node, error in self.post.caught():
+        there = self.requests.grid.nodes()
+        for node, error in self.requests.caught():
             if (self.round, node) in self._warned:  # a node may try it as often as it likes
                 self.noted[error.kind] += 1
             else:
                 self._note(node, error)
                 self._warned = {(self.round, node), *(seen for seen in self._warned if seen[0] == self.round)}
-        for node, met in self._reception.met(there - set(self._known)).items():
+        for node, met in self._admission.met(there - set(self._known)).items():
             if isinstance(met, Failed):
                 self._note(node, met)
                 continue
@@ -177,7 +178,7 @@ class RemoteEngine(Distant):
                 self._admit(node, met, there)
             except Failed as error:
                 self._note(node, error)
-                self._reception.refuse(node, str(error))
+                self._admission.refuse(node, str(error))
         return there & set(self._known)
 
     def _admit(self, node: int, met: Introduction, there: set[int]) -> None:
@@ -216,11 +217,11 @@ class RemoteEngine(Distant):
     def _open(self, node: int) -> None:
         """Tell a node where the run stands; one that was started anew is greeted first."""
         met = self._known[node]
-        again = self._reception.greet(node)
+        again = self._admission.greet(node)
         if (again.names, again.hash) != (met.names, met.hash):
             reason = unknown_label(again, self._data.labels)
             error = Failed("stranger", reason or "it has other clients or data than at the start")
-            self._reception.refuse(node, str(error))
+            self._admission.refuse(node, str(error))
             raise error
         self._known[node] = again
         numbers = [self._number[name] for name in met.names]
@@ -239,15 +240,15 @@ class RemoteEngine(Distant):
         if self._moments is not None:
             groups["moments"] = {"mean": self._moments.mean, "squares": self._moments.squares}
             header["number"] = self._moments.number
-        letter = self._letter(node, header, groups, expected={})
-        self.post.wait(letter)
-        self._received(letter)
+        request = self._send(node, header, groups, expected={})
+        self.requests.wait(request)
+        self._received(request)
         self._opened.add(node)
         self._delivered[node] = set()
         for number in numbers:
             self._back.pop(number, None)
 
-    def _letter(
+    def _send(
         self,
         node: int,
         header: dict[str, Any],
@@ -256,7 +257,7 @@ class RemoteEngine(Distant):
         expected: Expected,
         note: Mapping[str, Any] | None = None,
         **more: Any,
-    ) -> Letter:
+    ) -> Request:
         """A request that says, besides, what was decided of earlier exchanges with this node."""
         settled = {
             exchange: used
@@ -264,18 +265,18 @@ class RemoteEngine(Distant):
             if self._hosts[client] == node
         }
         header |= {"run": self._run_id, "settled": list(settled.items()), "floor": self._floors[0]}
-        letter = self.post.send(node, header, groups, expected, note)
-        letter.settled = tuple(settled)
+        request = self.requests.send(node, header, groups, expected, note)
+        request.settled = tuple(settled)
         for name, value in more.items():
-            setattr(letter, name, value)
-        return letter
+            setattr(request, name, value)
+        return request
 
-    def _received(self, letter: Letter) -> None:
+    def _received(self, request: Request) -> None:
         """A node has answered, so it has read what it was told."""
-        for exchange in letter.settled:
+        for exchange in request.settled:
             self._settled.pop(exchange, None)
-        if letter.declared:
-            self._delivered[letter.node].update(letter.declared)
+        if request.declared:
+            self._delivered[request.node].update(request.declared)
 
     def _note(self, node: int, error: Failed) -> None:
         """A fault of a node: a line in the log and a number in the round's notes."""
@@ -291,11 +292,11 @@ class RemoteEngine(Distant):
         if not len(work.numbers):
             return NOBODY
 
-        def request(node: int, places: np.ndarray) -> Letter:
-            return self._request(node, work.rows(places, to_device(places, self.device)), places)
+        def ask(node: int, places: np.ndarray) -> Request:
+            return self._ask(node, work.rows(places, to_device(places, self.device)), places)
 
-        answers = self._gather(work.numbers, request)
-        places = np.concatenate([letter.places for letter, _ in answers])
+        answers = self._gather(work.numbers, ask)
+        places = np.concatenate([request.places for request, _ in answers])
         order = to_device(np.argsort(places, kind="stable"), self.device)
 
         def joined(group: str, name: str) -> Tensor:
@@ -305,16 +306,16 @@ class RemoteEngine(Distant):
         buffers = joined("buffers", "buffers") if trains and self.policy == "average" else None
         return Outcome(work.numbers[np.sort(places)], replies, {}, buffers)
 
-    def _gather(self, numbers: np.ndarray, request: Callable[[int, np.ndarray], Letter]) -> list[Any]:
+    def _gather(self, numbers: np.ndarray, ask: Callable[[int, np.ndarray], Request]) -> list[Any]:
         """The answers of the nodes of these clients: of all that answer in time, and of a quorum at least."""
         clients: dict[int, list[int]] = {}
         for place, number in enumerate(numbers.tolist()):
             clients.setdefault(self._hosts[number], []).append(place)
         asked = {node: np.array(places) for node, places in clients.items()}
         enough = min(self.quorum, len(asked))
-        absent, closed, waiting = set(asked), set[int](), dict[int, Letter]()
+        absent, closed, waiting = set(asked), set[int](), dict[int, Request]()
         told_again: set[int] = set()
-        answers: list[tuple[Letter, dict[str, dict[str, Tensor]]]] = []
+        answers: list[tuple[Request, dict[str, dict[str, Tensor]]]] = []
         failed: Failed | None = None
         first, reminded = True, time.monotonic()
         while first or waiting or closed or len(answers) < enough:
@@ -325,20 +326,20 @@ class RemoteEngine(Distant):
                 absent.discard(node)
                 closed.discard(node)
                 try:
-                    waiting[node] = request(node, asked[node])
+                    waiting[node] = ask(node, asked[node])
                 except Failed as error:
                     failed = error
                     self._faulty(node, error, absent)
             if first:
                 self._count("gone", len(absent - there))
                 first = False
-            for node, letter in list(waiting.items()):
+            for node, request in list(waiting.items()):
                 try:
-                    answer = self.post.look(letter)
+                    answer = self.requests.look(request)
                 except Failed as error:
                     failed = error
                     del waiting[node]
-                    self._drop(letter)
+                    self._drop(request)
                     self._faulty(node, error, absent)
                     if error.kind == "closed" and node not in told_again:
                         closed.add(node)  # it is there, and has only to be told of the run again
@@ -346,8 +347,8 @@ class RemoteEngine(Distant):
                     continue
                 if answer is not None:
                     del waiting[node]
-                    self._received(letter)
-                    answers.append((letter, answer[1]))
+                    self._received(request)
+                    answers.append((request, answer[1]))
             if not waiting and not absent and len(answers) < enough:
                 raise SartorError(f"{len(answers)} of {len(asked)} nodes answered, {enough} must: {failed}")
             if absent and time.monotonic() - reminded > REMIND:
@@ -365,25 +366,22 @@ class RemoteEngine(Distant):
         if error.kind in (*RETURNING, "late"):
             absent.add(node)
 
-    def _request(self, node: int, work: Work, places: np.ndarray) -> Letter:
+    def _ask(self, node: int, work: Work, places: np.ndarray) -> Request:
         """Ask some clients of one node to run a client function."""
         digest = ""
         function = work.function
-        name, hyper, numbers = (
-            qualified_name(inner_function(function)),
-            hyper_values(work.hyper),
-            work.numbers.tolist(),
-        )
-        if self.post.grid.lasting and work.keeps:
+        name, hyper = qualified_name(inner_function(function)), hyper_values(work.hyper)
+        numbers = work.numbers.tolist()
+        if self.requests.grid.lasting and work.keeps:
             given = {} if work.buffers is None else {"buffers": work.buffers}
             asked = [self._run_id, name, hyper, numbers, work.rounds.tolist()]
             digest = _digest(asked, work.shared, work.own, given)
-        left = self._left.pop((node, digest), None)
-        if node not in self._opened and left is None:
+        earlier = self._earlier.pop((node, digest), None)
+        if node not in self._opened and earlier is None:
             self._open(node)
         sent, trains = self._expected(work)
         self._exchange += 1
-        exchange = self._exchange if left is None else left.exchange
+        exchange = self._exchange if earlier is None else earlier.exchange
         delivered = self._delivered.get(node, set())
         declared = {name: value for name, value in self._declared.items() if name not in delivered}
         groups: dict[str, dict[str, Tensor]] = {"shared": work.shared, "each": work.own, "declared": declared}
@@ -406,10 +404,10 @@ class RemoteEngine(Distant):
             "keeps": work.keeps,
             "transformed": _transformed(function),
         }
-        if left is None:
+        if earlier is None:
             process, client = self._known[node].process, numbers[0]
             note = {"process": process, "digest": digest, "exchange": exchange, "client": client}
-            letter = self._letter(
+            request = self._send(
                 node,
                 header,
                 groups,
@@ -421,18 +419,18 @@ class RemoteEngine(Distant):
             )
         else:
             header |= {"run": self._run_id, "settled": [], "floor": self._floors[0]}
-            letter = self.post.take_up(left, header, groups, expected)
-            letter.exchange, letter.places = exchange, places
+            request = self.requests.take_up(earlier, header, groups, expected)
+            request.exchange, request.places = exchange, places
             self._count("taken_up", 1)
         if work.keeps:
             self._undecided[exchange] = (node, numbers)
             self._latest |= dict.fromkeys(numbers, exchange)
-        return letter
+        return request
 
-    def _drop(self, letter: Letter) -> None:
+    def _drop(self, request: Request) -> None:
         """Nothing of an exchange counts: its node will be told to forget what was staged."""
-        self.post.grid.forget(letter.message)
-        self._decide(letter.exchange, [])
+        self.requests.grid.forget(request.message)
+        self._decide(request.exchange, [])
 
     def _decide(self, exchange: int, used: list[int]) -> None:
         if exchange in self._undecided:
@@ -478,7 +476,7 @@ class RemoteEngine(Distant):
         there = self._present()
         for job in queue:
             node = self._hosts[job.client]
-            if job.client not in self._letters and job.result is None and node in there:
+            if job.client not in self._in_flight and job.result is None and node in there:
                 with _tolerant(node, self._note):
                     work = Work(
                         job.call.function,
@@ -490,7 +488,7 @@ class RemoteEngine(Distant):
                         job.buffers,
                         self.round,
                     )
-                    self._letters[job.client] = self._request(node, work, np.zeros(1, dtype=np.int64))
+                    self._in_flight[job.client] = self._ask(node, work, np.zeros(1, dtype=np.int64))
 
     def due(self, queue: EventQueue, count: float, end: float, hyper: Any) -> tuple[list[Job], list[Job]]:
         """The jobs that arrive next in real time, and those that will not."""
@@ -500,26 +498,26 @@ class RemoteEngine(Distant):
         while len(queue) and not jobs:
             self.send(queue, hyper)
             for job in list(queue):
-                letter = self._letters.get(job.client)
-                if letter is None or len(jobs) >= count:
+                request = self._in_flight.get(job.client)
+                if request is None or len(jobs) >= count:
                     continue
                 if jobs and job.call.function is not jobs[0].call.function:
                     continue
                 try:
-                    answer = self.post.look(letter)
+                    answer = self.requests.look(request)
                 except Failed as error:
-                    del self._letters[job.client]
-                    self._drop(letter)
-                    self._note(letter.node, error)
+                    del self._in_flight[job.client]
+                    self._drop(request)
+                    self._note(request.node, error)
                     if error.kind in RETURNING:
-                        self._opened.discard(letter.node)
+                        self._opened.discard(request.node)
                     else:
                         lost.append(queue.cancel(job.client))
                     continue
                 if answer is None:
                     continue
-                del self._letters[job.client]
-                self._received(letter)
+                del self._in_flight[job.client]
+                self._received(request)
                 queue.cancel(job.client)
                 job.finish = max(self.now(), queue.now)
                 groups = answer[1]
@@ -542,8 +540,8 @@ class RemoteEngine(Distant):
 
     def snapshot(self) -> dict[str, Any]:
         """How far the nodes' states have come."""
-        self._leave()
-        flying = sorted(letter.exchange for letter in self._letters.values())
+        self._forget_earlier()
+        flying = sorted(request.exchange for request in self._in_flight.values())
         saved = {
             "run": self._run_id,
             "exchange": self._exchange,
@@ -568,25 +566,25 @@ class RemoteEngine(Distant):
         floor = min([self._exchange, *(exchange - 1 for exchange in saved["without"])])
         self._floors = (0, floor)
         self._opened, self._delivered = set(), {}
-        self._undecided, self._latest, self._letters = {}, {}, {}
+        self._undecided, self._latest, self._in_flight = {}, {}, {}
         self._begun = time.monotonic() - now * self.unit
-        for left in self.post.left():
-            met = self._known.get(left.node)
-            if met is not None and (left.answered or left.process == met.process):
-                self._left[left.node, left.digest] = left
+        for earlier in self.requests.earlier():
+            met = self._known.get(earlier.node)
+            if met is not None and (earlier.answered or earlier.process == met.process):
+                self._earlier[earlier.node, earlier.digest] = earlier
                 for number in (self._number[name] for name in met.names):
                     back = self._back[number]
-                    self._back[number] = back._replace(keep=(*back.keep, left.exchange))
-                self._exchange = max(self._exchange, left.exchange)  # numbers are not given twice
+                    self._back[number] = back._replace(keep=(*back.keep, earlier.exchange))
+                self._exchange = max(self._exchange, earlier.exchange)  # numbers are not given twice
             else:
-                self.post.grid.forget(left.message)
+                self.requests.grid.forget(earlier.message)
 
-    def _leave(self) -> None:
+    def _forget_earlier(self) -> None:
         """Forget the requests of before that nobody has asked for again."""
-        for left in self._left.values():
-            self.post.grid.forget(left.message)
-            self._settled[left.exchange] = (left.client, [])
-        self._left = {}
+        for earlier in self._earlier.values():
+            self.requests.grid.forget(earlier.message)
+            self._settled[earlier.exchange] = (earlier.client, [])
+        self._earlier = {}
 
     def _count(self, kind: str, amount: int) -> None:
         if amount:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from sartor.errors import SartorError
+from sartor.files import replacing
 from sartor.report.figures import figures as make_figures
 from sartor.report.html import page
 from sartor.report.images import write_figures
@@ -48,12 +47,9 @@ def _write(path: Path, text: str) -> None:
     """A whole file, or the one that was there before."""
     if path.is_dir():
         raise SartorError(f"{path}: is a folder; give the report a file name, as in {path / 'report.html'}")
-    temporary = path.with_name(f".unfinished-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise SartorError(f"{path}: the report cannot be written: {error.strerror or error}") from None

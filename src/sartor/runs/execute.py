@@ -14,6 +14,7 @@ from typing import Any
 from sartor.data.clients import ClientData
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError, SettingError
+from sartor.files import NotWritten
 from sartor.model.task import Task
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.experiment import Experiment
@@ -29,7 +30,7 @@ from sartor.runs.observers import (
     Several,
     check_observers,
 )
-from sartor.runs.record import STATES, NotWritten, RunFolder
+from sartor.runs.record import STATES, RunFolder
 from sartor.runs.result import Result
 from sartor.runs.run import Run
 from sartor.runs.setup import Opened, Setup, open_federation, set_up_everywhere

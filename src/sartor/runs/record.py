@@ -38,6 +38,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sartor.errors import SartorError
 from sartor.extensions import Code, code_name, function_file, import_again
+from sartor.files import leftovers, replacing, sync, write, writing
 from sartor.runs.experiment import (
     Experiment,
     code_named,
@@ -66,10 +67,6 @@ GROWING_CLIENTS = "clients.arrow"
 STATES = "states"
 """The folder of client states that are too large for memory."""
 FILES = (CONFIG, ENVIRONMENT, PARTITION, ROUNDS, CLIENTS, SUMMARY, MODELS)
-
-
-class NotWritten(SartorError):
-    """The disk did not take a file."""
 
 
 class RunFolder:
@@ -116,7 +113,7 @@ class RunFolder:
         )
         name = f"{experiment.algorithm}-{data}-s{experiment.seed}-{fingerprint(experiment)[:8]}"
         folder, number = Path("runs") / name, 1
-        with _writing(folder):
+        with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             while True:
                 try:
@@ -129,7 +126,7 @@ class RunFolder:
     @staticmethod
     def _take(folder: Path) -> Path:
         """Make the folder asked for, or use it if no run is in it."""
-        with _writing(folder):
+        with writing(folder):
             if folder.exists() and not folder.is_dir():
                 raise SartorError(f"{folder}: is a file; give a folder that does not exist yet")
             folder.mkdir(parents=True, exist_ok=True)
@@ -181,13 +178,13 @@ class RunFolder:
         """Put the client rows on disk and let go of the open file; writing may go on afterwards."""
         if self._rounds is not None:
             rounds, self._rounds = self._rounds, None
-            with _writing(self.path / ROUNDS):
+            with writing(self.path / ROUNDS):
                 rounds.close()
         self.write_clients()
 
     def add_round(self, row: Mapping[str, Any]) -> None:
         """Append one round; it is in the file when this returns."""
-        with _writing(self.path / ROUNDS):
+        with writing(self.path / ROUNDS):
             if self._rounds is None:
                 self._rounds = open(self.path / ROUNDS, "ab", buffering=0)  # noqa: SIM115 (closed by close)
             _append(self._rounds, (to_json(row) + "\n").encode())
@@ -202,7 +199,7 @@ class RunFolder:
         path = self.path / GROWING_CLIENTS
         if not path.exists() and (earlier := self._client_table()) is not None:
             self._store(GROWING_CLIENTS, _stream(earlier))
-        with _writing(path), open(path, "ab", buffering=0) as file:
+        with writing(path), open(path, "ab", buffering=0) as file:
             _append(file, content)
 
     def write_clients(self) -> None:
@@ -221,12 +218,12 @@ class RunFolder:
     def sync(self) -> None:
         """Have the rows written so far on the disk, not only with the system: a checkpoint relies on them."""
         for name in (ROUNDS, GROWING_CLIENTS):
-            with _writing(self.path / name), contextlib.suppress(FileNotFoundError):
-                _synced(self.path / name)
+            with writing(self.path / name), contextlib.suppress(FileNotFoundError):
+                sync(self.path / name)
 
     def cut(self, round: int) -> None:
         """Forget the rows of all rounds after this one, and what an interruption left half written."""
-        for leftover in self.path.rglob(".unfinished-*"):
+        for leftover in leftovers(self.path):
             leftover.unlink()
         lines: list[str] = []
         last = None
@@ -278,8 +275,7 @@ class RunFolder:
 
     def write_partition(self, partition: Any) -> None:
         """Store which client holds which samples, a :class:`sartor.data.partitions.Partition`."""
-        with self._replacing(PARTITION) as temporary:
-            partition.save(temporary)
+        partition.save(self.path / PARTITION)
 
     def write_models(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Store named tensors."""
@@ -417,25 +413,16 @@ class RunFolder:
 
     def _store(self, name: str, content: bytes) -> None:
         """Write a whole file."""
-        with self._replacing(name) as temporary:
-            temporary.write_bytes(content)
+        write(self.path / name, content)
 
     @contextlib.contextmanager
     def _replacing(self, name: str) -> Iterator[Path]:
-        """A path to write to; what is there at the end is made durable and moved to ``name`` in one step."""
-        # The ending is kept, because numpy adds its own to a name without it.
+        """A path to write to; what is there at the end is moved to ``name`` in one step."""
         path = self.path / name
-        temporary = path.with_name(f".unfinished-{path.name}")
-        with _writing(path):
+        with writing(path):
             path.parent.mkdir(exist_ok=True)
-            try:
+            with replacing(path) as temporary:
                 yield temporary
-                _synced(temporary)
-                os.replace(temporary, path)
-                if os.name == "posix":  # elsewhere a folder cannot be opened
-                    _synced(path.parent)
-            finally:
-                temporary.unlink(missing_ok=True)
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
@@ -463,9 +450,9 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Store a text file that belongs to no run, whole or not at all; makes its folder."""
-    with _writing(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    RunFolder(path.parent)._store(path.name, text.encode())
+    write(path, text.encode())
 
 
 def _json_bytes(value: Any) -> bytes:
@@ -595,15 +582,6 @@ def _append(file: IO[bytes], content: bytes) -> None:
         raise
 
 
-def _synced(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _version(package: str) -> str:
     """The installed version of a package."""
     try:
@@ -623,15 +601,3 @@ def _device_name(device: str) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn what the disk reports, such as being full, into one clear error."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise NotWritten(
-            f"{path}: cannot be written: {reason}; free some space or choose another folder"
-        ) from None

@@ -1,0 +1,271 @@
+"""Client functions as programs: suspended at their scans, and traced.
+
+A client function is written for one client. Here it runs for a whole chunk of them under ``torch.vmap``,
+and its scans, the loops over batches, are carried out outside of it. That is done by replaying: the
+function is pure, so it is run until it reaches its first scan, where it is suspended; the scan is carried
+out; then the function is run again with the result in hand, and so on until it returns. Between scans a
+client function has only vector algebra, which costs nothing to repeat.
+
+A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced
+once into a plain graph of tensor operations, which removes Python, vmap and autograd from every later step;
+it may be compiled, and so may what lies between scans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from sartor import random
+from sartor.client.local import Batches, Client
+from sartor.engines.schedule import Plan
+from sartor.errors import NotStackable, SartorError
+from sartor.federation.exchange import ClientError, ClientFunction, checked_reply, norms_of
+from sartor.federation.functions import name_of
+from sartor.federation.settings import FederationSettings
+from sartor.kernels import products
+from sartor.kernels.gpu import has_tensor_cores
+from sartor.model.task import Batch, Task
+
+Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
+"""What a function gives, one row per client: replies, new states and, if it trained, buffers."""
+
+Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], dict[str, Tensor]]
+"""That of a chunk, and where a graph computes them along with it, the norms of all of it."""
+
+Traced = Callable[[list[Tensor]], Any]
+"""A traced function: from its flattened arguments to its result."""
+
+
+class Suspended(Exception):
+    """A client function reached a scan whose result is not known yet."""
+
+    def __init__(
+        self, client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches
+    ) -> None:
+        self.client, self.body, self.carry, self.batches = client, body, carry, batches
+
+
+class Rows(NamedTuple):
+    """What differs between clients, one row each: numbers, rounds, sample counts and arguments."""
+
+    number: Tensor
+    round: Tensor
+    counts: dict[str, Tensor]
+    arguments: dict[str, Tensor]
+    buffers: tuple[Tensor, ...]
+    origins: tuple[Tensor, ...] = ()
+    """Where clients are not those of one run in order: a client's number in its run, and that run's seed."""
+
+
+class Fixed(NamedTuple):
+    """What is the same for all clients of a call."""
+
+    arguments: dict[str, Tensor]
+    buffers: tuple[Tensor, ...]
+    data: dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Program:
+    """A client function for inputs of certain shapes: its scans, in order, and their traced steps."""
+
+    function: ClientFunction
+    hyper: Any
+    round: int = 0
+    """The server's round of the call under way, for messages."""
+    scans: list[Batches] | None = None
+    steps: dict[Hashable, Traced] = field(default_factory=dict)
+    parts: dict[int, tuple[Batches | None, Traced]] = field(default_factory=dict)
+    """Where it is compiled, what lies before and after its scans, with the scan that follows."""
+
+
+class Tracer:
+    """Runs programs up to their scans, and single steps of those; ``norms``: with the norms of results."""
+
+    def __init__(self, task: Task, settings: FederationSettings, norms: bool) -> None:
+        self.task, self.settings, self.norms = task, settings, norms
+        self.device = torch.device(settings.device)
+
+    def advance(
+        self, program: Program, fixed: Fixed, rows: Rows, memo: list[Any]
+    ) -> tuple[Batches | None, Any]:
+        """Run the function up to its next scan and give that with its carry, or to its end."""
+        suspended: list[Batches] = []
+
+        def client(rows: Rows, memo: list[Any], fixed: Fixed) -> Any:
+            try:
+                return self._replay(program, fixed, rows, memo)
+            except Suspended as reached:
+                suspended.append(reached.batches)
+                return reached.carry
+
+        def clients(fixed: Fixed, rows: Rows, memo: list[Any]) -> Any:
+            result = torch.vmap(partial(client, fixed=fixed))(rows, memo)
+            if not suspended:
+                return *result, norms_of(result[0], result[1]) if self.norms else {}
+            if self.device.type == "cuda":  # one layout for all steps: a compiled step is for one layout only
+                result = tree_map(lambda value: value.contiguous(), result)
+            return result
+
+        if not self.settings.compile or program.scans is None:
+            try:
+                result = clients(fixed, rows, memo)
+            except Exception as error:
+                raise self._explained(program, error) from error
+            return next(iter(suspended), None), result
+        inputs, spec = tree_flatten((fixed._replace(data={}), rows, memo))
+        if len(memo) not in program.parts:
+            traced = self._traced(program, clients, inputs, spec)
+            program.parts[len(memo)] = next(iter(suspended), None), traced
+        batches, run = program.parts[len(memo)]
+        return batches, run(inputs)
+
+    def step(self, program: Program, position: int, batches: Batches, plan: Plan, arguments: Any) -> Any:
+        """One step of every lane, traced on first use."""
+        key = (
+            position,
+            plan.shape.lanes,
+            plan.shape.width,
+            plan.shape.packed,
+            plan.shape.full,
+            len(arguments[2]),
+        )
+        inputs, spec = tree_flatten(arguments)
+        traced = program.steps.get(key)
+        if traced is None:
+            traced = program.steps[key] = self._trace_step(program, batches, plan, inputs, spec)
+        return traced(inputs)
+
+    def _trace_step(
+        self, program: Program, batches: Batches, plan: Plan, inputs: list[Tensor], spec: Any
+    ) -> Traced:
+        def lane(
+            rows: Rows,
+            memo: list[Any],
+            carry: Any,
+            x: Tensor,
+            y: Tensor,
+            real: Tensor,
+            turn: Tensor,
+            fixed: Fixed,
+        ) -> Any:
+            weight = None
+            if not plan.shape.full:
+                weight = (torch.arange(plan.shape.width, device=x.device) < real).to(self.task.dtype)
+            number, seed = rows.origins or (rows.number, self.settings.seed)
+            key = random.stream(seed, "layers", rows.round, number, turn) if self.task.draws else 0
+            try:
+                self._replay(program, fixed, rows, memo)
+            except Suspended as reached:
+                return reached.body(carry, Batch(x, y, weight, key))
+            raise SartorError(
+                f"{name_of(program.function)}: a client function must make the same scans each time"
+            )
+
+        def step(
+            fixed: Fixed,
+            rows: Rows,
+            memo: list[Any],
+            carry: Any,
+            lanes: tuple[Tensor, ...],
+            index: Tensor,
+            real: Tensor,
+            turn: Tensor,
+        ) -> Any:
+            x, y = (_picked(part, index) for part in fixed.data[batches.split])
+            if lanes:
+                client = lanes[0].clamp(max=len(rows.number) - 1)
+                rows, memo = tree_map(lambda value: value[client], (rows, memo))
+                carry = tree_map(lambda value: value[lanes[0]], carry)
+            return torch.vmap(partial(lane, fixed=fixed))(rows, memo, carry, x, y, real, turn)
+
+        return self._traced(program, step, inputs, spec)
+
+    def _traced(
+        self, program: Program, function: Callable[..., Any], inputs: list[Tensor], spec: Any
+    ) -> Traced:
+        """The function as a plain graph of tensor operations for such arguments; compiled if wanted."""
+        result_spec: list[Any] = []
+
+        def flat(inputs: list[Tensor]) -> list[Tensor]:
+            leaves, after_spec = tree_flatten(function(*tree_unflatten(inputs, spec)))
+            result_spec.append(after_spec)
+            return leaves
+
+        try:
+            # Tracing knows inputs by their identity, and a carry may begin as one of the arguments itself.
+            graph = make_fx(flat)([value.detach() for value in inputs])
+        except Exception as error:
+            raise self._explained(program, error) from error
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        for node in graph.graph.nodes:
+            # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
+            if node.op == "get_attr":
+                setattr(graph, node.target, getattr(graph, node.target).to(self.device))
+        if has_tensor_cores(self.device):
+            products.specialise(graph)
+        run: Callable[[list[Tensor]], list[Tensor]] = graph
+        if self.settings.compile:
+            # Keyed draws are products of numbers that wrap, of which the compiler's algebra knows nothing.
+            wrapping: dict[str, Any] = {"constant_and_index_propagation": False}
+            run = torch.compile(graph, dynamic=False, options=wrapping if self.task.draws else None)
+        return lambda inputs: tree_unflatten(run(inputs), result_spec[0])
+
+    def _explained(self, program: Program, error: Exception) -> Exception:
+        """An error of vmap or tracing in a user's words.
+
+        Out of memory and our own errors stay what they are.
+        """
+        if isinstance(error, (SartorError, torch.OutOfMemoryError, MemoryError)):
+            return error
+        if "can't allocate memory" in str(error):
+            return MemoryError(str(error))
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if isinstance(error, RuntimeError) and ("vmap" in first or "functorch" in first):
+            cure = "engine.name=loop runs one client at a time"
+            return NotStackable(f"{name_of(program.function)} cannot be stacked ({first}); {cure}")
+        cure = "engine.name=loop names the client"
+        return ClientError(f"{name_of(program.function)}, round {program.round}: {first}; {cure}")
+
+    def _replay(self, program: Program, fixed: Fixed, rows: Rows, memo: list[Any]) -> Result:
+        """Run the function for one client with the results of its first scans given."""
+        buffers = next(iter(fixed.buffers + rows.buffers), None)
+        known = iter(memo)
+
+        def scan(client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches) -> Any:
+            for result in known:
+                return result
+            raise Suspended(client, body, carry, batches)
+
+        client = Client(
+            task=self.task,
+            local=self.settings.local,
+            scan=scan,
+            number=rows.origins[0] if rows.origins else rows.number,
+            round=rows.round,
+            counts=rows.counts,
+            buffers=buffers,
+            frozen=self.settings.buffers == "freeze",
+            evaluation_batch=self.settings.evaluation_batch,
+            seed=rows.origins[1] if rows.origins else self.settings.seed,
+        )
+        result = program.function(client, program.hyper, **fixed.arguments, **rows.arguments)
+        reply = checked_reply(program.function, result, self.task.dtype, self.device)
+        trained = () if client.buffers is None or client.buffers is buffers else (client.buffers,)
+        return reply.sent, reply.kept, trained
+
+
+def _picked(samples: Tensor, index: Tensor) -> Tensor:
+    """Samples by number; whole ones are copied, which is faster than indexing them, single numbers not."""
+    if samples.dim() == 1:
+        return samples[index]
+    return samples.index_select(0, index.view(-1)).view(*index.shape, *samples.shape[1:])

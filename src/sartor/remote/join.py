@@ -1,0 +1,140 @@
+"""A node of a real federation: ``sartor join``.
+
+It answers the server's requests until the run has ended; it outlives the server, and its own end, by what it
+has stored.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sartor.data.clients import ClientData, from_clients
+from sartor.data.loaders import from_folder, from_table, read_client
+from sartor.data.named import read_data
+from sartor.data.settings import Data
+from sartor.errors import DataError, SartorError, SettingError
+from sartor.extensions import function_file
+from sartor.files import write
+from sartor.remote.addresses import is_loopback, split_address
+from sartor.remote.keys import own_key, read_key
+from sartor.remote.node import Load, Node
+from sartor.runs.experiment import Experiment, anchored, import_named
+
+log = logging.getLogger(__name__)
+
+SHORTEST, LONGEST = 0.02, 0.25
+"""Seconds between two looks of a node for requests: after one, and when nothing has come for a while."""
+RETRY = 1.0
+"""Seconds until a node tries again to reach a server."""
+TABLES = (".csv", ".parquet")
+
+
+def loader(path: Path, name: str | None, client_column: str | None, label_column: str | None) -> Load:
+    """What reads a node's own data: an npz file of one client, a folder of them, a table, or a function.
+
+    The file of a function is imported here: the node's owner has named it.
+    """
+    if function_file(str(path)) is not None:
+        import_named(anchored({"data": {"path": str(path)}}, Path.cwd()))
+        return partial(_from_function, str(path))
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    if path.suffix in TABLES and (client_column is None or label_column is None):
+        raise SettingError(f"{path}: a table needs --client-column and --label-column too")
+
+    def load(experiment: Experiment) -> ClientData:
+        options: dict[str, Any] = {
+            "validation_fraction": experiment.data.validation,
+            "seed": experiment.seed,
+            "labels": experiment.data.labels,
+        }
+        if path.is_dir():
+            return from_folder(path, **options)
+        if path.suffix in TABLES:
+            return from_table(path, str(client_column), str(label_column), **options)
+        return from_clients({name or path.stem: read_client(path)}, name=path.name, **options)
+
+    return load
+
+
+def _from_function(path: str, experiment: Experiment) -> ClientData:
+    """The clients that a function of the node's owner gives."""
+    data = read_data(Data(path=path, validation=experiment.data.validation), experiment.seed)
+    if not isinstance(data, ClientData):
+        raise DataError(f"{path}: gives samples of no client; give {{client: (x, y)}}")
+    return data
+
+
+def join(
+    address: str,
+    load: Load,
+    state: Path,
+    *,
+    key: Path | None = None,
+    certificates: Path | None = None,
+    insecure: bool = False,
+    patience: float = 600.0,
+    device: str = "cpu",
+    sends_personal: bool = False,
+    show: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Take part in the run of a server until it ends; a server that is gone is waited for.
+
+    A server that asks for personal models gets them only if ``sends_personal``.
+    """
+    from sartor.remote.flower import FleetLink, Lost
+
+    host, _ = split_address(address)
+    if certificates is None and not insecure and not is_loopback(host):
+        raise SettingError(
+            f"{host}: without --ca the server could be anybody and everything would travel readable; "
+            "give the certificate that `sartor keys` made for it, or --insecure"
+        )
+    state.mkdir(parents=True, exist_ok=True)
+    own = read_key(key) if key is not None else own_key(state / "key.pem")
+    known = state / "known.json"
+    numbers: dict[str, int] = json.loads(known.read_text()) if known.exists() else {}
+    node = Node(load, state / "runs", device=device, sends_personal=sends_personal)
+    link = FleetLink(
+        address, own, certificates=certificates, insecure=certificates is None, known=numbers.get(address, 0)
+    )
+    try:
+        connected, since, round, quiet = False, time.monotonic(), 0, SHORTEST
+        while not node.done:
+            if node.refusal:
+                raise SartorError(f"{address}: this node cannot take part: {node.refusal}")
+            if node.failure:
+                raise SartorError(f"{address}: the server ended: {node.failure}")
+            try:
+                if not connected:
+                    if link.connect():
+                        node.renew()
+                    numbers[address] = link.known
+                    write(known, json.dumps(numbers).encode())
+                    show(f"joined {address} as node {link.known}")
+                    connected = True
+                request = link.receive()
+                if request is not None:
+                    link.reply(request, node.handle(request.parts))
+                since = time.monotonic()
+            except Lost as error:
+                connected = False
+                if time.monotonic() - since > patience:
+                    raise SartorError(f"{address}: no server for {patience:g} s: {error}") from None
+                log.info("%s: %s; trying again", address, error)
+                time.sleep(RETRY)
+                continue
+            if node.round != round:
+                round = node.round
+                show(f"round {round}")
+            quiet = SHORTEST if request is not None else min(1.3 * quiet, LONGEST)
+            time.sleep(quiet)
+        show("the run has ended")
+    finally:
+        link.close()

@@ -1,0 +1,172 @@
+"""Keys and certificates: what a server and its nodes know each other by."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sartor.errors import DataError, SettingError
+from sartor.files import write
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+
+def check_issued(certificate: Path, authority: Path) -> None:
+    """Refuse a server's certificate that nodes with this authority's would not accept."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    found = []
+    for path in (certificate, authority):
+        try:
+            found.append(x509.load_pem_x509_certificate(path.read_bytes()))
+        except OSError as error:
+            raise SettingError(f"--tls: {path}: cannot be read: {error.strerror or error}") from None
+        except ValueError:
+            raise SettingError(f"--tls: {path}: no certificate in PEM form") from None
+    try:
+        found[0].verify_directly_issued_by(found[1])
+    except (ValueError, TypeError, InvalidSignature):
+        raise SettingError(
+            f"--tls: {certificate} was not issued by {authority}; nodes would refuse the server"
+        ) from None
+
+
+def make_keys(folder: Path, hosts: list[str], nodes: list[str], days: int = 825) -> list[Path]:
+    """Keys for a federation: an authority, the server's certificate by it, and a key for every node.
+
+    Nothing that exists is written over.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ["ca.crt", "server.crt", "server.key", "nodes.pub", *(f"{node}.key" for node in nodes)]
+    taken = [name for name in names if (folder / name).exists()]
+    if taken:
+        raise SettingError(f"{folder / taken[0]}: exists already; give another folder")
+    now = datetime.datetime.now(datetime.timezone.utc)
+
+    def certificate(subject: str, key: Any, issuer: str, by: Any, authority: bool) -> x509.CertificateBuilder:
+        builder = x509.CertificateBuilder(
+            issuer_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]),
+            subject_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]),
+            public_key=key.public_key(),
+            serial_number=x509.random_serial_number(),
+            not_valid_before=now - datetime.timedelta(hours=1),
+            not_valid_after=now + datetime.timedelta(days=days),
+        )
+        builder = builder.add_extension(x509.BasicConstraints(authority, 0 if authority else None), True)
+        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+        signs = x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key())
+        usage = dict.fromkeys(
+            ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
+        )
+        usage |= {"encipher_only": False, "decipher_only": False}
+        usage |= {"digital_signature": not authority, "key_cert_sign": authority, "crl_sign": authority}
+        return builder.add_extension(signs, False).add_extension(x509.KeyUsage(**usage), True)
+
+    authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    root = certificate("sartor federation", authority, "sartor federation", authority, True)
+    alternatives = x509.SubjectAlternativeName([_alternative(host) for host in hosts])
+    leaf = certificate(hosts[0], server, "sartor federation", authority, False)
+    leaf = leaf.add_extension(alternatives, False)
+    made = {
+        "ca.crt": (root.sign(authority, hashes.SHA256()), 0o644),
+        "server.crt": (leaf.sign(authority, hashes.SHA256()), 0o644),
+    }
+    for name, (signed, mode) in made.items():
+        write(folder / name, signed.public_bytes(_pem()), mode)
+    write(folder / "server.key", _private(server), 0o600)
+    public = b""
+    for node in nodes:
+        key = ec.generate_private_key(ec.SECP384R1())  # the curve of Flower's nodes
+        write(folder / f"{node}.key", _private(key), 0o600)
+        public += public_key(key)
+    write(folder / "nodes.pub", public)
+    return [folder / name for name in names]
+
+
+def _alternative(host: str) -> Any:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def read_key(path: Path) -> EllipticCurvePrivateKey:
+    """A node's private key, PEM or OpenSSH."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
+
+    try:
+        data = path.read_bytes()
+        read = load_ssh_private_key if b"OPENSSH" in data[:60] else load_pem_private_key
+        key = read(data, None)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise DataError(f"{path}: no private key of a node; `sartor keys` makes them")
+    return key
+
+
+def read_public_keys(path: Path) -> list[bytes]:
+    """The public keys of the nodes that may join: PEM, one after the other in a file."""
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    end = b"-----END PUBLIC KEY-----"
+    try:
+        blocks = [block.strip() for block in path.read_bytes().split(end) if block.strip()]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    keys = []
+    for place, block in enumerate(blocks, 1):
+        try:
+            key = load_pem_public_key(block + b"\n" + end)
+        except ValueError:
+            raise DataError(f"{path}: entry {place} is no public key") from None
+        keys.append(key.public_bytes(_pem(), _subject()))
+    if not keys:
+        raise DataError(f"{path}: holds no public key; `sartor keys` writes such a file")
+    return keys
+
+
+def own_key(path: Path) -> EllipticCurvePrivateKey:
+    """The key of a node that was not given one: its own, made once."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    if not path.exists():
+        write(path, _private(ec.generate_private_key(ec.SECP384R1())), 0o600)
+    return read_key(path)
+
+
+def _pem() -> Any:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return Encoding.PEM
+
+
+def _subject() -> Any:
+    from cryptography.hazmat.primitives.serialization import PublicFormat
+
+    return PublicFormat.SubjectPublicKeyInfo
+
+
+def _private(key: Any) -> bytes:
+    from cryptography.hazmat.primitives.serialization import NoEncryption, PrivateFormat
+
+    return bytes(key.private_bytes(_pem(), PrivateFormat.PKCS8, NoEncryption()))
+
+
+def public_key(key: EllipticCurvePrivateKey) -> bytes:
+    """The public half of a node's key, PEM."""
+    return bytes(key.public_key().public_bytes(_pem(), _subject()))
