@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import sartor
@@ -118,7 +120,9 @@ def test_scaling_the_way_down_is_what_clients_start_from() -> None:
         assert torch.equal(replies["row"], 2 * rows)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "ma-fsvrg", "spfl", "fedasync", "fedbuff"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "scaffold", "ditto", "ma-fsvrg", "spfl", "fedasync", "fedbuff", "separate"]
+)
 def test_engines_agree_with_transforms_at_all_places(name: str) -> None:
     transforms = (
         Scale(place="down", factor=1.01),
@@ -270,6 +274,27 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(named: None, name: str, tmp
     assert resumed.summary["bytes_up"] == whole.summary["bytes_up"]
 
 
+def test_seeds_that_run_together_have_transforms_of_their_own(named: None, tmp_path: Path) -> None:
+    """Noise follows from each seed, and what is kept is each seed's."""
+    transforms = [{"name": "clip", "norm": 0.5}, {"name": "noise"}, {"name": "carry"}]
+    experiment = {
+        "rounds": 3,
+        "data": {"clients": 4},
+        "engine": {"name": "stacked"},
+        "transforms": transforms,
+    }
+    settings: dict[str, Any] = {"seeds": [0, 1], "experiment": experiment, "engine": "stacked"}
+    shas = []
+    for together in ("yes", "no"):
+        sartor.compare(["fedavg"], out=tmp_path / together, together=together, references=False, **settings)
+        runs = sorted(path.parent for path in (tmp_path / together).rglob("summary.json"))
+        assert len(runs) == 2
+        shas.append([load_file(run / "models.safetensors")["server.w"] for run in runs])
+    for one, other in zip(*shas, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(shas[0][0], shas[0][1], rtol=1e-2)
+
+
 def test_chains_put_together_what_they_took_apart() -> None:
     chain = Chain((Carry(), Scale(factor=2.0), Carry(of=("w",))))
     values = {"w": torch.randn(8, dtype=torch.float64), "n": torch.tensor(3)}
@@ -285,7 +310,7 @@ def test_chains_put_together_what_they_took_apart() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", ["fedavg", "ditto", "fedper", "mime", "mimelite", "fedadc"])
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "fedper", "mime", "mimelite", "fedadc", "fedyogi"])
 def test_folded_sums_are_the_sums(name: str, engine: str) -> None:
     plain, one = run(engine, name)
     folded, other = run(engine, name, fold_bytes=1)

@@ -124,7 +124,7 @@ class Passage:
 
     def up(self, function: ClientFunction, outcome: Outcome) -> Outcome:
         """Replies as they were before they were sent in parts."""
-        if not self.transforms.in_parts or not len(outcome.clients):
+        if not self.transforms.in_parts or not outcome.sent or not len(outcome.clients):
             return outcome
         shapes = function.shapes  # type: ignore[attr-defined]
         like = self._likes[inner_function(function), shapes]

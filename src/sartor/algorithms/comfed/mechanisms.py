@@ -95,6 +95,8 @@ class ComFed(Algorithm[H, ComFedServer]):
     """
 
     client_function: ClassVar[Callable[..., Reply]] = staticmethod(sgd)
+    folds: ClassVar[tuple[str, ...]] = ("delta",)
+    """Of which replies only the mean by p'_i or the sum is asked for."""
     client_keeps = "nothing"
     traffic = "1 / 1"
 
@@ -121,7 +123,7 @@ class ComFed(Algorithm[H, ComFedServer]):
         hyper, optimizer = self.hyper, self.optimizer
         sent = {"w": server.w, "c": server.c, "m": server.momentum}
         sent = {name: value for name, value in sent.items() if value is not None}
-        replies = federation.map(self.client_function, cohort, shared=sent)
+        replies = federation.map(self.client_function, cohort, shared=sent, fold=self.folds)
         if not replies.counts.sum():
             return server  # nobody trained: the server's momentum does not move the model alone
         if server.momentum is not None:

@@ -39,6 +39,7 @@ class ComFedNova(ComFed[Nova]):
     """
 
     client_function = staticmethod(nova)
+    folds = ()
 
     def start(self, federation: Federation) -> ComFedServer:
         """The initial model, for a solver that has an a_i."""

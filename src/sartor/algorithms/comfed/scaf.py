@@ -50,6 +50,7 @@ class ComFedScaf(ComFed[Scaf]):
     """
 
     client_function = staticmethod(scaf)
+    folds = ()
     client_keeps = "c_i"
     traffic = "2 / 2"
 
