@@ -120,9 +120,7 @@ def test_scaling_the_way_down_is_what_clients_start_from() -> None:
         assert torch.equal(replies["row"], 2 * rows)
 
 
-@pytest.mark.parametrize(
-    "name", ["fedavg", "scaffold", "ditto", "ma-fsvrg", "spfl", "fedasync", "fedbuff", "separate"]
-)
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "ma-fsvrg", "spfl", "fedasync", "fedbuff"])
 def test_engines_agree_with_transforms_at_all_places(name: str) -> None:
     transforms = (
         Scale(place="down", factor=1.01),
@@ -140,6 +138,13 @@ def test_engines_agree_with_transforms_at_all_places(name: str) -> None:
     assert (one.traffic.down, one.traffic.up) == (other.traffic.down, other.traffic.up)
     plain, _ = run("loop", name)
     assert any(not torch.equal(value, dict(tensors_of(loop))[key]) for key, value in tensors_of(plain))
+
+
+def test_a_method_that_sends_nothing_is_left_as_it_is() -> None:
+    for engine in ENGINES:
+        _, plain = run(engine, "separate")
+        _, changed = run(engine, "separate", Clip(norm=0.1), Carry(), Clip(place="server", norm=0.1))
+        assert torch.equal(plain.states["w_i"], changed.states["w_i"])
 
 
 def test_clipping_at_the_client_and_at_the_server_is_the_same() -> None:
