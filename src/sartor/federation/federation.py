@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from sartor import random
+from sartor.client.settings import Local
 from sartor.errors import SartorError
-from sartor.federation.clock import Always, Constant, EventQueue, Job, World, uniform
+from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
 from sartor.federation.engine import Distant, Engine
 from sartor.federation.exchange import (
     Arguments,
@@ -87,8 +88,7 @@ class Federation:
     ) -> None:
         self.task, self.engine, self.settings = task, engine, settings
         self._distant = engine if isinstance(engine, Distant) else None
-        self.local, self.hyper, self.seed = settings.local, settings.hyper, settings.seed
-        self.policy, self.conditions, self.method = settings.buffers, settings.conditions, settings.method
+        self.hyper = settings.hyper
         self.names = engine.names
         self._device = engine.device
         self.traffic = Traffic()
@@ -107,6 +107,31 @@ class Federation:
         self._passage = Passage(settings.transforms, self)
         self._streams: dict[int, int] = {}
         """What keyed each client's last job."""
+
+    @property
+    def local(self) -> Local:
+        """How clients train."""
+        return self.settings.local
+
+    @property
+    def seed(self) -> int:
+        """What everything random follows from."""
+        return self.settings.seed
+
+    @property
+    def policy(self) -> str:
+        """What happens to float buffers."""
+        return self.settings.buffers
+
+    @property
+    def conditions(self) -> Conditions:
+        """What can keep a client's answer from the server."""
+        return self.settings.conditions
+
+    @property
+    def method(self) -> str:
+        """The algorithm's name, for messages."""
+        return self.settings.method
 
     @property
     def round(self) -> int:
