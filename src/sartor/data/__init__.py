@@ -1,4 +1,7 @@
-"""Data: where it comes from, how it is divided among clients, and what the clients hold in the end."""
+"""Data: where it comes from, how it is divided among clients, and what the clients hold in the end.
+
+Imports nothing but what every room may: errors, settings, files, extensions, random.
+"""
 
 from sartor.data.clients import ClientData, Split, from_clients, lazy_clients, prepare, relabel
 from sartor.data.features import FEATURES
