@@ -255,6 +255,13 @@ def test_what_is_wrong_is_said(given: Any, message: str) -> None:
         from_mapping({"transforms": given})
 
 
+@pytest.mark.parametrize(("place", "there"), [("up", "delta"), ("down", "w"), ("server", "delta")])
+def test_a_quantity_that_the_method_does_not_have_is_named(place: str, there: str) -> None:
+    message = f"transforms: clip is for 'dleta', but what passes there .{place}. is {there}$"
+    with pytest.raises(SettingError, match=message):
+        run("loop", "fedavg", Clip(place=place, of=("dleta",)))
+
+
 def test_parts_have_no_place_at_the_server(named: None) -> None:
     with pytest.raises(SettingError, match="Carry changes what is sent; it has no place at the server"):
         from_mapping({"transforms": [{"name": "carry", "place": "server"}]})

@@ -140,6 +140,8 @@ class Federation:
 
     @round.setter
     def round(self, round: int) -> None:
+        if round > 1:
+            self._passage.check()
         self._round, self._exchanges, self.answered = round, 0, 0
         if self._distant is not None:
             self._distant.round = round

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from sartor import random
+from sartor.errors import SettingError
 from sartor.federation.engine import Distant
 from sartor.federation.exchange import Call, ClientFunction, Outcome, Work
 from sartor.federation.functions import find_function, name_of, qualified_name
 from sartor.federation.transforms import (
     JOINT,
+    PLACES,
     TURN,
     Transform,
     Transforms,
@@ -43,6 +45,8 @@ class Passage:
         self._states: dict[str, Tensor] = {}
         self._likes: dict[tuple[Any, ...], dict[str, Tensor]] = {}
         """What one client replies to a function, as zeros; where transforms need it."""
+        self._seen: dict[str, set[str]] = {place: set() for place in PLACES}
+        """The quantities that have passed each place."""
         self._told_of: set[str] = set()
         """States for transforms that clients elsewhere were told of."""
 
@@ -61,6 +65,7 @@ class Passage:
         transforms, federation = self.transforms, self._federation
         if not transforms or not len(numbers):
             return function, shared, each
+        self._seen["down"] |= {*shared, *each}
         made = function
         if transforms.at_clients:
             states = self._client_states(function, numbers, shared, each, hyper)
@@ -124,6 +129,8 @@ class Passage:
 
     def up(self, function: ClientFunction, outcome: Outcome) -> Outcome:
         """Replies as they were before they were sent in parts."""
+        for place in ("up", "server"):
+            self._seen[place] |= {name.split(JOINT)[0] for name in outcome.sent}
         if not self.transforms.in_parts or not outcome.sent or not len(outcome.clients):
             return outcome
         shapes = function.shapes  # type: ignore[attr-defined]
@@ -146,6 +153,17 @@ class Passage:
                     sent = {**sent, name: changed}
                     self._states |= {first + part: held for part, held in after.items()}
         return sent
+
+    def check(self) -> None:
+        """After a round: refuse a transform for a quantity that the method does not have."""
+        for transform in self.transforms.all:
+            seen = self._seen[transform.place]
+            unknown = [name for name in transform.of if name not in seen]
+            if seen and unknown:
+                raise SettingError(
+                    f"transforms: {type(transform).__name__.lower()} is for {unknown[0]!r}, but what passes "
+                    f"there ({transform.place}) is {', '.join(sorted(seen))}"
+                )
 
     # What a checkpoint needs ----------------------------------------------------------------------
 

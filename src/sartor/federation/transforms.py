@@ -208,6 +208,7 @@ class Transforms:
     """The transforms of an experiment, by place."""
 
     def __init__(self, transforms: tuple[Transform, ...]) -> None:
+        self.all = transforms
         for transform in transforms:
             if transform.place == "server" and transform.parts:
                 kind = type(transform).__name__
