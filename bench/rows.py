@@ -3,9 +3,9 @@
     python bench/rows.py [--folder FOLDER] [--repetitions 5] [--json FILE]
 
 A round reads the rows of a cohort and writes new ones; a checkpoint makes them durable, and what the last two
-checkpoints refer to stays as it was. SQLite has a write-ahead log, is durable at every commit, and has a row
-per state, client and version; versions that no checkpoint can refer to are removed. Files are dropped from
-the system's memory before they are read, where it lets us.
+checkpoints refer to stays as it was. SQLite has a write-ahead log, is durable at every commit, and keeps a
+row per state, client and version; versions that no checkpoint can refer to are removed. Files are dropped
+from the system's memory before they are read, where it lets us.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def own_model(client: Client, hyper: DiversityHyper, w_i: Tensor) -> Reply:
 
 
 @register
-class Diversity(Algorithm):
+class Diversity(Algorithm[DiversityHyper, Models]):
     """Every client is pulled to, or pushed from, the models of all others with one strength λ."""
 
     name = "diversity"
@@ -60,7 +60,6 @@ class Diversity(Algorithm):
     server_keeps = "the last model of every client"
     client_keeps = "w_i"
     traffic = "1 / 1"
-    Hyper = DiversityHyper
 
     def start(self, federation: Any) -> Models:
         w = federation.initial()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sartor.algorithms import Algorithm, register
     from sartor.api import run
     from sartor.client.local import Client
-    from sartor.data.own import register_data
+    from sartor.data.named import register_data
     from sartor.federation import Call, Reply, personal
     from sartor.model.networks import register_model
     from sartor.model.task import Task
@@ -47,7 +47,7 @@ _HOMES = {
     "Task": "sartor.model.task",
     "Algorithm": "sartor.algorithms",
     "register": "sartor.algorithms",
-    "register_data": "sartor.data.own",
+    "register_data": "sartor.data.named",
     "register_model": "sartor.model.networks",
     "Client": "sartor.client.local",
     "Call": "sartor.federation",

@@ -62,7 +62,8 @@ def parabolas(
     task, data = quadratics(centres, torch.ones_like(centres), sizes)
     if times:
         settings["conditions"] = Conditions(delay=Takes(*times))
-    return federation_of("loop", task, data, local={"batch": 1, "steps": 1}, **settings)
+    local = {"batch": 1, "steps": 1, **settings.pop("local", {})}
+    return federation_of("loop", task, data, local=local, **settings)
 
 
 def close(found: Tensor, expected: Any, tolerance: float = 1e-12) -> bool:
@@ -199,8 +200,7 @@ def test_fedasync_takes_a_round_of_arrivals_one_after_the_other() -> None:
 
 
 def test_fedasync_trains_with_its_proximal_term() -> None:
-    federation = parabolas(centres=CENTRES[:1], sizes=(3,))
-    federation.local = type(federation.local)(batch=1, steps=3)
+    federation = parabolas(centres=CENTRES[:1], sizes=(3,), local={"steps": 3})
     server = play(
         method("fedasync", federation, lr=0.2, rho=0.5, alpha=1.0, staleness="constant"), federation, [[0]]
     )

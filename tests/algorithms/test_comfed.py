@@ -476,7 +476,7 @@ def test_it_is_the_optimizers_own_momentum_as_a_gradient(
     server = end(name, local=local, local_beta=0.6, **mu)
     work = 0.2 * effective_steps(3, local.get("momentum", 0.0), 0.0, 0.2)
     rate = 0.2 if name == "sgd-slowmo" else 1.0  # SlowMo remembers in units of the rate
-    assert close(server.momentum, -factor * rate * server.m / work, 1e-10)
+    assert close(server.momentum, -factor * rate * server.memory["m"] / work, 1e-10)
     assert float(server.momentum.abs().max()) > 1e-3
 
 

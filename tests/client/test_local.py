@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from helpers import classification, federation_of, flat, module_of, quadratics
 from sartor.client.local import Batches, Client
+from sartor.client.settings import Local
 from sartor.data.clients import ClientData, Split
 from sartor.federation import Federation, Reply
 from sartor.model.task import Batch, Task
@@ -206,6 +207,47 @@ def test_descent_is_pytorchs_optimiser_batch_by_batch(name: str, number: int) ->
     after, seen = recorded(federation, number)
     assert len(seen) == (3 if number == 0 else 9)
     assert torch.allclose(after, by_hand(module, make, seen), rtol=1e-10, atol=1e-12)
+
+
+def replayed(local: Local, w: Tensor, gradients: list[Tensor]) -> Tensor:
+    """The model after steps along these gradients, by equations written out: v = ρ v + g, or Adam's."""
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    beta1, beta2 = local.momentum or 0.9, 0.999
+    for place, g in enumerate(gradients):
+        g = g + local.weight_decay * w if local.weight_decay else g
+        if local.optimizer == "adam":
+            t = torch.tensor(place + 1.0, dtype=torch.float64)
+            m = beta1 * m + (1 - beta1) * g
+            v = beta2 * v + (1 - beta2) * g * g
+            first, second = m / (1 - beta1**t).to(g.dtype), v / (1 - beta2**t).to(g.dtype)
+            step = first / (second.sqrt() + 1e-8)
+        else:
+            m = local.momentum * m + g
+            step = m if local.momentum else g
+        w = torch.sub(w, step, alpha=0.1)
+    return w
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMISERS))
+def test_descent_is_its_equations_to_the_bit(name: str) -> None:
+    """In float32, where every rounding shows."""
+    settings, _ = OPTIMISERS[name]
+    data = classification((11,), shape=(5,), classes=4, dtype=torch.float32)
+    task = Task(module_of("mlp", (5,), 4, hidden=6).float(), classes=4)
+    federation = federation_of("loop", task, data, local={"batch": 4, "epochs": 3, **settings})
+    gradients: list[Tensor] = []
+
+    def training(client: Client, hyper: Any, w: Tensor) -> Reply:
+        def direction(w_k: Tensor, batch: Batch) -> Tensor:
+            gradients.append(client.grad(w_k, batch))
+            return gradients[-1]
+
+        return Reply(w=client.descend(w, direction, lr=0.1))
+
+    after = federation.map(training, [0], {"w": task.initial()})["w"][0]
+    assert len(gradients) == 9
+    assert after.dtype == torch.float32
+    assert torch.equal(after, replayed(federation.local, task.initial(), gradients))
 
 
 @pytest.mark.parametrize("name", ["both", "adam decay"])

@@ -110,7 +110,7 @@ OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 5e-2)])
 def test_an_own_model_on_auto_equals_the_loop_on_a_cpu(
     name: str, dtype: torch.dtype, tolerance: float
 ) -> None:

@@ -159,6 +159,17 @@ def without_personal(models: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in models.items() if not name.startswith("personal")}
 
 
+def test_transforms_in_processes_give_what_a_simulation_gives(nursery: Nursery, folder: Path) -> None:
+    transforms = 'transforms=[{name="clip", norm=0.2}, {name="scale", place="down", factor=1.01}]'
+    federation = Federation(nursery, "ditto", "rounds=3", transforms)
+    expected, summary = simulated(folder, "ditto", "rounds=3", transforms)
+    plain, _ = simulated(folder, "ditto", "rounds=3")
+    assert_equal(federation.done(), without_personal(expected))
+    assert not torch.equal(expected["server.w"], plain["server.w"])
+    found = json.loads((federation.run / "summary.json").read_text())
+    assert found["accuracy"]["personal_local"] == pytest.approx(summary["accuracy"]["personal_local"])
+
+
 @pytest.mark.parametrize("name", ["fedavg", "fedrep", "ma-fsvrg", "diversifed"])
 def test_processes_give_what_a_simulation_gives(nursery: Nursery, folder: Path, name: str) -> None:
     federation = Federation(nursery, name, "rounds=3")

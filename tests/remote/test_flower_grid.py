@@ -11,6 +11,7 @@ import pytest
 import torch
 from flower_grid import HereGrid, experiment_of, federation_on, nodes_of
 from test_engines import COHORTS, SAME, as_allowed, network, plain, vectors
+from test_transforms import Carry, Noise, named
 from torch import Tensor
 
 from helpers import METHODS, federation_of, model_task
@@ -18,6 +19,7 @@ from sartor.algorithms import make, registered
 from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.federation.functions import find_function, qualified_name
+from sartor.federation.transforms import Clip, Scale
 from sartor.remote.admission import Admission, misfit
 from sartor.remote.messages import Parts, decode, encode, read_header
 from sartor.remote.node import Node
@@ -29,6 +31,8 @@ from sartor.runs.execute import execute
 from sartor.runs.result import Result
 from sartor.runs.run import tensors_of
 from sartor.runs.settings import Evaluate
+
+__all__ = ["named"]  # a fixture of these tests too
 
 BLOCKS = [[0, 3], [1, 4], [2, 5]]
 
@@ -460,3 +464,41 @@ def test_evaluations_have_names() -> None:
         assert find_function(qualified_name(function)) is function
     with pytest.raises(SartorError, match="no such client function"):
         find_function("wraps/sartor.runs.evaluation:shared_model")
+
+
+# Transforms ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "fedasync"])
+def test_transforms_at_nodes_give_what_a_simulation_gives(named: None, name: str, tmp_path: Path) -> None:
+    """Error feedback is kept at the nodes; what travels is what is counted."""
+    transforms = (Scale(place="down", factor=1.01), Clip(norm=0.5), Noise(), Carry(), Carry(place="down"))
+    data, task = vectors(), plain()
+    simulated = federation_of("loop", task, data, local={"batch": 8}, workers=1, transforms=transforms)
+    expected = rounds_on(simulated, name)
+    tables = [
+        {"name": "scale", "place": "down", "factor": 1.01},
+        {"name": "clip", "norm": 0.5},
+        {"name": "noise"},
+        {"name": "carry"},
+        {"name": "carry", "place": "down"},
+    ]
+    grid = HereGrid(nodes_of(data, task, BLOCKS, tmp_path))
+    experiment = experiment_of(name, local={"batch": 8}, transforms=tables)
+    federation = federation_on(grid, experiment, task, transforms=transforms)
+    found = rounds_on(federation, name)
+    if name == "fedasync":  # answers arrive in another order than a simulation's
+        assert all(bool(torch.isfinite(value.double()).all()) for _, value in tensors_of(found))
+        return
+    for key, value in tensors_of(expected):
+        assert torch.equal(dict(tensors_of(found))[key], value), key
+    assert federation.traffic == simulated.traffic
+
+
+def test_a_node_does_not_let_the_server_ask_past_the_transforms() -> None:
+    """A server that leaves the clipping out is refused by the nodes."""
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS))
+    experiment = experiment_of("fedavg", transforms=[{"name": "clip", "norm": 0.5}])
+    federation = federation_on(grid, experiment, plain())
+    with pytest.raises(SartorError, match="it asks past the transforms of the experiment"):
+        rounds_on(federation, "fedavg", COHORTS[:1])

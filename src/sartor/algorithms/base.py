@@ -8,9 +8,9 @@ device, no files. Its server state is one frozen value: ``round`` returns a new 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from inspect import isabstract
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin
 
 import numpy as np
 from torch import Tensor
@@ -37,8 +37,17 @@ class Server:
     w: Tensor
 
 
-class Algorithm(ABC):
-    """A federated method. ``Hyper`` is the dataclass of its hyper-parameters, ``self.hyper`` their values."""
+H = TypeVar("H", bound=Hyper)
+S = TypeVar("S")
+
+
+class Algorithm(ABC, Generic[H, S]):
+    """A federated method: ``class FedProx(Algorithm[ProxHyper, Server])``.
+
+    The first argument is the dataclass of its hyper-parameters, whose values are ``self.hyper``; the second
+    is that of the server's state. A method that others extend leaves a type variable in the place of what
+    they replace; its own is then the variable's bound.
+    """
 
     name: ClassVar[str]
     family: ClassVar[str]
@@ -52,24 +61,40 @@ class Algorithm(ABC):
     quadratic: ClassVar[bool] = False
     """Whether the server's work grows with the square of the number of clients."""
     Hyper: ClassVar[type] = Hyper
+    """The dataclass of the hyper-parameters, as the class's first argument has it."""
+    _arguments: ClassVar[tuple[Any, ...]]
 
-    def __init__(self, hyper: Any = None) -> None:
-        self.hyper = type(self).Hyper() if hyper is None else hyper
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Take ``Hyper`` from the class's arguments."""
+        super().__init_subclass__(**options)
+        for base in cls.__dict__.get("__orig_bases__", ()):
+            origin = get_origin(base)
+            if isinstance(origin, type) and issubclass(origin, Algorithm):
+                parameters: tuple[Any, ...] = origin.__parameters__  # type: ignore[attr-defined]  # of Generic
+                given = dict(zip(parameters, get_args(base), strict=True))
+                cls._arguments = tuple(given.get(argument, argument) for argument in origin._arguments)
+                if "Hyper" not in cls.__dict__:
+                    cls.Hyper = _dataclass_of(cls._arguments[0], cls.__name__)
 
-    def start(self, federation: Federation) -> Any:
+    def __init__(self, hyper: H | None = None) -> None:
+        self.hyper: H = type(self).Hyper() if hyper is None else hyper
+
+    def start(self, federation: Federation) -> S:
         """The server's first state; declares the clients' states."""
-        return Server(federation.initial())
+        # register() refuses methods that have another state and no start of their own
+        return cast(S, Server(federation.initial()))
 
     @abstractmethod
-    def round(self, server: Any, federation: Federation, cohort: np.ndarray) -> Any:
+    def round(self, server: S, federation: Federation, cohort: np.ndarray) -> S:
         """One round: ask the cohort, return the server's next state."""
 
-    def shared(self, server: Any) -> Tensor | None:
+    def shared(self, server: S) -> Tensor | None:
         """The global model to evaluate, one row per model where there are several, or None."""
-        model: Tensor = server.w
+        known: Any = server  # methods whose state has no w say here what is shared
+        model: Tensor = known.w
         return model
 
-    def personalize(self, server: Any, cohort: np.ndarray) -> Call | None:
+    def personalize(self, server: S, cohort: np.ndarray) -> Call | None:
         """How a client gets its personal model.
 
         A client function, marked :func:`~sartor.federation.exchange.personal`, whose reply has ``w``; None
@@ -79,14 +104,14 @@ class Algorithm(ABC):
         """
         return None
 
-    def welcome(self, server: Any, federation: Federation) -> Any:
+    def welcome(self, server: S, federation: Federation) -> S:
         """The server's state for a federation of newcomers, for evaluation without training.
 
         Methods whose server keeps something for every client give each of these clients what a newcomer gets.
         """
         return server
 
-    def observe(self, server: Any) -> dict[str, Any]:
+    def observe(self, server: S) -> dict[str, Any]:
         """What to record of the server after a round, for plots: numbers, or tensors and arrays.
 
         Arrays of more than 256 numbers are recorded in the rounds that are evaluated.
@@ -94,8 +119,22 @@ class Algorithm(ABC):
         return {}
 
 
-_REGISTRY: Registry[type[Algorithm]] = Registry("sartor.algorithms", "algorithm")
-A = TypeVar("A", bound=type[Algorithm])
+Algorithm._arguments = Algorithm.__parameters__  # type: ignore[attr-defined]  # of Generic
+
+
+def _dataclass_of(hyper: Any, method: str) -> type:
+    """The dataclass that an algorithm's first argument stands for."""
+    found = hyper.__bound__ if isinstance(hyper, TypeVar) else Hyper if hyper is Any else hyper
+    if not (isinstance(found, type) and is_dataclass(found)):
+        raise SartorError(
+            f"algorithm {method}: Algorithm[{found!r}, ...] names no dataclass of hyper-parameters; "
+            "define it above the algorithm and name it without quotes"
+        )
+    return found
+
+
+_REGISTRY: Registry[type[Algorithm[Any, Any]]] = Registry("sartor.algorithms", "algorithm")
+A = TypeVar("A", bound=type[Algorithm[Any, Any]])
 
 
 def register(cls: A) -> A:
@@ -106,16 +145,22 @@ def register(cls: A) -> A:
         raise SartorError(f"algorithm {cls.__name__}: describe it by {', '.join(missing) or 'a docstring'}")
     if isabstract(cls):
         raise SartorError(f"algorithm {cls.name!r}: define round()")
+    server = cls._arguments[1]
+    if cls.start is Algorithm.start and server not in (Server, S, Any):
+        raise SartorError(
+            f"algorithm {cls.name!r}: define start(), which makes its server's first state "
+            f"({getattr(server, '__name__', server)})"
+        )
     _REGISTRY.add(cls.name, cls)
     admit(cls.__module__)
     return cls
 
 
-def registered() -> Registry[type[Algorithm]]:
+def registered() -> Registry[type[Algorithm[Any, Any]]]:
     """All methods by name, those of users and of installed packages included."""
     return _REGISTRY
 
 
-def make(cls: type[Algorithm], **hyper: Any) -> Algorithm:
+def make(cls: type[Algorithm[H, S]], **hyper: Any) -> Algorithm[H, S]:
     """An algorithm with some hyper-parameters set, checked."""
     return cls(build(cls.Hyper, hyper, "hyper"))

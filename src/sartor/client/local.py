@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from sartor import random
 from sartor.errors import SettingError
+from sartor.model.optimizers import Optimizer, adam, chain, decay, momentum
 from sartor.model.task import Batch, Change, Frozen, Objective, Pass, Penalty, Task
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class Client:
         buffers: Tensor | None,
         frozen: bool,
         evaluation_batch: int,
+        seed: int | Tensor = 0,
     ) -> None:
         self.task = task
         self.local = local
@@ -90,11 +93,16 @@ class Client:
         self._frozen = frozen
         self._scan = scan
         self._evaluation_batch = evaluation_batch
+        self._seed = seed
 
     @property
     def n(self) -> Tensor:
         """The number of training samples."""
         return self.counts["train"]
+
+    def stream(self, name: str) -> int | Tensor:
+        """The key of this client's stream of that name in this round: what is random follows from it."""
+        return random.stream(self._seed, name, self.round, self.number)
 
     # Quantities of one batch ----------------------------------------------------------------------
 
@@ -265,8 +273,8 @@ class Client:
     ) -> tuple[Tensor, Carry]:
         """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned."""
         rate = self.rate(lr)
-        optimizer = _OPTIMIZERS[self.local.optimizer](self.local)
-        carry: dict[str, Any] = {"w": w, "slots": optimizer.start(w), "memory": memory}
+        optimizer = _optimizer(self.local)
+        carry: dict[str, Any] = {"w": w, "slots": optimizer.init(w), "memory": memory}
         if self.buffers is not None:
             carry["buffers"] = self.buffers
 
@@ -275,9 +283,7 @@ class Client:
             self.buffers = carry.get("buffers")
             for _ in range(updates):
                 g, memory = direction(w_k, batch, memory)
-                if self.local.weight_decay:
-                    g = g + self.local.weight_decay * w_k
-                step, slots = optimizer.step(g, slots)
+                step, slots = optimizer.update(g, slots, w_k)
                 moved = torch.sub(w_k, step, alpha=rate) if isinstance(rate, float) else w_k - rate * step
                 w_k = moved if only is None else torch.where(only, moved, w_k)
             after = {"w": w_k, "slots": slots, "memory": memory}
@@ -309,39 +315,11 @@ def _one_hot(labels: Tensor, classes: int) -> Tensor:
     return (labels[:, None] == torch.arange(classes, device=labels.device)).to(torch.float32)
 
 
-class _SGD:
-    """Stochastic gradient descent with heavy-ball momentum: v = ρ v + g, the step is v."""
-
-    def __init__(self, local: Local) -> None:
-        self.momentum = local.momentum
-
-    def start(self, w: Tensor) -> dict[str, Tensor]:
-        return {"v": torch.zeros_like(w)} if self.momentum else {}
-
-    def step(self, g: Tensor, slots: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        if not self.momentum:
-            return g, slots
-        v = self.momentum * slots["v"] + g
-        return v, {"v": v}
-
-
-class _Adam:
-    """Adam with bias correction, β1 = 0.9 (or ``local.momentum``), β2 = 0.999, ε = 1e-8."""
-
-    def __init__(self, local: Local) -> None:
-        self.beta1, self.beta2, self.epsilon = local.momentum or 0.9, 0.999, 1e-8
-
-    def start(self, w: Tensor) -> dict[str, Tensor]:
-        return {"m": torch.zeros_like(w), "v": torch.zeros_like(w), "t": w.new_zeros(())}
-
-    def step(self, g: Tensor, slots: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        t = slots["t"] + 1
-        m = self.beta1 * slots["m"] + (1 - self.beta1) * g
-        v = self.beta2 * slots["v"] + (1 - self.beta2) * g * g
-        # The powers are taken in float64: 1 - 0.999^t loses half its digits in float32.
-        correction1 = (1 - self.beta1 ** t.double()).to(g.dtype)
-        correction2 = (1 - self.beta2 ** t.double()).to(g.dtype)
-        return (m / correction1) / ((v / correction2).sqrt() + self.epsilon), {"m": m, "v": v, "t": t}
-
-
-_OPTIMIZERS: dict[str, Callable[[Local], _SGD | _Adam]] = {"sgd": _SGD, "adam": _Adam}
+def _optimizer(local: Local) -> Optimizer:
+    """The local optimiser: weight decay, then heavy-ball momentum or Adam."""
+    parts = [decay(local.weight_decay)] if local.weight_decay else []
+    if local.optimizer == "adam":
+        parts.append(adam(local.momentum or 0.9, 0.999, 1e-8, corrected=True))
+    elif local.momentum:
+        parts.append(momentum(local.momentum))
+    return chain(*parts)

@@ -1,4 +1,7 @@
-"""Data: where it comes from, how it is divided among clients, and what the clients hold in the end."""
+"""Data: where it comes from, how it is divided among clients, and what the clients hold in the end.
+
+Imports nothing but what every room may: errors, settings, files, extensions, random.
+"""
 
 from sartor.data.clients import ClientData, Split, from_clients, lazy_clients, prepare, relabel
 from sartor.data.features import FEATURES
@@ -9,7 +12,7 @@ from sartor.data.loaders import (
     from_table,
     source_from_dataset,
 )
-from sartor.data.own import read_data, register_data
+from sartor.data.named import read_data, register_data
 from sartor.data.partitions import (
     PARTITIONS,
     Partition,

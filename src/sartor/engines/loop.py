@@ -131,6 +131,7 @@ class LoopEngine(LocalEngine):
             buffers=buffers,
             frozen=self.settings.buffers == "freeze",
             evaluation_batch=self.settings.evaluation_batch,
+            seed=self.settings.seed,
         )
         try:
             with torch.no_grad():

@@ -40,6 +40,12 @@ class Engine(ABC):
     def run(self, work: Work) -> Outcome:
         """Run a client function: replies, new states and buffers (if it trained), by row."""
 
+    def shapes(self, work: Work) -> dict[str, Tensor]:
+        """What one client replies, as zeros; found by running the function once, of which nothing is kept."""
+        first = np.zeros(1, dtype=np.int64)
+        outcome = self.run(work.rows(first, torch.zeros(1, dtype=torch.int64, device=self.device)))
+        return {name: torch.zeros_like(value[0]) for name, value in outcome.sent.items()}
+
     def seconds(self) -> float:
         """A clock for what this run takes."""
         return time.perf_counter()

@@ -61,8 +61,15 @@ class Replies:
     """For collected jobs: how many rounds ago each started."""
     given: dict[str, Tensor] = field(default_factory=dict)
     """For collected jobs: what the server had sent to each as ``shared``, one row per client."""
+    folded: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Quantities that were added up as clients answered: the mean by p'_i, and the sum."""
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self.folded:
+            raise SartorError(
+                f"replies: {name!r} was added up as clients answered (fold); there are its mean() and sum() "
+                "by their usual weights, and no rows"
+            )
         if name not in self.values:
             raise SartorError(
                 f"replies: clients sent no {name!r}; they sent {', '.join(self.values) or 'nothing'}"
@@ -101,6 +108,8 @@ class Replies:
 
         Zero if nobody answered.
         """
+        if weights is None and name in self.folded:
+            return self.folded[name][1]
         values = self[name]
         if weights is None:
             weights = torch.ones(len(self), device=self.device, dtype=self.dtype)
@@ -114,7 +123,38 @@ class Replies:
 
     def mean(self, name: str, weights: Tensor | None = None) -> Tensor:
         """The mean over those who answered, by default with the weights p'_i; zero if nobody answered."""
+        if weights is None and name in self.folded:
+            return self.folded[name][0]
         return self.sum(name, self.weights if weights is None else weights / weights.sum())
+
+
+class Sums:
+    """Replies that come in blocks, of which some quantities are added up and not kept."""
+
+    def __init__(self, weights: Tensor, names: Sequence[str]) -> None:
+        self._weights, self._names = weights, names
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._parts: list[Replies] = []
+        self._share = 0.0
+
+    def add(self, replies: Replies, places: Tensor) -> None:
+        """Add the replies of the clients at these places among all."""
+        weights = self._weights[places]
+        self._share += float(weights.double().sum())
+        for name in self._names:
+            mean, plain = replies.sum(name, weights), replies.sum(name)
+            if name in self._sums:
+                mean, plain = self._sums[name][0] + mean, self._sums[name][1] + plain
+            self._sums[name] = mean, plain
+        rest = {name: value for name, value in replies.values.items() if name not in self._names}
+        self._parts.append(replace(replies, values=rest))
+
+    def replies(self) -> Replies:
+        """All of them; means are over those who are there."""
+        all_there = sum(len(part) for part in self._parts) == len(self._weights)
+        share = 1.0 if all_there or not self._share else self._share
+        folded = {name: (mean / share, plain) for name, (mean, plain) in self._sums.items()}
+        return replace(joined(self._parts), folded=folded)
 
 
 def personal(function: ClientFunction) -> ClientFunction:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from sartor import random
+from sartor.client.settings import Local
 from sartor.errors import SartorError
-from sartor.federation.clock import Always, Constant, EventQueue, Job, World, uniform
+from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
 from sartor.federation.engine import Distant, Engine
 from sartor.federation.exchange import (
     Arguments,
@@ -34,13 +35,15 @@ from sartor.federation.exchange import (
     Outcome,
     Replies,
     Reply,
+    Sums,
     Work,
     as_tensor,
     joined,
     norms_of,
     personal,
 )
-from sartor.federation.functions import find_function, name_of, qualified_name
+from sartor.federation.functions import name_of
+from sartor.federation.passage import Passage
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
@@ -85,8 +88,7 @@ class Federation:
     ) -> None:
         self.task, self.engine, self.settings = task, engine, settings
         self._distant = engine if isinstance(engine, Distant) else None
-        self.local, self.hyper, self.seed = settings.local, settings.hyper, settings.seed
-        self.policy, self.conditions, self.method = settings.buffers, settings.conditions, settings.method
+        self.hyper = settings.hyper
         self.names = engine.names
         self._device = engine.device
         self.traffic = Traffic()
@@ -102,8 +104,34 @@ class Federation:
         if self.buffers is not None and self.policy == "local":
             self.states.declare("buffers", self.buffers)
         self._answers = answers
+        self._passage = Passage(settings.transforms, self)
         self._streams: dict[int, int] = {}
         """What keyed each client's last job."""
+
+    @property
+    def local(self) -> Local:
+        """How clients train."""
+        return self.settings.local
+
+    @property
+    def seed(self) -> int:
+        """What everything random follows from."""
+        return self.settings.seed
+
+    @property
+    def policy(self) -> str:
+        """What happens to float buffers."""
+        return self.settings.buffers
+
+    @property
+    def conditions(self) -> Conditions:
+        """What can keep a client's answer from the server."""
+        return self.settings.conditions
+
+    @property
+    def method(self) -> str:
+        """The algorithm's name, for messages."""
+        return self.settings.method
 
     @property
     def round(self) -> int:
@@ -117,6 +145,11 @@ class Federation:
             self._distant.round = round
         self.notes: dict[str, Any] = {}
         """What to record of this round: virtual time, who was missing, what arrived."""
+
+    @property
+    def exchange(self) -> int:
+        """How often clients have been asked in this round."""
+        return self._exchanges
 
     @property
     def now(self) -> float:
@@ -197,21 +230,73 @@ class Federation:
         shared: Arguments | None = None,
         each: Arguments | None = None,
         hyper: Any = None,
+        fold: Sequence[str] = (),
     ) -> Replies:
-        """Ask every client of the cohort that is there and wait for the answers."""
+        """Ask every client of the cohort that is there and wait for the answers.
+
+        Of the quantities named in ``fold`` only the mean and the sum will be asked for: in a large cohort
+        they are added up as clients answer, so that the server never holds a row for each of them.
+        """
         shared, each, numbers = self._arguments(cohort, shared, each)
         self._exchanges += 1
+        function, shared, each = self._passage.down(function, numbers, shared, each, hyper)
         asked, answering, each = self._who(numbers, shared, each)
         if not len(answering):
             self._nobody()
-        outcome = self._run(
-            function, answering, self._rounds(answering), shared, each, self.buffers, hyper=hyper
-        )
-        self._buffers_down(outcome, len(asked))
-        replies = self._accept(function, outcome, self.buffers)
+        block = self._block() if fold else len(answering)
+        if block and block < len(answering):
+            replies = self._folded(function, answering, shared, each, hyper, fold, block)
+        else:
+            outcome = self._run(
+                function, answering, self._rounds(answering), shared, each, self.buffers, hyper=hyper
+            )
+            self._buffers_down(outcome, len(asked))
+            replies = self._accept(function, outcome, self.buffers)
         if not len(replies):
             self._nobody()
         self.answered = len(replies)
+        return replies
+
+    def _block(self) -> int:
+        """How many clients' replies are held at once where they are added up; 0: all.
+
+        It follows from the model's size alone, so that neither engine nor chunk changes the order of sums.
+        Clients elsewhere answer all at once, and a transform at the server must see all replies.
+        """
+        if self._distant is not None or self._passage.transforms.server:
+            return 0
+        return max(1, self.settings.fold_bytes // max(1, self.task.size * self.task.dtype.itemsize))
+
+    def _folded(
+        self,
+        function: ClientFunction,
+        numbers: np.ndarray,
+        shared: dict[str, Tensor],
+        each: dict[str, Tensor],
+        hyper: Any,
+        fold: Sequence[str],
+        block: int,
+    ) -> Replies:
+        """Ask block by block in the order of the clients' numbers, and add up what is to be."""
+        order = np.argsort(numbers, kind="stable")
+        before = self.buffers
+        sums = Sums(self._replies(numbers[order], {}).weights, fold)
+        buffers: list[Tensor] = []
+        for first in range(0, len(order), block):
+            places = order[first : first + block]
+            index = self._tensor(places)
+            rows = {name: value[index] for name, value in each.items()}
+            asked = numbers[places]
+            outcome = self._run(function, asked, self._rounds(asked), shared, rows, before, hyper=hyper)
+            self._buffers_down(outcome, len(asked))
+            replies = self._accept(function, outcome, None)
+            used = self._tensor(np.flatnonzero(np.isin(asked, replies.clients)))
+            if outcome.buffers is not None:
+                buffers.append(outcome.buffers[used])
+            sums.add(replies, first + used)
+        replies = sums.replies()
+        if buffers and before is not None and len(replies):
+            self._take_buffers(replies, before, torch.cat(buffers))
         return replies
 
     def ask(
@@ -293,6 +378,7 @@ class Federation:
             drawn = uniform(self._world, "dispatch", numbers, self.round, self._exchanges)
             idle[np.argsort(np.where(idle, drawn, np.inf), kind="stable")[room:]] = False
         started, each = self._select(numbers, each, idle)
+        function, shared, each = self._passage.down(function, started, shared, each)
         self._send_down(shared, each, len(started))
         durations = self.conditions.delay.durations(self._world, self.round, started)
         call = Call(function, shared)
@@ -392,8 +478,8 @@ class Federation:
             self._arrival(job, "arrivals")
         given = {}
         if jobs:
-            shared = jobs[0].call.shared
-            given = {name: torch.stack([job.call.shared[name] for job in jobs]) for name in shared}
+            received = [self._passage.received(job.call) for job in jobs]
+            given = {name: torch.stack([one[name] for one in received]) for name in received[0]}
         ages = np.array([self.round - job.round for job in jobs], dtype=np.int64)
         return replace(replies, ages=ages, given=given)
 
@@ -546,6 +632,8 @@ class Federation:
     def _accept(self, function: ClientFunction, outcome: Outcome, before: Tensor | None) -> Replies:
         """Take replies in: bad ones are refused, states of the others move, buffers are averaged."""
         answered = numbers = outcome.clients
+        size = sum(value[:1].nbytes for value in outcome.sent.values())
+        outcome = self._passage.up(function, outcome)
         good = self._good(function, numbers, outcome)
         if not good.all():
             places = to_device(np.flatnonzero(good), self._device)
@@ -555,10 +643,10 @@ class Federation:
             self._distant.settle(answered, numbers)
         for name, value in outcome.kept.items():
             self.states.write(name, numbers, value)
-        self.traffic.up += sum(value.nbytes for value in outcome.sent.values())
+        self.traffic.up += size * len(numbers)
         self.updates += len(numbers)
         self.notes["updates"] = self.updates
-        replies = self._replies(numbers, outcome.sent)
+        replies = self._replies(numbers, self._passage.at_server(outcome.sent))
         if outcome.buffers is not None and before is not None and len(numbers):
             self._take_buffers(replies, before, outcome.buffers)
         return replies
@@ -635,12 +723,13 @@ class Federation:
             saved |= {f"call.{place}.{name}": value.cpu() for name, value in call.shared.items()}
             if buffers is not None:
                 saved[f"call-buffers.{place}"] = buffers.cpu()
+        saved |= {f"transforms.{name}": value for name, value in self._passage.save().items()}
         saved["plain"] = {
             "traffic": [self.traffic.down, self.traffic.up],
             "updates": self.updates,
             "now": self.now,
             "streams": {str(client): stream for client, stream in self._streams.items()},
-            "calls": [qualified_name(call.function) for call, _ in calls],
+            "calls": [self._passage.name_of_call(call.function) for call, _ in calls],
             "jobs": jobs,
         }
         if self._distant is not None:
@@ -662,6 +751,7 @@ class Federation:
         )
         if "buffers" in saved:
             self.buffers = saved["buffers"].to(self._device)
+        self._passage.load(under("transforms."))
         plain = saved["plain"]
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]
@@ -669,8 +759,11 @@ class Federation:
         self.queue = EventQueue()
         self.queue.wait_until(plain["now"])
         calls = [
-            (Call(find_function(name), under(f"call.{place}.")), under(f"call-buffers.{place}").get(""))
-            for place, name in enumerate(plain["calls"])
+            (
+                Call(self._passage.find_call(entry), under(f"call.{place}.")),
+                under(f"call-buffers.{place}").get(""),
+            )
+            for place, entry in enumerate(plain["calls"])
         ]
         for entry in plain["jobs"]:
             job = Job(**{key: value for key, value in entry.items() if key != "computed"})

@@ -8,6 +8,7 @@ from typing import Any
 from sartor.client.settings import Local
 from sartor.errors import SettingError
 from sartor.federation.clock import Conditions
+from sartor.federation.transforms import Transform
 from sartor.settings import setting
 
 POLICIES = ("average", "local", "freeze")
@@ -72,6 +73,9 @@ class FederationSettings:
     chunk: int = 0
     lanes: int = 0
     compile: bool = False
+    transforms: tuple[Transform, ...] = ()
+    fold_bytes: int = 1 << 28
+    """Replies of which only sums are asked for are added up in blocks of about so many bytes."""
     graphs: bool = True
     """Whether calls are captured as CUDA graphs, where there is CUDA."""
 

@@ -85,7 +85,7 @@ def _gathered(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     source = data.meta.get("val")
     if axis != 0 or source is None or not source.is_contiguous() or source.shape[1:].numel() != shape[2]:
         return None
-    rows = graph.call_function(aten.view.default, (data, [source.shape[0], shape[2]]))
+    rows = graph.call_function(aten.view.default, (data, [-1, shape[2]]))
     numbers = graph.call_function(aten.view.default, (index, list(shape[:2])))
     return rows, numbers
 

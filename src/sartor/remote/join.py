@@ -16,7 +16,7 @@ from typing import Any
 
 from sartor.data.clients import ClientData, from_clients
 from sartor.data.loaders import from_folder, from_table, read_client
-from sartor.data.own import read_data
+from sartor.data.named import read_data
 from sartor.data.settings import Data
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import function_file

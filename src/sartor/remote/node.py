@@ -38,6 +38,7 @@ from sartor.federation.exchange import ClientFunction, Outcome, Work, is_persona
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
 from sartor.federation.states import StateStore
+from sartor.federation.transforms import Transforms, read_shapes
 from sartor.files import write
 from sartor.model.networks import build_task
 from sartor.model.task import Task
@@ -82,6 +83,7 @@ class Hosted:
         origins = Origins(numbers, np.full(len(numbers), settings.seed))
         self.engine = make_engine(resolved.engine.name, task, data, settings, origins)
         self.policy, self.numbers = settings.buffers, numbers
+        self.transforms = Transforms(settings.transforms)
         self.states = StateStore(len(numbers), self.engine.device, settings.states)
         self.buffers = task.initial_buffers(self.engine.device) if task.buffer_size else None
         if self.buffers is not None and self.policy == "local":
@@ -287,7 +289,7 @@ class Node:
             for group in ("shared", "each", "buffers")
         }
         work = Work(
-            function=self._function(str(header["function"])),
+            function=self._around(self._function(str(header["function"])), header),
             hyper=self._hyper(header["algorithm"], header["hyper"]),
             numbers=places,
             rounds=np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy(),
@@ -409,6 +411,17 @@ class Node:
         if not belongs_to(registered()[self._experiment.algorithm], function):
             raise SartorError(f"{name}: no client function of {self._experiment.algorithm}, which runs here")
         return function
+
+    def _around(self, function: ClientFunction, header: Mapping[str, Any]) -> ClientFunction:
+        """The function with the experiment's transforms around it: what is kept or sent passes them."""
+        assert self._hosted is not None
+        told, transforms = header.get("transformed"), self._hosted.transforms
+        if (told is not None) != (bool(header["keeps"]) and transforms.at_clients):
+            raise BadMessage("malformed", "it asks past the transforms of the experiment, or for others")
+        if told is None:
+            return function
+        states = tuple(str(name) for name in told["states"])
+        return transforms.around(function, read_shapes(told["shapes"]), states)
 
     def _hyper(self, algorithm: str, values: Mapping[str, Any]) -> Any:
         """Hyper-parameters; the same ones every time, as what is compiled for them is kept."""

@@ -33,14 +33,15 @@ from sartor.engines.loop import LoopEngine
 from sartor.errors import SartorError
 from sartor.federation.clock import EventQueue, Job
 from sartor.federation.engine import Distant
-from sartor.federation.exchange import NOBODY, Outcome, Work
+from sartor.federation.exchange import NOBODY, ClientFunction, Outcome, Work
 from sartor.federation.functions import qualified_name
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
+from sartor.federation.transforms import inner_function, plain_shapes
 from sartor.kernels.device import to_device
 from sartor.model.task import Task
 from sartor.remote.admission import Admission, Introduction, unknown_label
-from sartor.remote.messages import Expected, Groups, Spec, encode, spec_of
+from sartor.remote.messages import DTYPES, Expected, Groups, Spec, encode, spec_of
 from sartor.remote.node import hyper_values
 from sartor.remote.requests import PARTING, PAUSE, EarlierRequest, Failed, Grid, Request, Requests
 from sartor.runs.experiment import Experiment
@@ -368,7 +369,9 @@ class RemoteEngine(Distant):
     def _ask(self, node: int, work: Work, places: np.ndarray) -> Request:
         """Ask some clients of one node to run a client function."""
         digest = ""
-        name, hyper, numbers = qualified_name(work.function), hyper_values(work.hyper), work.numbers.tolist()
+        function = work.function
+        name, hyper = qualified_name(inner_function(function)), hyper_values(work.hyper)
+        numbers = work.numbers.tolist()
         if self.requests.grid.lasting and work.keeps:
             given = {} if work.buffers is None else {"buffers": work.buffers}
             asked = [self._run_id, name, hyper, numbers, work.rounds.tolist()]
@@ -399,6 +402,7 @@ class RemoteEngine(Distant):
             "numbers": numbers,
             "rounds": work.rounds.tolist(),
             "keeps": work.keeps,
+            "transformed": _transformed(function),
         }
         if earlier is None:
             process, client = self._known[node].process, numbers[0]
@@ -454,6 +458,14 @@ class RemoteEngine(Distant):
         return self._specs[key]
 
     # Work in flight -------------------------------------------------------------------------------
+
+    def shapes(self, work: Work) -> dict[str, Tensor]:
+        """What one client replies, as zeros."""
+        sent, _ = self._expected(work)
+        return {
+            name: torch.zeros(shape, dtype=DTYPES[dtype], device=self.device)
+            for name, (dtype, shape) in sent.items()
+        }
 
     def now(self) -> float:
         """The time since the run began, in its units."""
@@ -577,6 +589,14 @@ class RemoteEngine(Distant):
     def _count(self, kind: str, amount: int) -> None:
         if amount:
             self.noted[kind] += amount
+
+
+def _transformed(function: ClientFunction) -> dict[str, Any] | None:
+    """What a node must know to put the experiment's transforms around a function as the server did."""
+    if inner_function(function) is function:
+        return None
+    shapes, states = function.shapes, function.states  # type: ignore[attr-defined]
+    return {"shapes": plain_shapes(shapes), "states": list(states)}
 
 
 def _digest(asked: list[Any], *tensors: Mapping[str, Tensor]) -> str:

@@ -1,4 +1,7 @@
-"""Reports: run folders as one HTML page that opens anywhere, and as figures for paper."""
+"""Reports: run folders as one HTML page that opens anywhere, and as figures for paper.
+
+Imports studies and runs, for what they stored; nothing but commands imports it.
+"""
 
 from __future__ import annotations
 

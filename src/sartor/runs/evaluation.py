@@ -66,7 +66,7 @@ def evaluated_clients(federation: Federation, settings: Evaluate) -> np.ndarray:
 
 
 def evaluate(
-    algorithm: Algorithm, server: Any, federation: Federation, settings: Evaluate
+    algorithm: Algorithm[Any, Any], server: Any, federation: Federation, settings: Evaluate
 ) -> dict[str, Cell]:
     """All cells the method has a model for."""
     clients = evaluated_clients(federation, settings)
@@ -95,7 +95,7 @@ def evaluate(
     return cells
 
 
-def personal_models(algorithm: Algorithm, server: Any, clients: np.ndarray) -> Call | None:
+def personal_models(algorithm: Algorithm[Any, Any], server: Any, clients: np.ndarray) -> Call | None:
     """How clients get their personal models, by a function that is marked as such; None where none are."""
     call = algorithm.personalize(server, clients)
     if call is not None and not is_personal(call.function):
@@ -107,7 +107,7 @@ def personal_models(algorithm: Algorithm, server: Any, clients: np.ndarray) -> C
 
 
 def cells_of(
-    algorithm: Algorithm, server: Any, federation: Federation, settings: Evaluate
+    algorithm: Algorithm[Any, Any], server: Any, federation: Federation, settings: Evaluate
 ) -> tuple[str, ...]:
     """The names of the cells that :func:`evaluate` measures."""
     clients = evaluated_clients(federation, settings)

@@ -38,6 +38,7 @@ from sartor.errors import SettingError
 from sartor.extensions import Code, code_name, function_file, import_code, imported, is_file
 from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
+from sartor.federation.transforms import TRANSFORMS, Transforms
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
@@ -76,6 +77,8 @@ class Experiment:
     checkpoint: Checkpoints
     engine: Engine
     tracking: Tracking
+    transforms: tuple[Any, ...] = ()
+    """What happens to messages on their way, in order; ``[[transforms]]`` with a name each."""
     hyper: Any
 
     def __post_init__(self) -> None:
@@ -286,9 +289,32 @@ def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
     if parts["data"].path is None and parts["data"].name != OWN_DATA:
         _name(parts["data"].name, "data")
     top = {key: value for key, value in mapping.items() if key in _TOP and value is not None}
+    parts["transforms"] = _transforms(mapping.get("transforms"))
     experiment = build(Experiment, {**top, **parts}, "")
     to_mapping(experiment)  # what cannot be written down cannot be run again
     return experiment
+
+
+def _transforms(given: Any) -> tuple[Any, ...]:
+    """The transforms of a list of tables, each with its name and its settings."""
+    if given is None:
+        return ()
+    if not isinstance(given, (list, tuple)) or not all(isinstance(entry, Mapping) for entry in given):
+        raise SettingError(
+            f"transforms: expected a list of tables, got {shown(given)}; write [[transforms]] and a name each"
+        )
+    made: list[Any] = []
+    for place, entry in enumerate(given):
+        where = f"transforms[{place}]"
+        if "name" not in entry:
+            raise SettingError(f"{where}.name: missing; known: {', '.join(TRANSFORMS)}")
+        name = entry["name"]
+        if not isinstance(name, str) or name not in TRANSFORMS:
+            raise unknown(f"{where}.name", str(name), TRANSFORMS, what="name")
+        own = {key: value for key, value in entry.items() if key != "name"}
+        made.append(build(TRANSFORMS[name], own, where))
+    Transforms(tuple(made))  # whether they go together
+    return tuple(made)
 
 
 def to_mapping(experiment: Experiment) -> dict[str, Any]:
@@ -300,6 +326,12 @@ def to_mapping(experiment: Experiment) -> dict[str, Any]:
         mapping[section] = {
             key: _plain(value, f"{section}.{key}") for key, value in values.items() if value is not None
         }
+    if experiment.transforms:
+        names = {kind: name for name, kind in TRANSFORMS.items()}
+        mapping["transforms"] = [
+            {"name": names[type(transform)], **_plain(_values(transform), f"transforms[{place}]")}
+            for place, transform in enumerate(experiment.transforms)
+        ]
     return mapping
 
 
@@ -339,12 +371,14 @@ def fingerprint(experiment: Experiment) -> str:
 
 def describe_settings() -> list[Setting]:
     """Every setting there is, with its type, default, range and meaning, for help and documentation."""
-    rows = list(_rows(Experiment, "", skip=(*_SECTIONS, "hyper")))
+    rows = list(_rows(Experiment, "", skip=(*_SECTIONS, "transforms", "hyper")))
     for section, cls in _SECTIONS.items():
         rows += _rows(cls, section, skip=("settings",))
         if section in _CHOICES:
             for name, kind in _registry(section).items():
                 rows += _rows(kind, section, only_for=f"{section}.name = {name}")
+    for name, kind in TRANSFORMS.items():
+        rows += _rows(kind, "transforms", only_for=f"transforms.name = {name}")
     for name, algorithm in registered().items():
         rows += _rows(algorithm.Hyper, "hyper", only_for=f"algorithm = {name}")
     return rows
@@ -463,7 +497,7 @@ def _refuse_unknown(
     kinds: Mapping[str, type],
 ) -> None:
     """An error for the first key nobody knows; a key that belongs to another section is told so."""
-    known: dict[str, set[str]] = {"": {*_TOP, *_SECTIONS, "hyper"}}
+    known: dict[str, set[str]] = {"": {*_TOP, *_SECTIONS, "transforms", "hyper"}}
     for section, cls in _SECTIONS.items():
         known[section] = _common(cls)
     for section, kind in kinds.items():

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from torch import nn
 
 from sartor.data.clients import ClientData, from_clients, prepare, relabel
-from sartor.data.own import read_data
+from sartor.data.named import read_data
 from sartor.data.settings import OWN_DATA
 from sartor.errors import SettingError
 from sartor.extensions import function_file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData, prepare, relabel
-from sartor.data.own import read_data
+from sartor.data.named import read_data
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.settings import OWN_DATA
 from sartor.engines import choose_engine, make_engine
@@ -44,7 +45,7 @@ class Setup:
 
     experiment: Experiment
     """With everything that was ``auto`` decided."""
-    algorithm: Algorithm
+    algorithm: Algorithm[Any, Any]
     task: Task
     data: ClientData
     partition: Partition | None
@@ -124,7 +125,9 @@ def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
     ), partition
 
 
-def resolve(experiment: Experiment, algorithm: Algorithm, task: Task, data: ClientData) -> Experiment:
+def resolve(
+    experiment: Experiment, algorithm: Algorithm[Any, Any], task: Task, data: ClientData
+) -> Experiment:
     """The experiment with everything that was ``auto`` decided, so that a rerun decides the same."""
     engine = experiment.engine
     name = choose_engine(engine.name, task, engine.device, data.train.x, data.train.y)
@@ -176,4 +179,5 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         chunk=engine.chunk,
         lanes=engine.lanes,
         compile=engine.compile == "yes",
+        transforms=experiment.transforms,
     )

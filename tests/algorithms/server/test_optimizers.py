@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers import federation_of, quadratics
 from sartor.algorithms.server.optimizers import OPTIMIZERS, Adagrad, Adam, Momentum, Sgd, SlowMo, State, Yogi
+from sartor.client.local import Client
+from sartor.federation import Reply
 
 CHANGES = [[0.5, -0.02, 1e-5], [-0.3, 0.04, 0.0], [0.1, 0.03, -2e-3], [-0.7, -0.01, 1e-3]]
 W = [0.2, -1.0, 3.0]
@@ -28,11 +31,12 @@ def steps_of(optimizer: Any, changes: list[list[float]], rates: list[float] | No
     steps = []
     for place, change in enumerate(changes):
         delta, before = vector(*change), state
-        copies = [None if value is None else value.clone() for value in (before.w, before.m, before.v)]
+        copies = {name: value.clone() for name, value in {"w": before.w, **before.memory}.items()}
         step, state = optimizer.step(state, delta, 1.0 if rates is None else rates[place])
         assert torch.equal(delta, vector(*change))
-        for value, copy in zip((before.w, before.m, before.v), copies, strict=True):
-            assert value is copy is None or torch.equal(value, copy)
+        assert state.memory.keys() == before.memory.keys()
+        for name, copy in copies.items():
+            assert torch.equal({"w": before.w, **before.memory}[name], copy)
         steps.append(step)
     return steps
 
@@ -135,15 +139,14 @@ def test_yogi_moves_towards_the_square_and_by_a_bounded_amount(changes: list[lis
     optimizer = Yogi(beta2=0.9)
     state = optimizer.start(State(w=vector(*W)))
     for row in changes:
-        before, square = state.v, vector(*row) ** 2
+        before, square = state.memory["v"], vector(*row) ** 2
         _, state = optimizer.step(state, vector(*row))
-        assert before is not None
-        assert state.v is not None
-        assert bool((state.v >= 0).all())
-        assert bool((state.v <= before)[square <= before].all())
-        assert bool((state.v >= before)[square >= before].all())
+        v = state.memory["v"]
+        assert bool((v >= 0).all())
+        assert bool((v <= before)[square <= before].all())
+        assert bool((v >= before)[square >= before].all())
         rounding = 1e-15 * (before + square)
-        assert bool(((state.v - before).abs() <= 0.1 * square + rounding).all())
+        assert bool(((v - before).abs() <= 0.1 * square + rounding).all())
 
 
 def test_yogi_forgets_a_large_change_more_slowly_than_adam() -> None:
@@ -155,8 +158,7 @@ def test_yogi_forgets_a_large_change_more_slowly_than_adam() -> None:
         state = optimizer.start(State(w=vector(0.0)))
         for change in (1.0, *[0.01] * 50):
             _, state = optimizer.step(state, vector(change))
-        assert state.v is not None
-        left[type(optimizer)] = float(state.v)
+        left[type(optimizer)] = float(state.memory["v"])
     assert left[Adam] == pytest.approx(0.9**50 * (0.1 + 0.9 * 1e-6) + (1 - 0.9**50) * 1e-4, rel=1e-9)
     assert left[Yogi] == pytest.approx(0.1 + 1e-6 - 50 * 0.1 * 1e-4, rel=1e-9)
 
@@ -191,3 +193,78 @@ def test_no_change_moves_nothing_and_entries_do_not_mix(name: str) -> None:
     together = steps_of(optimizer, CHANGES)
     alone = steps_of(optimizer, [[row[0], 0.0, 0.0] for row in CHANGES])
     assert all(float(a[0]) == float(b[0]) for a, b in zip(together, alone, strict=True))
+
+
+def closed_form(optimizer: Any, w: Tensor, deltas: Tensor, rates: list[float]) -> list[Tensor]:
+    """The steps by the papers' equations, written out in the vectors' own precision."""
+    m, v = torch.zeros_like(w), torch.full_like(w, optimizer.tau**2 if hasattr(optimizer, "tau") else 0.0)
+    steps = []
+    for d, rate in zip(deltas, rates, strict=True):
+        lr = optimizer.server_lr
+        if type(optimizer) is Sgd:
+            steps.append(lr * d)
+        elif type(optimizer) is SlowMo:
+            m = optimizer.beta * m + d / rate
+            steps.append(lr * rate * m)
+        elif type(optimizer) is Momentum:
+            m = optimizer.beta * m + d
+            steps.append(lr * (d + optimizer.beta * m if optimizer.nesterov else m))
+        else:
+            beta2, square, minus = getattr(optimizer, "beta2", 0.0), d * d, -1 if optimizer.as_printed else 1
+            m = optimizer.beta1 * m + (1 - optimizer.beta1) * d
+            if type(optimizer) is Adagrad:
+                v = v + square
+            elif type(optimizer) is Adam:
+                v = beta2 * v + minus * (1 - beta2) * square
+            else:
+                v = v - (1 - beta2) * square * torch.sign(v - square)
+            if optimizer.as_printed:
+                steps.append((optimizer.beta1 - 1) * w + lr * m / (v + optimizer.tau).sqrt())
+            else:
+                steps.append(lr * m / (v.sqrt() + optimizer.tau))
+    return steps
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        *(kind() for kind in OPTIMIZERS.values()),
+        Momentum(0.7, 0.8, nesterov=True),
+        *(kind(0.3, 0.6, tau=0.5, as_printed=True) for kind in (Adagrad, Adam, Yogi)),
+    ],
+    ids=str,
+)
+def test_steps_are_the_equations_to_the_bit(optimizer: Any) -> None:
+    """In float32, where every rounding shows, whatever functions the optimizer is made of."""
+    generator = torch.Generator().manual_seed(5)
+    w, deltas = torch.randn(101, generator=generator), 0.1 * torch.randn(6, 101, generator=generator)
+    rates = [0.3, 0.3, 0.1, 0.1, 0.07, 1.0]
+    state = optimizer.start(State(w=w))
+    for place, expected in enumerate(closed_form(optimizer, w, deltas, rates)):
+        step, state = optimizer.step(state, deltas[place], rates[place])
+        assert torch.equal(step, expected)
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_the_servers_first_adam_step_is_a_clients(engine: str) -> None:
+    """One client that has all its samples in its one step, against the server's Adam on the same gradient.
+
+    Without memory of the zeros that it started from, β1 = β2 = 0 and v from 0, the server's first step is one
+    whose bias is corrected. The gradient's entries are powers of two: then no product of them is rounded, so
+    that both agree to the bit.
+    """
+    targets = torch.tensor([[1.0, -0.5, 0.25, -8.0]])
+    task, data = quadratics(targets, torch.ones_like(targets), (3,))
+    federation = federation_of(engine, task, data, local={"optimizer": "adam", "batch": 0, "steps": 1})
+
+    def one_step(client: Client, hyper: Any, w: Tensor) -> Reply:
+        return Reply(w=client.descend(w, lr=0.125), gradient=client.full_gradient(w))
+
+    w = torch.zeros_like(task.initial())
+    replies = federation.map(one_step, [0], {"w": w})
+    gradient = replies["gradient"][0]
+    assert gradient.abs().log2().frac().eq(0).all()
+    optimizer = Adam(server_lr=0.125, beta1=0.0, beta2=0.0, tau=1e-8, v0="zero")
+    step, _ = optimizer.step(optimizer.start(State(w=w)), -gradient)
+    assert torch.equal(replies["w"][0], w + step)
+    assert float(step.abs().min()) > 0.1

@@ -58,7 +58,7 @@ def ages_of(replies: Replies) -> Tensor:
     return replies.age.to(replies.dtype)
 
 
-def local_training(client: Client, hyper: Any, w: Tensor) -> Reply:
+def local_training(client: Client, hyper: Hyper, w: Tensor) -> Reply:
     """K_i steps from w: the change Δ_i, and Σ_k η_k of the steps."""
     return Reply(delta=client.descend(w, lr=hyper.lr) - w, work=client.work(hyper.lr))
 

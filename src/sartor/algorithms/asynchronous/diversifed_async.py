@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,7 +10,13 @@ from torch import Tensor
 
 from sartor.algorithms.asynchronous.aging import AsyncHyper, weights_by_age
 from sartor.algorithms.base import register
-from sartor.algorithms.mixing.diversifed import DiversiFed, DiversiFedHyper, DiversiFedServer, Targets
+from sartor.algorithms.mixing.diversifed import (
+    DiversiFedHyper,
+    DiversiFedServer,
+    Diversifying,
+    Targets,
+    first_server,
+)
 from sartor.algorithms.mixing.last_models import near_target
 from sartor.algorithms.server.similarity import mixtures
 from sartor.federation.exchange import NobodyAnswered
@@ -30,11 +35,11 @@ class DiversiFedAsyncHyper(AsyncHyper, DiversiFedHyper):
 class DiversiFedAsyncServer(DiversiFedServer):
     """Besides, the round in which the training of each known model began; 0 for a client not known."""
 
-    began: Tensor | None = None
+    began: Tensor = field(kw_only=True)
 
 
 @register
-class DiversiFedAsync(DiversiFed):
+class DiversiFedAsync(Diversifying[DiversiFedAsyncHyper, DiversiFedAsyncServer]):
     """DiversiFed by the clock: whoever is idle trains near z_i, made from the last known models of all.
 
     z_i = w_i − α Σ_j c(s_j) β_ij (w_i − w_j): a model pulls or pushes for less the older it is, where s_j
@@ -44,15 +49,15 @@ class DiversiFedAsync(DiversiFed):
 
     name = "diversifed-async"
     family = "personal, asynchronous"
-    Hyper = DiversiFedAsyncHyper
 
     def start(self, federation: Federation) -> DiversiFedAsyncServer:
         """Everyone has the initial model; nobody is known yet."""
-        first = super().start(federation)
         began = federation.table(dtype=torch.int64)
-        return DiversiFedAsyncServer(**vars(first), began=began)
+        return DiversiFedAsyncServer(**vars(first_server(federation)), began=began)
 
-    def round(self, server: Any, federation: Federation, cohort: np.ndarray) -> DiversiFedAsyncServer:
+    def round(
+        self, server: DiversiFedAsyncServer, federation: Federation, cohort: np.ndarray
+    ) -> DiversiFedAsyncServer:
         """z_i for those who are idle, then the models that arrive."""
         hyper = self.hyper
         idle = np.setdiff1d(cohort, federation.running)
@@ -63,8 +68,7 @@ class DiversiFedAsync(DiversiFed):
         pull = hyper.lam / hyper.alpha * server.known[clients]
         each = {"target": z, "pull": pull}
         federation.dispatch(near_target, idle, each=each, concurrency=hyper.concurrency)
-        seen = {"coefficients": targets.coefficients, "seen": targets.seen()}
-        known: DiversiFedAsyncServer = replace(server, **seen)
+        known = replace(server, coefficients=targets.coefficients, seen=targets.seen())
         try:
             replies = federation.collect(within=hyper.deadline)
         except NobodyAnswered:

@@ -61,7 +61,7 @@ def proximal_training(client: Client, hyper: FedAsyncHyper, w: Tensor, version: 
 
 
 @register
-class FedAsync(Algorithm):
+class FedAsync(Algorithm[FedAsyncHyper, FedAsyncServer]):
     """Mix every arriving model at once, with a weight that falls with its staleness.
 
     w ← (1 − a) w + a y with a = α s(t − τ), one arrival after the other; t counts the server's updates. A
@@ -76,7 +76,6 @@ class FedAsync(Algorithm):
     server_keeps = "w, its version"
     client_keeps = "nothing"
     traffic = "1 / 1"
-    Hyper = FedAsyncHyper
 
     def start(self, federation: Federation) -> FedAsyncServer:
         """The initial model, not yet updated."""

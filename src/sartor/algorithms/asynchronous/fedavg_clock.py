@@ -22,7 +22,7 @@ class ClockedFedAvgHyper(Hyper):
 
 
 @register
-class FedAvgSync(Algorithm):
+class FedAvgSync(Algorithm[ClockedFedAvgHyper, Server]):
     """FedAvg that drops stragglers: whoever has not answered when the round ends is called off.
 
     Clients that are always late never count. Evaluated: w.
@@ -34,7 +34,6 @@ class FedAvgSync(Algorithm):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
-    Hyper = ClockedFedAvgHyper
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Call off who is late from the last round, then FedAvg with those who are in time."""
@@ -46,7 +45,7 @@ class FedAvgSync(Algorithm):
 
 
 @register
-class FedAvgAsync(Algorithm):
+class FedAvgAsync(Algorithm[ClockedFedAvgHyper, Server]):
     """FedAvg that averages stale models as they are, in the round in which they arrive.
 
     w ← w + η_g Σ p'_i (y_i − w): a model that started long ago pulls w back to there. Evaluated: w.
@@ -58,7 +57,6 @@ class FedAvgAsync(Algorithm):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
-    Hyper = ClockedFedAvgHyper
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Start who is idle, then average the models that arrive."""

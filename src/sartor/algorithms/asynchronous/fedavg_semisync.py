@@ -36,7 +36,7 @@ class SemiSyncHyper(CompensatedHyper):
 
 
 @register
-class FedAvgSemiSync(Algorithm):
+class FedAvgSemiSync(Algorithm[SemiSyncHyper, AsyncServer]):
     """Rounds with a deadline; a late change is used in the round in which it arrives, for less.
 
     w ← w + η_g Σ r_i Δ_i with r_i = n_i c(s_i) / Σ n_j c(s_j), each Δ_i against the model its client started
@@ -50,7 +50,6 @@ class FedAvgSemiSync(Algorithm):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
-    Hyper = SemiSyncHyper
 
     def start(self, federation: Federation) -> AsyncServer:
         """The initial model."""

@@ -43,7 +43,7 @@ class FedBuffServer(AsyncServer):
 
 
 @register
-class FedBuff(Algorithm):
+class FedBuff(Algorithm[FedBuffHyper, FedBuffServer]):
     """Collect K_b changes of any age, then take one step: w ← w + η_g / K_b Σ c(s_i) Δ_i.
 
     A round is one step. Where fewer than K_b clients are at work, those who are done start again from the
@@ -57,7 +57,6 @@ class FedBuff(Algorithm):
     server_keeps = "w, the buffer"
     client_keeps = "nothing"
     traffic = "1 / 1"
-    Hyper = FedBuffHyper
 
     def start(self, federation: Federation) -> FedBuffServer:
         """The initial model and an empty buffer."""

@@ -78,7 +78,7 @@ def time_weights(stamps: Tensor, n: Tensor, base: float) -> Tensor:
 
 
 @register
-class TWAFL(Algorithm):
+class TWAFL(Algorithm[TWAFLHyper, TWAFLServer]):
     """Average the last models of all clients, older ones for less; the head is uploaded in some rounds only.
 
     w = Σ n_k a^−(t − t_k) w^k / Σ n_k a^−(t − t_k), part by part, over the clients seen so far; t_k is the
@@ -93,7 +93,6 @@ class TWAFL(Algorithm):
     server_keeps = "w, the last model of every client (N × d)"
     client_keeps = "nothing"
     traffic = "1 / 1 (in most rounds without the head)"
-    Hyper = TWAFLHyper
 
     def start(self, federation: Federation) -> TWAFLServer:
         """The initial model; nobody has been seen."""

@@ -10,6 +10,7 @@ letter, and the docstrings say which line.
 from __future__ import annotations
 
 from dataclasses import field, fields, make_dataclass
+from typing import Any
 
 from sartor.algorithms.base import register
 from sartor.algorithms.comfed.mechanisms import ComFed, Mechanism
@@ -18,7 +19,7 @@ from sartor.algorithms.comfed.prox import ComFedProx
 from sartor.algorithms.comfed.scaf import ComFedScaf
 from sartor.algorithms.server.optimizers import OPTIMIZERS
 
-MECHANISMS: dict[str, type[ComFed]] = {
+MECHANISMS: dict[str, type[ComFed[Any]]] = {
     "sgd": ComFed,
     "prox": ComFedProx,
     "scaf": ComFedScaf,
@@ -38,7 +39,7 @@ NAMES = {
 """Other names of pairs, and whose they are; ``comfed-m`` has ``local_beta`` switched on."""
 
 
-def cell(pair: str, name: str, paper: str, local_beta: float = 0.0) -> type[ComFed]:
+def cell(pair: str, name: str, paper: str, local_beta: float = 0.0) -> type[ComFed[Any]]:
     """Register a pair such as ``prox-yogi`` under a name."""
     client, server = pair.split("-")
     mechanism, optimizer = MECHANISMS[client], OPTIMIZERS[server]

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper
-from sartor.algorithms.server.optimizers import State
+from sartor.algorithms.server.optimizers import Sgd, State
 from sartor.client.local import Client, Direction
 from sartor.errors import SettingError
 from sartor.federation.exchange import Replies, Reply
@@ -37,6 +37,9 @@ class Mechanism(Hyper):
         0.0, "share of the server's momentum in the local direction; 0: none", symbol="β", low=0, below=1
     )
     as_printed: bool = setting(False, "the paper's equations by their letter")
+
+
+H = TypeVar("H", bound=Mechanism)
 
 
 def solve(
@@ -82,7 +85,7 @@ class ComFedServer(State):
     """The server's momentum as a gradient, for the local steps."""
 
 
-class ComFed(Algorithm):
+class ComFed(Algorithm[H, ComFedServer]):
     """Sgd: plain local training (line 8), averaged with the weights p'_i of those who answered.
 
     ``as_printed``: line 18 prints Σ Δ_i, without weights, which with ten clients makes steps ten times as
@@ -92,7 +95,8 @@ class ComFed(Algorithm):
     """
 
     client_function: ClassVar[Callable[..., Reply]] = staticmethod(sgd)
-    Hyper: ClassVar[type] = Mechanism
+    folds: ClassVar[tuple[str, ...]] = ("delta",)
+    """Of which replies only the mean by p'_i or the sum is asked for."""
     client_keeps = "nothing"
     traffic = "1 / 1"
 
@@ -105,24 +109,31 @@ class ComFed(Algorithm):
             )
         w = federation.initial()
         momentum = torch.zeros_like(w) if self.hyper.local_beta else None
-        server: ComFedServer = self.hyper.start(ComFedServer(w=w, momentum=momentum))
-        return server
+        return self.optimizer.start(ComFedServer(w=w, momentum=momentum))
+
+    @property
+    def optimizer(self) -> Sgd:
+        """The server optimizer: the other half of a pair's hyper-parameters."""
+        both: object = self.hyper
+        assert isinstance(both, Sgd), "the hyper-parameters of a pair are made by comfed.cell"
+        return both
 
     def round(self, server: ComFedServer, federation: Federation, cohort: np.ndarray) -> ComFedServer:
         """Local training at the cohort, aggregation (lines 18-20), server step (lines 23-26)."""
-        hyper = self.hyper
+        hyper, optimizer = self.hyper, self.optimizer
         sent = {"w": server.w, "c": server.c, "m": server.momentum}
         sent = {name: value for name, value in sent.items() if value is not None}
-        replies = federation.map(self.client_function, cohort, shared=sent)
+        replies = federation.map(self.client_function, cohort, shared=sent, fold=self.folds)
         if not replies.counts.sum():
             return server  # nobody trained: the server's momentum does not move the model alone
         if server.momentum is not None:
+            decay = optimizer.decay
             work = replies.mean("work", self.weights(replies)).clamp(min=TINY)
             mean = -replies.mean("delta", self.weights(replies)) / work
-            server = replace(server, momentum=hyper.decay * server.momentum + (1 - hyper.decay) * mean)
+            server = replace(server, momentum=decay * server.momentum + (1 - decay) * mean)
         delta, server = self.aggregate(server, replies, federation)
         rate = hyper.lr * federation.local.lr_decay ** max(federation.round - 1, 0)
-        step, server = hyper.step(server, delta, rate)
+        step, server = optimizer.step(server, delta, rate)
         return replace(server, w=server.w + step)
 
     def weights(self, replies: Replies) -> Tensor | None:

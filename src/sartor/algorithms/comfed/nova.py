@@ -29,7 +29,7 @@ def nova(client: Client, hyper: Nova, w: Tensor, m: Tensor | None = None) -> Rep
     return Reply(**reply, steps=client.work(hyper.lr))
 
 
-class ComFedNova(ComFed):
+class ComFedNova(ComFed[Nova]):
     """Nova: each change divided by its effective number of steps ‖a_i‖₁ before averaging (line 19).
 
     Δ = (Σ p'_i ‖a_i‖₁) Σ p'_i Δ_i / ‖a_i‖₁; with a proximal term ``mu`` the first sum is over the numbers of
@@ -39,7 +39,7 @@ class ComFedNova(ComFed):
     """
 
     client_function = staticmethod(nova)
-    Hyper = Nova
+    folds = ()
 
     def start(self, federation: Federation) -> ComFedServer:
         """The initial model, for a solver that has an a_i."""

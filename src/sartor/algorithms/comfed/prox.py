@@ -29,8 +29,7 @@ def prox(client: Client, hyper: Prox, w: Tensor, m: Tensor | None = None) -> Rep
     return Reply(**solve(client, hyper, w, pulled(client, hyper.mu, w), m, hyper.mu))
 
 
-class ComFedProx(ComFed):
+class ComFedProx(ComFed[Prox]):
     """Prox: a pull μ (y − w) towards the global model in every local step (line 10), averaged as Sgd."""
 
     client_function = staticmethod(prox)
-    Hyper = Prox

@@ -41,7 +41,7 @@ def scaf(client: Client, hyper: Scaf, w: Tensor, c: Tensor, c_i: Tensor, m: Tens
     return Reply(**reply, control=new - old).keep(c_i=new)
 
 
-class ComFedScaf(ComFed):
+class ComFedScaf(ComFed[Scaf]):
     """Scaf: control variates (line 9), y ← y − η (g_i − c_i + c), where c is the mean of all c_i.
 
     Δ is the plain mean of the Δ_i and c ← c + (1/N) Σ Δc_i; ``weighted`` has n_i in both, never in one.
@@ -50,7 +50,7 @@ class ComFedScaf(ComFed):
     """
 
     client_function = staticmethod(scaf)
-    Hyper = Scaf
+    folds = ()
     client_keeps = "c_i"
     traffic = "2 / 2"
 

@@ -105,7 +105,7 @@ def mixed_model(
 
 
 @register
-class Apple(Algorithm):
+class Apple(Algorithm[AppleHyper, AppleServer]):
     """A client learns a core model and the weights with which it mixes all clients' cores into its own model.
 
     For all clients in every round, as the paper: a few silos, each of which downloads all N cores. The hold
@@ -124,7 +124,6 @@ class Apple(Algorithm):
     traffic = "N / 1"
     buffers = "local"
     quadratic = True
-    Hyper = AppleHyper
 
     def start(self, federation: Federation) -> AppleServer:
         """Equal cores, mixed by p0."""

@@ -51,7 +51,7 @@ def group_model(client: Client, hyper: CFLHyper, w: Tensor) -> Reply:
 
 
 @register
-class CFL(Algorithm):
+class CFL(Algorithm[CFLHyper, CFLServer]):
     """FedAvg within groups; a group near its optimum whose clients still disagree is split in two.
 
     A group of more than two is split when ‖mean Δ_i‖ < ε_1 and max ‖Δ_i‖ > ε_2. Variant: the paper's
@@ -71,7 +71,6 @@ class CFL(Algorithm):
     traffic = "1 / 1"
     buffers = "local"
     quadratic = True
-    Hyper = CFLHyper
 
     def start(self, federation: Federation) -> CFLServer:
         """One group with the initial model."""

@@ -56,7 +56,7 @@ def personal_model(client: Client, hyper: DittoHyper, w: Tensor, v_i: Tensor, tr
 
 
 @register
-class Ditto(Algorithm):
+class Ditto(Algorithm[DittoHyper, Server]):
     """FedAvg, and at every client a personal model v_i trained on f_i(v) + λ/2 ‖v − w‖².
 
     Variant: the paper's algorithm 1 with the pull towards the w that was received, not the one trained
@@ -72,7 +72,6 @@ class Ditto(Algorithm):
     server_keeps = "w"
     client_keeps = "v_i, with float buffers"
     traffic = "1 / 1"
-    Hyper = DittoHyper
 
     def start(self, federation: Federation) -> Server:
         """The initial model, for the server and for every client."""
@@ -82,7 +81,7 @@ class Ditto(Algorithm):
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Both trainings at the cohort, then the weighted mean of the changes of w."""
-        replies = federation.map(local_training, cohort, {"w": server.w})
+        replies = federation.map(local_training, cohort, {"w": server.w}, fold=["delta"])
         return replace(server, w=server.w + replies.mean("delta"))  # step 4
 
     def personalize(self, server: Server, cohort: np.ndarray) -> Call:

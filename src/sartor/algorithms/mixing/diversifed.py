@@ -8,7 +8,7 @@ paper's.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -95,8 +95,47 @@ class Targets:
         }
 
 
+H = TypeVar("H", bound=DiversiFedHyper)
+S = TypeVar("S", bound=DiversiFedServer)
+
+
+def first_server(federation: Federation) -> DiversiFedServer:
+    """Everyone has the initial model; nobody is known yet."""
+    federation.declare(w_i=federation.initial())
+    clients, small = federation.clients, federation.clients <= MOST_OBSERVED
+    beta = federation.table(clients) if small else None
+    return DiversiFedServer(**Models.initial(federation), coefficients=beta)
+
+
+class Diversifying(Algorithm[H, S]):
+    """What DiversiFed with and without waiting have in common."""
+
+    paper = "DiversiFed"
+    server_keeps = "the last model of every client (N × d); its work is N² d"
+    client_keeps = "w_i"
+    traffic = "1 / 1"
+    buffers = "local"
+    quadratic = True
+
+    def shared(self, server: S) -> None:
+        """There is no shared model."""
+
+    def personalize(self, server: S, cohort: np.ndarray) -> Call:
+        """The client's own model."""
+        return Call(own_model)
+
+    def welcome(self, server: S, federation: Federation) -> S:
+        """Newcomers have the initial model: the first training has no pull."""
+        return self.start(federation)
+
+    def observe(self, server: S) -> dict[str, Any]:
+        """The share of pairs that attract, mean distances, and all β_ij of a small federation."""
+        beta = {} if server.coefficients is None else {"coefficients": server.coefficients}
+        return {**server.seen, **beta}
+
+
 @register
-class DiversiFed(Algorithm):
+class DiversiFed(Diversifying[DiversiFedHyper, DiversiFedServer]):
     """Every client trains near z_i, which lies nearer to similar models and farther from dissimilar ones.
 
     The server keeps the last model of every client. z_i is made for those who take part, from the last known
@@ -109,20 +148,10 @@ class DiversiFed(Algorithm):
 
     name = "diversifed"
     family = "personal"
-    paper = "DiversiFed"
-    server_keeps = "the last model of every client (N × d); its work is N² d"
-    client_keeps = "w_i"
-    traffic = "1 / 1"
-    buffers = "local"
-    quadratic = True
-    Hyper = DiversiFedHyper
 
     def start(self, federation: Federation) -> DiversiFedServer:
         """Everyone has the initial model; nobody is known yet."""
-        federation.declare(w_i=federation.initial())
-        clients, small = federation.clients, federation.clients <= MOST_OBSERVED
-        beta = federation.table(clients) if small else None
-        return DiversiFedServer(**Models.initial(federation), coefficients=beta)
+        return first_server(federation)
 
     def round(self, server: DiversiFedServer, federation: Federation, cohort: np.ndarray) -> DiversiFedServer:
         """z_i for the cohort from all known models, then local training near it."""
@@ -134,19 +163,3 @@ class DiversiFed(Algorithm):
         return replace(
             server, **server.received(replies), coefficients=targets.coefficients, seen=targets.seen()
         )
-
-    def shared(self, server: DiversiFedServer) -> None:
-        """There is no shared model."""
-
-    def personalize(self, server: DiversiFedServer, cohort: np.ndarray) -> Call:
-        """The client's own model."""
-        return Call(own_model)
-
-    def welcome(self, server: DiversiFedServer, federation: Federation) -> DiversiFedServer:
-        """Newcomers have the initial model: the first training has no pull."""
-        return self.start(federation)
-
-    def observe(self, server: DiversiFedServer) -> dict[str, Any]:
-        """The share of pairs that attract, mean distances, and all β_ij of a small federation."""
-        beta = {} if server.coefficients is None else {"coefficients": server.coefficients}
-        return {**server.seen, **beta}

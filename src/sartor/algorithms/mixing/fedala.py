@@ -62,7 +62,7 @@ def mixture(
 
 
 @register
-class FedALA(Algorithm):
+class FedALA(Algorithm[FedALAHyper, FedALAServer]):
     """Before it trains, a client learns on its data how much of the new global model each entry should take.
 
     Variant: the authors' library, for clients that are drawn alone. Weights are learnt on the first batches
@@ -78,7 +78,6 @@ class FedALA(Algorithm):
     server_keeps = "w, who has trained"
     client_keeps = "its last top layers, mixing weights"
     traffic = "1 / 1"
-    Hyper = FedALAHyper
 
     def start(self, federation: Federation) -> FedALAServer:
         """The initial model; mixing weights of 1 take the global model whole."""
@@ -96,7 +95,7 @@ class FedALA(Algorithm):
             with suppress(NobodyAnswered):  # they have another chance when they are drawn again
                 phase[federation.map(first_weights, first, {"w": server.w}).clients] = FITTED
         each = {"phase": torch.from_numpy(before[cohort])}
-        replies = federation.map(local_training, cohort, {"w": server.w}, each)
+        replies = federation.map(local_training, cohort, {"w": server.w}, each, fold=["delta"])
         trained = replies.clients[replies.counts > 0]
         phase[trained] = np.maximum(phase[trained], TRAINED)
         w = server.w + replies.mean("delta")  # step 4

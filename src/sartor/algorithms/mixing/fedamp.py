@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ class FedAMPHyper(Hyper):
     )
 
 
+H = TypeVar("H", bound=FedAMPHyper)
+
+
 @dataclass(frozen=True)
 class FedAMPServer(Models):
     """The known models, and how much of its own model a client got in the last round, on average."""
@@ -40,7 +43,7 @@ class FedAMPServer(Models):
 
 
 @register
-class FedAMP(Algorithm):
+class FedAMP(Algorithm[H, FedAMPServer]):
     """Every client trains near a mixture u_i of all models in which those near its own weigh more.
 
     ξ_ij = α_k A'(‖w_i − w_j‖²) with A(x) = 1 − e^{−x/σ}; ξ_ii is the rest. Where the others would take more
@@ -60,7 +63,6 @@ class FedAMP(Algorithm):
     traffic = "1 / 1"
     buffers = "local"
     quadratic = True
-    Hyper = FedAMPHyper
 
     def start(self, federation: Federation) -> FedAMPServer:
         """Everyone has the initial model; nobody is known yet."""
@@ -124,7 +126,7 @@ class HeurFedAMPHyper(FedAMPHyper):
 
 
 @register
-class HeurFedAMP(FedAMP):
+class HeurFedAMP(FedAMP[HeurFedAMPHyper]):
     """FedAMP with attention from the angles between models: ξ_ij ∝ e^{σ cos(w_i, w_j)}, ξ_ii a constant.
 
     Made for large networks, whose distances say little. All else is as in FedAMP: when u_i is made, where
@@ -133,11 +135,9 @@ class HeurFedAMP(FedAMP):
     """
 
     name = "heurfedamp"
-    Hyper = HeurFedAMPHyper
 
     def attention(self, server: FedAMPServer, clients: Tensor, alpha: float) -> Tensor:
         """ξ_ij of other clients for the clients i, [n, N]: (1 − ξ_ii) times a softmax of cosines."""
         similar = cosines(server.models[clients], server.models)
         others = others_of(clients, server.known)
-        weights: Tensor = (1 - self.hyper.own) * softmax_over(self.hyper.sigma * similar, others)
-        return weights
+        return (1 - self.hyper.own) * softmax_over(self.hyper.sigma * similar, others)

@@ -79,7 +79,7 @@ def own_model(client: Client, hyper: FedFomoHyper, theta: Tensor) -> Reply:
 
 
 @register
-class FedFomo(Algorithm):
+class FedFomo(Algorithm[FedFomoHyper, FedFomoServer]):
     """A client weighs other clients' models by how much they lower its validation loss, and moves to them.
 
     Its own last model is always among the M that it weighs; the server sends M − 1 others, those that gained
@@ -98,7 +98,6 @@ class FedFomo(Algorithm):
     traffic = "M − 1 / 1, and M − 1 numbers up"
     buffers = "local"
     quadratic = True
-    Hyper = FedFomoHyper
 
     def start(self, federation: Federation) -> FedFomoServer:
         """Everyone has the initial model; nothing is on offer."""

@@ -58,13 +58,13 @@ def local_training(client: Client, hyper: IFCAHyper, models: Tensor) -> Reply:
 
 
 @personal
-def nearest_model(client: Client, hyper: Any, models: Tensor) -> Reply:
+def nearest_model(client: Client, hyper: Hyper, models: Tensor) -> Reply:
     """The model with the lowest loss on the client's training data."""
     return Reply(w=models.index_select(0, nearest(client, models)[None])[0])
 
 
 @register
-class IFCA(Algorithm):
+class IFCA(Algorithm[IFCAHyper, IFCAServer]):
     """k global models; in every round a client trains the one with the lowest loss on its training data.
 
     Variant: model averaging, the mean over a model's members of the round, all alike as in the authors' code
@@ -81,7 +81,6 @@ class IFCA(Algorithm):
     client_keeps = "nothing"
     traffic = "k / 1"
     buffers = "local"
-    Hyper = IFCAHyper
 
     def start(self, federation: Federation) -> IFCAServer:
         """The initial model, and copies of it with other signs."""

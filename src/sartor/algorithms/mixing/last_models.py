@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,19 @@ class Models:
         }
 
 
-def near_target(client: Client, hyper: Any, target: Tensor, pull: Tensor, w_i: Tensor) -> Reply:
+class Near(Protocol):
+    """Hyper-parameters that say where training near a target starts."""
+
+    @property
+    def lr(self) -> float:
+        """Local learning rate."""
+
+    @property
+    def start(self) -> str:
+        """``w``: at the client's own model; else at the target."""
+
+
+def near_target(client: Client, hyper: Near, target: Tensor, pull: Tensor, w_i: Tensor) -> Reply:
     """K_i steps on f_i(w) + pull/2 ‖w − target‖², from the client's own model or from the target."""
 
     def direction(y: Tensor, batch: Batch) -> Tensor:

@@ -97,7 +97,7 @@ def adapted_model(client: Client, hyper: PerFedAvgHyper, w: Tensor) -> Reply:
 
 
 @register
-class PerFedAvg(Algorithm):
+class PerFedAvg(Algorithm[PerFedAvgHyper, Server]):
     """FedAvg on the meta-objective Σ f_i(w − α ∇f_i(w)): a start from which one step makes a model personal.
 
     All three variants of the paper: ``exact`` (Hessian-vector products), ``hf`` (differences of gradients,
@@ -113,7 +113,6 @@ class PerFedAvg(Algorithm):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
-    Hyper = PerFedAvgHyper
 
     def start(self, federation: Federation) -> Server:
         """The initial model."""

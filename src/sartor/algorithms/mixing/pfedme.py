@@ -54,7 +54,7 @@ def personal_model(client: Client, hyper: PFedMeHyper, w: Tensor) -> Reply:
 
 
 @register
-class PFedMe(Algorithm):
+class PFedMe(Algorithm[PFedMeHyper, Server]):
     """Descend the Moreau envelope of every client: personal models θ_i stay near copies of the global one.
 
     Variant: the paper's algorithm 1 with an inner problem of K steps on each batch, warm-started from batch
@@ -71,7 +71,6 @@ class PFedMe(Algorithm):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
-    Hyper = PFedMeHyper
 
     def start(self, federation: Federation) -> Server:
         """The initial model."""

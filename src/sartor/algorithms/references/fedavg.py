@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,13 +22,16 @@ class FedAvgHyper(Hyper):
     server_lr: float = setting(1.0, "server learning rate", symbol="η_g", low=0)
 
 
+H = TypeVar("H", bound=FedAvgHyper)
+
+
 def local_training(client: Client, hyper: FedAvgHyper, w: Tensor) -> Reply:
     """K_i steps y ← y − η g_i(y) from w; the change Δ_i = y − w goes back."""
     return Reply(delta=client.descend(w, lr=hyper.lr) - w)
 
 
 @register
-class FedAvg(Algorithm):
+class FedAvg(Algorithm[H, Server]):
     """Average the changes of models trained locally from the global one.
 
     The delta form w ← w + η_g Σ p'_i Δ_i, with p'_i = n_i / Σ n_j over those who answered. Evaluated: w.
@@ -39,11 +43,10 @@ class FedAvg(Algorithm):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
-    Hyper = FedAvgHyper
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the changes."""
-        replies = federation.map(local_training, cohort, shared={"w": server.w})
+        replies = federation.map(local_training, cohort, shared={"w": server.w}, fold=["delta"])
         return replace(server, w=server.w + self.hyper.server_lr * replies.mean("delta"))
 
 
@@ -64,7 +67,7 @@ def fine_tuning(client: Client, hyper: FedUpdateHyper, w: Tensor) -> Reply:
 
 
 @register
-class FedUpdate(FedAvg):
+class FedUpdate(FedAvg[FedUpdateHyper]):
     """FedAvg whose model every client fine-tunes on its training data before use.
 
     The personal model is made anew from w at every evaluation and thrown away: training never sees it.
@@ -74,7 +77,6 @@ class FedUpdate(FedAvg):
     name = "fedupdate"
     family = "personal"
     paper = "Jiang et al. 2019"
-    Hyper = FedUpdateHyper
 
     def personalize(self, server: Server, cohort: np.ndarray) -> Call:
         """Fine-tune the global model at the client."""

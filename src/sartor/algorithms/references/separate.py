@@ -30,7 +30,7 @@ def own_model(client: Client, hyper: Hyper, w_i: Tensor) -> Reply:
 
 
 @register
-class Separate(Algorithm):
+class Separate(Algorithm[Hyper, Nothing]):
     """Every client trains its own model, from a common start, and shares nothing.
 
     A client trains in the rounds in which it is drawn, so that it does the same work as under the other

@@ -1,19 +1,19 @@
 """Server optimizers: how the server moves its model by the change Δ that a round brought.
 
-Each is a frozen dataclass of its settings with two pure functions: ``start`` gives a state what the
-optimizer remembers, ``step(state, Δ, rate)`` gives the step and the next state. Δ points downhill, so the
-model moves by ``w + step``. Momentum is FedAvgM's (Hsu et al. 2019), SlowMo is Wang et al. 2020; Adagrad,
-Adam and Yogi are Reddi et al. 2021: v starts at τ², τ stands outside the root, no bias is corrected.
+Each is a frozen dataclass of its settings and says by ``pair`` which functions of ``sartor.model.optimizers``
+they stand for; clients step by the same ones. Δ points downhill, so the model moves by ``w + step``. Momentum
+is FedAvgM's (Hsu et al. 2019), SlowMo is Wang et al. 2020; Adagrad, Adam and Yogi are Reddi et al. 2021: v
+starts at τ², τ stands outside the root, no bias is corrected.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
+from sartor.model.optimizers import Memory, Optimizer, adagrad, adam, chain, decay, momentum, scale, yogi
 from sartor.settings import setting
 
 S = TypeVar("S", bound="State")
@@ -21,13 +21,11 @@ S = TypeVar("S", bound="State")
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A server's model and what its optimizer remembers; None where the optimizer has no such thing."""
+    """A server's model and what its optimizer remembers."""
 
     w: Tensor
-    m: Tensor | None = None
-    """First moment of Δ: the momentum."""
-    v: Tensor | None = None
-    """Second moment of Δ, entry by entry."""
+    memory: Memory = field(default_factory=dict)
+    """``m``, the momentum of Δ, and ``v``, its second moment, entry by entry: those that there are."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,18 @@ class Sgd:
         """How much of its momentum the optimizer keeps from round to round: β or β1, 0 without momentum."""
         return float(getattr(self, "beta1", getattr(self, "beta", 0.0)))
 
+    def pair(self, rate: float) -> Optimizer:
+        """The optimizer with these settings, in a round whose local rate is ``rate``."""
+        return scale(self.server_lr)
+
     def start(self, state: S) -> S:
         """The state with what this optimizer remembers, before the first round."""
-        return state
+        return replace(state, memory=self.pair(1.0).init(state.w))
 
     def step(self, state: S, delta: Tensor, rate: float = 1.0) -> tuple[Tensor, S]:
         """The step for a round's Δ, and the next state; ``rate`` is the local rate that made Δ."""
-        return self.server_lr * delta, state
+        step, memory = self.pair(rate).update(delta, state.memory, state.w)
+        return step, replace(state, memory=memory)
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,10 @@ class SlowMo(Sgd):
 
     beta: float = setting(0.7, "server momentum", symbol="β", low=0, below=1)
 
-    def start(self, state: S) -> S:
-        """No momentum yet."""
-        return replace(state, m=torch.zeros_like(state.w))
-
-    def step(self, state: S, delta: Tensor, rate: float = 1.0) -> tuple[Tensor, S]:
+    def pair(self, rate: float) -> Optimizer:
         """A step along the momentum."""
-        m = self.beta * _held(state.m) + delta / max(rate, 1e-30)  # a rate of 0 makes a Δ of 0
-        return self.server_lr * rate * m, replace(state, m=m)
+        unit = max(rate, 1e-30)  # a rate of 0 makes a Δ of 0
+        return chain(momentum(self.beta, unit=unit), scale(self.server_lr * rate))
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,9 @@ class Momentum(SlowMo):
     beta: float = setting(0.9, "server momentum", symbol="β", low=0, below=1)
     nesterov: bool = setting(False, "whether the momentum looks one step ahead")
 
-    def step(self, state: S, delta: Tensor, rate: float = 1.0) -> tuple[Tensor, S]:
+    def pair(self, rate: float) -> Optimizer:
         """A step along the momentum, whatever the local rate."""
-        m = self.beta * _held(state.m) + delta
-        return self.server_lr * (delta + self.beta * m if self.nesterov else m), replace(state, m=m)
+        return chain(momentum(self.beta, nesterov=self.nesterov), scale(self.server_lr))
 
 
 @dataclass(frozen=True)
@@ -98,22 +96,19 @@ class Adagrad(Sgd):
     v0: str = setting("tau2", "where the second moment starts: at τ² or at 0", choices=("tau2", "zero"))
     as_printed: bool = setting(False, "the paper's equations by their letter")
 
-    def start(self, state: S) -> S:
-        """m = 0, and v = τ² or 0."""
-        v = torch.full_like(state.w, self.tau**2 if self.v0 == "tau2" else 0.0)
-        return replace(state, m=torch.zeros_like(state.w), v=v)
+    @property
+    def v_start(self) -> float:
+        """Where v starts."""
+        return self.tau**2 if self.v0 == "tau2" else 0.0
 
-    def step(self, state: S, delta: Tensor, rate: float = 1.0) -> tuple[Tensor, S]:
+    def pair(self, rate: float) -> Optimizer:
         """A step along the momentum, each entry in units of its own size."""
-        m = self.beta1 * _held(state.m) + (1 - self.beta1) * delta
-        v = self._second(_held(state.v), delta * delta)
-        step = self.server_lr * m / (v.sqrt() + self.tau)
-        if self.as_printed:
-            step = (self.beta1 - 1) * state.w + self.server_lr * m / (v + self.tau).sqrt()
-        return step, replace(state, m=m, v=v)
+        adaptive = self.adaptive()
+        return chain(adaptive, decay(self.beta1 - 1)) if self.as_printed else adaptive
 
-    def _second(self, v: Tensor, square: Tensor) -> Tensor:
-        return v + square
+    def adaptive(self) -> Optimizer:
+        """η_g m / (√v + τ)."""
+        return adagrad(self.beta1, self.tau, start=self.v_start, inside=self.as_printed, rate=self.server_lr)
 
 
 @dataclass(frozen=True)
@@ -126,22 +121,35 @@ class Adam(Adagrad):
     beta1: float = setting(0.9, "decay of the first moment", symbol="β1", low=0, below=1)
     beta2: float = setting(0.99, "decay of the second moment", symbol="β2", low=0, below=1)
 
-    def _second(self, v: Tensor, square: Tensor) -> Tensor:
-        return self.beta2 * v + (-1 if self.as_printed else 1) * (1 - self.beta2) * square
+    def adaptive(self) -> Optimizer:
+        """η_g m / (√v + τ)."""
+        return adam(
+            self.beta1,
+            self.beta2,
+            self.tau,
+            start=self.v_start,
+            inside=self.as_printed,
+            rate=self.server_lr,
+            sign=-1 if self.as_printed else 1,
+            square_first=True,
+        )
 
 
 @dataclass(frozen=True)
 class Yogi(Adam):
     """As Adagrad, with v ← v − (1 − β2) Δ² sign(v − Δ²): v moves towards Δ² by a bounded amount."""
 
-    def _second(self, v: Tensor, square: Tensor) -> Tensor:
-        return v - (1 - self.beta2) * square * torch.sign(v - square)
+    def adaptive(self) -> Optimizer:
+        """η_g m / (√v + τ)."""
+        return yogi(
+            self.beta1,
+            self.beta2,
+            self.tau,
+            start=self.v_start,
+            inside=self.as_printed,
+            rate=self.server_lr,
+        )
 
 
 _ALL: tuple[type[Sgd], ...] = (Sgd, Adam, Adagrad, Yogi, Momentum, SlowMo)
 OPTIMIZERS = {optimizer.__name__.lower(): optimizer for optimizer in _ALL}
-
-
-def _held(moment: Tensor | None) -> Tensor:
-    assert moment is not None, "an optimizer's state is made by its start()"
-    return moment

@@ -8,8 +8,9 @@ Gradient Similarity".
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -73,33 +74,30 @@ def still_needed(history: dict[int, Tensor], federation: Federation) -> dict[int
     return {t: model for t, model in history.items() if t in needed}
 
 
-@register
-class LGA(Algorithm):
-    """Average fresh models and leap estimates of the stragglers', all alike.
+def no_uploads(federation: Federation, w: Tensor) -> LGAServer:
+    """The server with the global model w before anybody has uploaded."""
+    sngs = {stage.name: w.new_zeros(federation.clients) for stage in stages_of(federation.task)}
+    return LGAServer(w, Uploads.none(federation.clients, w), {}, sngs)
 
-    w ← w + mean of (w_k − w) over those who answered in time and (ŵ_k − w) over the stragglers: those whose
-    answer comes late, and with ``estimate = "every-round"`` also those still at work that have uploaded
-    before. Their update is leapt again from the current model in every such round. With nobody late it is
-    FedAvg with equal weights. Evaluated: w.
-    """
 
-    name = "lga"
-    family = "asynchronous"
+S = TypeVar("S", bound=LGAServer)
+
+
+class Leaping(Algorithm[LGAHyper, S]):
+    """What LGA and PLGA have in common."""
+
     paper = "PLGA"
-    server_keeps = "w, three models for every client (N × d) from its last upload"
     client_keeps = "nothing"
-    traffic = "1 / 1"
-    Hyper: ClassVar[type] = LGAHyper
 
-    def start(self, federation: Federation) -> LGAServer:
+    def start(self, federation: Federation) -> S:
         """The initial model; nobody has uploaded."""
-        return self._first(federation, federation.initial())
+        return self.first(federation, federation.initial())
 
-    def _first(self, federation: Federation, w: Tensor) -> LGAServer:
-        sngs = {stage.name: w.new_zeros(federation.clients) for stage in stages_of(federation.task)}
-        return LGAServer(w, Uploads.none(federation.clients, w), {}, sngs)
+    @abstractmethod
+    def first(self, federation: Federation, w: Tensor) -> S:
+        """The server with the global model w before anybody has uploaded."""
 
-    def round(self, server: LGAServer, federation: Federation, cohort: np.ndarray) -> LGAServer:
+    def round(self, server: S, federation: Federation, cohort: np.ndarray) -> S:
         """Start who is idle, then average who is in time and the leaps of who is not."""
         hyper, w, now = self.hyper, server.w, federation.round
         federation.dispatch(local_training, cohort, {"w": w}, concurrency=hyper.concurrency)
@@ -124,9 +122,7 @@ class LGA(Algorithm):
         done = replace(server, w=new, uploads=uploads, history=history, sngs=sngs)
         return self.finished(done, w, federation, counted)
 
-    def _counted(
-        self, server: LGAServer, federation: Federation, replies: Replies, uploads: Uploads
-    ) -> Counted:
+    def _counted(self, server: S, federation: Federation, replies: Replies, uploads: Uploads) -> Counted:
         """Who answered in time with their updates, and the stragglers with their leaps."""
         hyper, stages = self.hyper, stages_of(federation.task)
         fresh = replies.ages == 0
@@ -141,15 +137,34 @@ class LGA(Algorithm):
         leaps = leap(own, agreed, server.w, hyper.base, hyper.compensation)
         return Counted(clients, is_late, torch.where(is_late[:, None], leaps, own.update))
 
-    def finished(self, server: Any, w: Tensor, federation: Federation, counted: Counted) -> LGAServer:
+    def finished(self, server: S, w: Tensor, federation: Federation, counted: Counted) -> S:
         """The server after a round that began with w; PLGA makes personal models here."""
-        done: LGAServer = server
-        return done
+        return server
 
-    def welcome(self, server: LGAServer, federation: Federation) -> LGAServer:
+    def welcome(self, server: S, federation: Federation) -> S:
         """Newcomers have uploaded nothing and have the global model."""
-        return self._first(federation, server.w)
+        return self.first(federation, server.w)
 
-    def observe(self, server: LGAServer) -> dict[str, Any]:
+    def observe(self, server: S) -> dict[str, Any]:
         """S̄ of every client by stage, when it last counted."""
         return {f"sngs_{stage}": value for stage, value in server.sngs.items()}
+
+
+@register
+class LGA(Leaping[LGAServer]):
+    """Average fresh models and leap estimates of the stragglers', all alike.
+
+    w ← w + mean of (w_k − w) over those who answered in time and (ŵ_k − w) over the stragglers: those whose
+    answer comes late, and with ``estimate = "every-round"`` also those still at work that have uploaded
+    before. Their update is leapt again from the current model in every such round. With nobody late it is
+    FedAvg with equal weights. Evaluated: w.
+    """
+
+    name = "lga"
+    family = "asynchronous"
+    server_keeps = "w, three models for every client (N × d) from its last upload"
+    traffic = "1 / 1"
+
+    def first(self, federation: Federation, w: Tensor) -> LGAServer:
+        """Nobody has uploaded."""
+        return no_uploads(federation, w)

@@ -6,7 +6,6 @@ Equation numbers are those of "Personalized Heterogeneous FL with Gradient Simil
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from sartor.algorithms.base import register
 from sartor.algorithms.server.leaps import Uploads
 from sartor.algorithms.server.stages import spread_out, stages_of
 from sartor.algorithms.server.tables import rows
-from sartor.algorithms.spfl.lga import LGA, Counted, LGAServer
+from sartor.algorithms.spfl.lga import Counted, Leaping, LGAHyper, LGAServer, no_uploads
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
@@ -30,7 +29,7 @@ class PLGAServer(LGAServer):
 
 
 @personal
-def own_part(client: Client, hyper: Any, w: Tensor) -> Reply:
+def own_part(client: Client, hyper: LGAHyper, w: Tensor) -> Reply:
     """The model that the server made for the client."""
     return Reply(w=w)
 
@@ -42,7 +41,7 @@ def personal_models(uploads: Uploads, agreed: Tensor, model: Tensor, present: Te
 
 
 @register
-class PLGA(LGA):
+class PLGA(Leaping[PLGAServer]):
     """LGA with a personal model for every client: between its own model and the global one by S̄.
 
     w_k^p = w^{t0} + (1 − S̄)(ŵ_k − w^{t0}) + S̄ (w^τ − w^{t0}) (14), for stragglers with their leap ŵ_k. A
@@ -56,11 +55,12 @@ class PLGA(LGA):
     server_keeps = "w, four models for every client (N × d)"
     traffic = "2 / 1"
 
-    def _first(self, federation: Federation, w: Tensor) -> PLGAServer:
-        first = super()._first(federation, w)
+    def first(self, federation: Federation, w: Tensor) -> PLGAServer:
+        """Nobody has uploaded, or has a personal model."""
+        first = no_uploads(federation, w)
         return PLGAServer(**vars(first), personal=torch.zeros_like(first.uploads.start))
 
-    def finished(self, server: Any, w: Tensor, federation: Federation, counted: Counted) -> PLGAServer:
+    def finished(self, server: PLGAServer, w: Tensor, federation: Federation, counted: Counted) -> PLGAServer:
         """A new personal model for whoever counted, which is sent to it."""
         clients, stages = counted.clients, stages_of(federation.task)
         own = server.uploads.rows(clients)
@@ -68,8 +68,7 @@ class PLGA(LGA):
         present = torch.where(counted.late[:, None], w, server.w)
         made = personal_models(own, agreed, w + counted.changes, present)
         federation.traffic.down += made.nbytes
-        done: PLGAServer = replace(server, personal=server.personal.index_copy(0, clients, made))
-        return done
+        return replace(server, personal=server.personal.index_copy(0, clients, made))
 
     def personalize(self, server: PLGAServer, cohort: np.ndarray) -> Call:
         """The model that the server made for the client."""

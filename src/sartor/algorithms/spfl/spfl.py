@@ -9,7 +9,7 @@ gradients are −Δ_i.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -75,8 +75,59 @@ def mixing_weights(cosine: Tensor, n: Tensor, hyper: SPFLHyper) -> Tensor:
     return weights / (n.sum() if hyper.as_printed else weights.sum(dim=1, keepdim=True))
 
 
+H = TypeVar("H", bound=SPFLHyper)
+S = TypeVar("S", bound=SPFLServer)
+
+
+def equal_models(federation: Federation, w: Tensor) -> SPFLServer:
+    """Everyone has the same model; all are alike."""
+    clients = federation.clients
+    zeros = federation.table(clients, dtype=torch.float64)
+    cosines = {stage.name: zeros for stage in stages_of(federation.task)}
+    return SPFLServer(w.expand(clients, -1).clone(), cosines)
+
+
+class Similar(Algorithm[H, S]):
+    """What SPFL with and without waiting have in common."""
+
+    paper = "SPFL"
+    client_keeps = "nothing"
+    traffic = "1 / 1"
+    buffers = "local"
+    quadratic = True
+
+    def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
+        """The new models of those who answered, from where they started and their updates."""
+        step = mixed_by_stage(delta, weights, stages)
+        return torch.add(start, step, alpha=self.hyper.alpha)  # (7)
+
+    def is_refresh(self, federation: Federation) -> bool:
+        """Whether the similarities are made anew in this round."""
+        return (federation.round - 1) % self.hyper.refresh == 0
+
+    def starts(self, server: S, federation: Federation) -> Tensor:
+        """Where clients train from, [N, d]: their own models, at a refresh the mean of all."""
+        if self.is_refresh(federation):
+            return mean_model(server.models).expand_as(server.models)
+        return server.models
+
+    def shared(self, server: S) -> None:
+        """There is no shared model."""
+
+    def personalize(self, server: S, cohort: np.ndarray) -> Call:
+        """The client's model, from the server."""
+        return Call(personal_model, each={"w": rows(server.models, cohort)})
+
+    def observe(self, server: S) -> dict[str, Any]:
+        """The similarities S̄ of every stage."""
+        return {
+            f"similarity_{stage}": sngs(cosine, self.hyper.temperature)
+            for stage, cosine in server.cosines.items()
+        }
+
+
 @register
-class SPFL(Algorithm):
+class SPFL(Similar[SPFLHyper, SPFLServer]):
     """Every client's model moves by everyone's updates, those of similar clients for more.
 
     w_{g,i} ← w_{g,i} + α Σ_j ω_ij Δ_j, stage by stage (7). Every Γ rounds all clients train from the plain
@@ -88,34 +139,20 @@ class SPFL(Algorithm):
 
     name = "spfl"
     family = "personal"
-    paper = "SPFL"
     server_keeps = "w_{g,i} of every client (N × d), a similarity matrix (N × N) per stage"
-    client_keeps = "nothing"
-    traffic = "1 / 1"
-    buffers = "local"
-    quadratic = True
-    Hyper = SPFLHyper
 
     def start(self, federation: Federation) -> SPFLServer:
         """Everyone has the initial model; all are alike."""
-        return SPFLServer(**self._initial(federation, federation.initial()))
-
-    def _initial(self, federation: Federation, w: Tensor) -> dict[str, Any]:
-        clients = federation.clients
-        zeros = federation.table(clients, dtype=torch.float64)
-        return {
-            "models": w.expand(clients, -1).clone(),
-            "cosines": {stage.name: zeros for stage in stages_of(federation.task)},
-        }
+        return equal_models(federation, federation.initial())
 
     def round(self, server: SPFLServer, federation: Federation, cohort: np.ndarray) -> SPFLServer:
         """Local training from the clients' models, refreshed similarities when it is time, new models."""
-        stages, starts = stages_of(federation.task), self._starts(server, federation)
+        stages, starts = stages_of(federation.task), self.starts(server, federation)
         replies = federation.map(local_training, cohort, each={"w": starts[federation.tensor(cohort)]})
         clients, delta = replies.index, replies["delta"]
         pairs = (clients[:, None], clients[None, :])
         similar = server.cosines
-        if self._is_refresh(federation):
+        if self.is_refresh(federation):
             similar = cosines_by_stage(similar, delta, clients, stages)  # (3)
         weights = {
             name: mixing_weights(cosine[pairs], replies.n.double(), self.hyper)
@@ -124,34 +161,6 @@ class SPFL(Algorithm):
         moved = self.mix(starts[clients], delta, weights, stages)
         return replace(server, models=server.models.index_copy(0, clients, moved), cosines=similar)
 
-    def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
-        """The new models of those who answered, from where they started and their updates."""
-        step = mixed_by_stage(delta, weights, stages)
-        return torch.add(start, step, alpha=self.hyper.alpha)  # (7)
-
-    def _is_refresh(self, federation: Federation) -> bool:
-        return bool((federation.round - 1) % self.hyper.refresh == 0)
-
-    def _starts(self, server: SPFLServer, federation: Federation) -> Tensor:
-        """Where clients train from, [N, d]: their own models, at a refresh the mean of all."""
-        if self._is_refresh(federation):
-            return mean_model(server.models).expand_as(server.models)
-        return server.models
-
-    def shared(self, server: SPFLServer) -> None:
-        """There is no shared model."""
-
-    def personalize(self, server: SPFLServer, cohort: np.ndarray) -> Call:
-        """The client's model, from the server."""
-        return Call(personal_model, each={"w": rows(server.models, cohort)})
-
     def welcome(self, server: SPFLServer, federation: Federation) -> SPFLServer:
         """A newcomer gets the mean of the models."""
-        return SPFLServer(**self._initial(federation, mean_model(server.models)))
-
-    def observe(self, server: SPFLServer) -> dict[str, Any]:
-        """The similarities S̄ of every stage."""
-        return {
-            f"similarity_{stage}": sngs(cosine, self.hyper.temperature)
-            for stage, cosine in server.cosines.items()
-        }
+        return equal_models(federation, mean_model(server.models))

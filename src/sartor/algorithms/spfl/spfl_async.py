@@ -13,7 +13,14 @@ from sartor.algorithms.asynchronous.aging import AsyncHyper, weights_by_age
 from sartor.algorithms.base import register
 from sartor.algorithms.server.similarity import mean_model
 from sartor.algorithms.server.stages import cosines_by_stage, stages_of
-from sartor.algorithms.spfl.spfl import SPFL, SPFLHyper, SPFLServer, local_training, mixing_weights
+from sartor.algorithms.spfl.spfl import (
+    Similar,
+    SPFLHyper,
+    SPFLServer,
+    equal_models,
+    local_training,
+    mixing_weights,
+)
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.federation import Federation
 from sartor.settings import setting
@@ -44,7 +51,7 @@ class SPFLAsyncServer(SPFLServer):
 
 
 @register
-class SPFLAsync(SPFL):
+class SPFLAsync(Similar[SPFLAsyncHyper, SPFLAsyncServer]):
     """SPFL that waits for nobody: a client that answers gets a model from everyone's last known updates.
 
     w_{g,i} ← w_{g,i} + α Σ_j ω_ij Δ_j for the clients i that answered in this round, over all clients j ever
@@ -57,27 +64,26 @@ class SPFLAsync(SPFL):
     name = "spfl-async"
     family = "personal, asynchronous"
     server_keeps = "w_{g,i} and the last update of every client (N × d), similarities (N × N) per stage"
-    Hyper = SPFLAsyncHyper
 
     def start(self, federation: Federation) -> SPFLAsyncServer:
         """Everyone has the initial model; nobody has been heard of."""
         return self._unheard(federation, federation.initial())
 
     def _unheard(self, federation: Federation, w: Tensor) -> SPFLAsyncServer:
-        first = self._initial(federation, w)
+        first = equal_models(federation, w)
         began = federation.table(fill=-1, dtype=torch.int64)
-        return SPFLAsyncServer(**first, updates=torch.zeros_like(first["models"]), began=began)
+        return SPFLAsyncServer(**vars(first), updates=torch.zeros_like(first.models), began=began)
 
-    def round(self, server: Any, federation: Federation, cohort: np.ndarray) -> SPFLAsyncServer:
+    def round(self, server: SPFLAsyncServer, federation: Federation, cohort: np.ndarray) -> SPFLAsyncServer:
         """Start who is idle; whoever answers gets a new model from all last known updates."""
         hyper, stages = self.hyper, stages_of(federation.task)
-        starts = self._starts(server, federation)
+        starts = self.starts(server, federation)
         each = {"w": starts[federation.tensor(cohort)]}
         started = federation.tensor(
             federation.dispatch(local_training, cohort, each=each, concurrency=hyper.concurrency)
         )
         models = server.models.index_copy(0, started, starts[started])
-        known: SPFLAsyncServer = replace(server, models=models, round=federation.round)
+        known = replace(server, models=models, round=federation.round)
         try:
             replies = federation.collect(within=hyper.deadline)
         except NobodyAnswered:
@@ -88,7 +94,7 @@ class SPFLAsync(SPFL):
         known = replace(known, updates=updates, began=began)
         heard = torch.nonzero(began >= 0).flatten()
         trust = weights_by_age(hyper, known.ages[heard].double())
-        if self._is_refresh(federation):
+        if self.is_refresh(federation):
             # What is known of older updates is nearer to 0, where nothing is known.
             similar = cosines_by_stage(known.cosines, updates[heard], heard, stages, trust)
             known = replace(known, cosines=similar)
@@ -100,10 +106,10 @@ class SPFLAsync(SPFL):
         moved = self.mix(models[clients], updates[heard], weights, stages)
         return replace(known, models=models.index_copy(0, clients, moved))
 
-    def welcome(self, server: Any, federation: Federation) -> SPFLAsyncServer:
+    def welcome(self, server: SPFLAsyncServer, federation: Federation) -> SPFLAsyncServer:
         """A newcomer gets the mean of the models."""
         return self._unheard(federation, mean_model(server.models))
 
-    def observe(self, server: Any) -> dict[str, Any]:
+    def observe(self, server: SPFLAsyncServer) -> dict[str, Any]:
         """The similarities S̄ of every stage, and the ages of the last updates."""
         return {**super().observe(server), "ages": server.ages}

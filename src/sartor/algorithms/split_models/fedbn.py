@@ -63,7 +63,7 @@ def own_model(
 
 
 @register
-class FedBN(Algorithm):
+class FedBN(Algorithm[FedBNHyper, FedBNServer]):
     """FedAvg whose clients keep scale, shift and running statistics of every BatchNorm layer.
 
     Variant: BatchNorm is found by the type of the layer; means are weighted by samples. Float buffers stay
@@ -80,7 +80,6 @@ class FedBN(Algorithm):
     client_keeps = "BatchNorm layers with statistics"
     traffic = "1 / 1"
     buffers = "local"
-    Hyper = FedBNHyper
 
     def start(self, federation: Federation) -> FedBNServer:
         """The initial model, whose BatchNorm layers are everyone's first."""

@@ -86,7 +86,7 @@ def receive(client: Client, hyper: FedCACHyper, customised: Tensor) -> Reply:
 
 
 @register
-class FedCAC(Algorithm):
+class FedCAC(Algorithm[FedCACHyper, FedCACServer]):
     """Entries that training hardly moves are averaged over all, critical ones over clients that share them.
 
     Variant: the authors' code with an exact share of critical entries per tensor; t counts rounds from 1, and
@@ -105,7 +105,6 @@ class FedCAC(Algorithm):
     client_keeps = "its critical entries"
     traffic = "2 / 1 + a mask, in two exchanges"
     quadratic = True
-    Hyper = FedCACHyper
 
     def start(self, federation: Federation) -> FedCACServer:
         """The initial model; nothing is critical yet."""

@@ -93,7 +93,7 @@ def with_bias(client: Client, hyper: FedDBEHyper, w: Tensor, b_i: Tensor) -> Rep
 
 
 @register
-class FedDBE(Algorithm):
+class FedDBE(Algorithm[FedDBEHyper, FedDBEServer]):
     """A private bias takes up what differs between features, whose mean is drawn to everyone's.
 
     Variant: the first author's library. Before the first round every client trains the initial model once and
@@ -110,7 +110,6 @@ class FedDBE(Algorithm):
     server_keeps = "w, mean features z̄"
     client_keeps = "bias b_i of the features"
     traffic = "1 / 1 (once |features| up, by everyone)"
-    Hyper = FedDBEHyper
 
     def start(self, federation: Federation) -> FedDBEServer:
         """The initial model; no bias, and the mean features are not known yet."""
@@ -126,7 +125,7 @@ class FedDBE(Algorithm):
             sent = {"w": server.w, "zero": torch.zeros_like(server.mean)}
             replies = federation.map(first_mean, everyone, sent)
             server = replace(server, mean=replies.mean("mean"), measured=torch.ones_like(server.measured))
-        replies = federation.map(local_training, cohort, {"w": server.w, "mean": server.mean})
+        replies = federation.map(local_training, cohort, {"w": server.w, "mean": server.mean}, fold=["delta"])
         return replace(server, w=server.w + replies.mean("delta"))  # step 3
 
     def personalize(self, server: FedDBEServer, cohort: np.ndarray) -> Call:

@@ -103,7 +103,7 @@ def own_model(client: Client, hyper: FedPACHyper, w: Tensor, head: Tensor, train
 
 
 @register
-class FedPAC(Algorithm):
+class FedPAC(Algorithm[FedPACHyper, FedPACServer]):
     """FedRep with features aligned by prototypes, whose clients get the mix of heads that suits them best.
 
     Variant: the authors' two phases; the distance to a prototype is the mean squared difference, none for a
@@ -121,7 +121,6 @@ class FedPAC(Algorithm):
     client_keeps = "head"
     traffic = "1 + |head| / 1 + statistics, in two exchanges"
     quadratic = True
-    Hyper = FedPACHyper
 
     def start(self, federation: Federation) -> FedPACServer:
         """The initial model, whose head everyone has; no prototypes."""

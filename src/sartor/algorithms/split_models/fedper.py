@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ class FedPerHyper(Hyper):
     refit_epochs: int = setting(
         0, "epochs of fitting the personal layers to the body before a client uses its model", low=0
     )
+
+
+H = TypeVar("H", bound=FedPerHyper)
 
 
 def assemble(client: Client, hyper: FedPerHyper, body: Tensor, own: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ def own_model(client: Client, hyper: FedPerHyper, body: Tensor, own: Tensor) -> 
 
 
 @register
-class FedPer(Algorithm):
+class FedPer(Algorithm[H, Server]):
     """Body and personal layers are trained together; the server averages the bodies.
 
     Variant: the personal layers are named by module path, by default the declared head; their float buffers
@@ -94,7 +97,6 @@ class FedPer(Algorithm):
     server_keeps = "body"
     client_keeps = "personal layers"
     traffic = "|body| / |body|"
-    Hyper = FedPerHyper
     training: ClassVar[ClientFunction] = staticmethod(joint_training)
 
     def start(self, federation: Federation) -> Server:
@@ -107,7 +109,7 @@ class FedPer(Algorithm):
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the bodies' changes."""
-        replies = federation.map(self.training, cohort, {"body": server.w})
+        replies = federation.map(self.training, cohort, {"body": server.w}, fold=["delta"])
         return replace(server, w=server.w + replies.mean("delta"))  # step 2
 
     def shared(self, server: Server) -> Tensor | None:

@@ -82,7 +82,7 @@ def by_prototypes(
 
 
 @register
-class FedProto(Algorithm):
+class FedProto(Algorithm[FedProtoHyper, Prototypes]):
     """Every client trains its own model, drawn to class means of features that the server averages.
 
     Variant: the class means are weighted by their samples, without the second normalisation that is printed;
@@ -101,7 +101,6 @@ class FedProto(Algorithm):
     client_keeps = "its model"
     traffic = "classes × features / classes × features"
     buffers = "local"
-    Hyper = FedProtoHyper
 
     def start(self, federation: Federation) -> Prototypes:
         """No prototypes; every client starts from the initial model."""

@@ -49,7 +49,7 @@ def alternating_training(client: Client, hyper: FedRepHyper, body: Tensor, own: 
 
 
 @register
-class FedRep(FedPer):
+class FedRep(FedPer[FedRepHyper]):
     """The personal layers are fitted to the received body, then the body is trained under them.
 
     Variant: the authors' two phases, each with a fresh optimiser. What is frozen in a phase does not move,
@@ -61,5 +61,4 @@ class FedRep(FedPer):
 
     name = "fedrep"
     paper = "Collins et al. 2021"
-    Hyper = FedRepHyper
     training = staticmethod(alternating_training)

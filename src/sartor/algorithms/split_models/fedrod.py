@@ -59,7 +59,7 @@ def both_heads(client: Client, hyper: Hyper, w: Tensor, p_i: Tensor) -> Reply:
 
 
 @register
-class FedRoD(Algorithm):
+class FedRoD(Algorithm[Hyper, Server]):
     """Body and generic head learn from a class-balanced loss and are shared; a personal head is added on top.
 
     Variant: balanced softmax, which adds the logarithms of the client's class counts to the scores; a linear
@@ -87,7 +87,7 @@ class FedRoD(Algorithm):
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the changes of body and generic head."""
-        replies = federation.map(local_training, cohort, {"w": server.w})
+        replies = federation.map(local_training, cohort, {"w": server.w}, fold=["delta"])
         return replace(server, w=server.w + replies.mean("delta"))  # step 3
 
     def personalize(self, server: Server, cohort: np.ndarray) -> Call:

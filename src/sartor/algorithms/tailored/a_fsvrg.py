@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +42,9 @@ class AFSVRGHyper(FSVRGHyper):
     )
 
 
+H = TypeVar("H", bound=AFSVRGHyper)
+
+
 @dataclass(frozen=True)
 class AFSVRGServer:
     """The models and moments, one row each; what the last round saw, one entry per client of it."""
@@ -65,7 +68,7 @@ class AFSVRGServer:
 
 
 @register
-class AFSVRG(Algorithm):
+class AFSVRG(Algorithm[H, AFSVRGServer]):
     """FSVRG with central acceleration: an adaptive step of the server after the mean of the local models.
 
     Local steps are those of SVRG, at α_i = α_l / n_i. The mean of the local models is the plain one of (26);
@@ -83,7 +86,6 @@ class AFSVRG(Algorithm):
     server_keeps = "ŵ, moments m and v, which client has which feature"
     client_keeps = "scaling Λ_i of the features"
     traffic = "4 / 3, in three exchanges"
-    Hyper: ClassVar[type] = AFSVRGHyper
 
     def start(self, federation: Federation) -> AFSVRGServer:
         """One model; the clients' feature counts are exchanged."""

@@ -47,7 +47,7 @@ def scaled_gradient(client: Client, hyper: GAFSVRGHyper, w: Tensor, g: Tensor, s
 
 
 @register
-class GAFSVRG(MAFSVRG):
+class GAFSVRG(MAFSVRG[GAFSVRGHyper]):
     """As ``ma-fsvrg``, but clients are grouped by their gradients, and a group's gradient moves its model.
 
     A client sends ∇f_i(w_{i,K}) instead of its trained model: ŵ*_c = ŵ_c − η_d times the group's mean,
@@ -55,7 +55,6 @@ class GAFSVRG(MAFSVRG):
     """
 
     name = "ga-fsvrg"
-    Hyper = GAFSVRGHyper
 
     def training(self, server: AFSVRGServer, federation: Federation) -> ClientFunction:
         """What clients do in exchange 2."""
@@ -75,4 +74,4 @@ class GAFSVRG(MAFSVRG):
             return super().change(server, federation, found, scale)
         if "ascent" in self.hyper.as_printed:
             return scale * found.representatives  # (57), (58)
-        return -float(self.hyper.group_lr) * found.representatives
+        return -self.hyper.group_lr * found.representatives

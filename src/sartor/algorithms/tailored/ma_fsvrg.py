@@ -10,7 +10,7 @@ Global Models"; where its print cannot be meant, ``as_printed`` gives the letter
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -44,8 +44,11 @@ class MAFSVRGHyper(AFSVRGHyper):
     )
 
 
+H = TypeVar("H", bound=MAFSVRGHyper)
+
+
 @register
-class MAFSVRG(AFSVRG):
+class MAFSVRG(AFSVRG[H]):
     """Several global models that stand for groups of local ones, accelerated by the server.
 
     The first T rounds are those of ``a-fsvrg``; then there are C models, made from the one with its moments.
@@ -62,11 +65,10 @@ class MAFSVRG(AFSVRG):
     family = "personal"
     server_keeps = "C models ŵ_c with moments m_c and v_c, which client has which feature"
     traffic = "2C + 2 / 2C + 1, in three exchanges"
-    Hyper: ClassVar[type] = MAFSVRGHyper
 
     def diversified(self, federation: Federation) -> bool:
         """Whether the round under way has groups."""
-        return federation.round > int(self.hyper.threshold)
+        return federation.round > self.hyper.threshold
 
     def anchors(self, server: AFSVRGServer, federation: Federation, first: Replies) -> Tensor:
         """The mean gradient of every model over the clients of the round, or of the last one."""

@@ -51,7 +51,7 @@ def local_training(client: Client, hyper: FedADCHyper, w: Tensor, momentum: Tens
 
 
 @register
-class FedADC(Algorithm):
+class FedADC(Algorithm[FedADCHyper, FedADCServer]):
     """Momentum that also steers the local steps, so that it holds their drift together.
 
     Variant: FedADC in its heavy-ball form, or Nesterov's with ``nesterov``; not the follow-up FedADC+ with
@@ -67,7 +67,6 @@ class FedADC(Algorithm):
     server_keeps = "w, momentum M"
     client_keeps = "nothing"
     traffic = "2 / 1"
-    Hyper = FedADCHyper
 
     def start(self, federation: Federation) -> FedADCServer:
         """The initial model and no momentum."""
@@ -78,7 +77,7 @@ class FedADC(Algorithm):
     def round(self, server: FedADCServer, federation: Federation, cohort: np.ndarray) -> FedADCServer:
         """Local training along the momentum, then the server's momentum step."""
         hyper, shared = self.hyper, {"w": server.w, "momentum": server.momentum}
-        replies = federation.map(local_training, cohort, shared)
+        replies = federation.map(local_training, cohort, shared, fold=["d"])
         if not replies.counts.any():  # nobody trained: nothing was added that could be taken off
             return server
         momentum = replies.mean("d") + (hyper.beta_global - hyper.beta_local) * server.momentum  # step 3

@@ -51,7 +51,7 @@ def local_training(
 
 
 @register
-class FedDC(Algorithm):
+class FedDC(Algorithm[FedDCHyper, FedDCServer]):
     """A drift variable between local and global model, with SCAFFOLD's correction of the gradients.
 
     Variant: the authors' code, whose c_i removes the correction that was applied, not the letter of the
@@ -67,7 +67,6 @@ class FedDC(Algorithm):
     server_keeps = "w, mean drift h, mean control variate c"
     client_keeps = "drift h_i, control variate c_i"
     traffic = "2 / 1"
-    Hyper = FedDCHyper
 
     def start(self, federation: Federation) -> FedDCServer:
         """The initial model; no drift and no correction."""

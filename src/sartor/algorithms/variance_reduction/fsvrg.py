@@ -100,7 +100,7 @@ def aggregation_scale(task: Task, holders: Tensor, clients: int) -> Tensor:
 
 
 @register
-class FSVRG(Algorithm):
+class FSVRG(Algorithm[FSVRGHyper, FSVRGServer]):
     """SVRG at the clients, with steps scaled for features that are rare or at few clients.
 
     Variant: FSVRG with mini-batches, h_k = h / T_k for T_k local steps. The scalings S_k and A are for models
@@ -117,7 +117,6 @@ class FSVRG(Algorithm):
     server_keeps = "w, which client has which feature"
     client_keeps = "scaling S_k of the features"
     traffic = "3 / 2, in two exchanges"
-    Hyper = FSVRGHyper
 
     def start(self, federation: Federation) -> FSVRGServer:
         """The initial model; the clients' feature counts are exchanged."""
@@ -127,10 +126,10 @@ class FSVRG(Algorithm):
 
     def round(self, server: FSVRGServer, federation: Federation, cohort: np.ndarray) -> FSVRGServer:
         """The gradients at w, then local training with their mean, then the scaled step."""
-        first = federation.map(gradient_at, cohort, {"w": server.w})
+        first = federation.map(gradient_at, cohort, {"w": server.w}, fold=["gradient"])
         g = first.mean("gradient") if first.counts.any() else torch.zeros_like(server.w)  # step 1
         training = plain_training if server.present is None else scaled_training
-        second = federation.map(training, first.clients, {"w": server.w, "g": g})  # step 2
+        second = federation.map(training, first.clients, {"w": server.w, "g": g}, fold=["delta"])  # step 2
         if not second.counts.any():
             return server
         delta = second.mean("delta")

@@ -51,7 +51,7 @@ def local_training(client: Client, hyper: Hyper, w: Tensor, g: Tensor, p: Tensor
 
 
 @register
-class LoSAC(Algorithm):
+class LoSAC(Algorithm[Hyper, LoSACServer]):
     """Reconstructed: control variates whose local copy is refreshed at every step rather than every round.
 
     Variant: the paper's abstract says that the estimate of the global full gradient is updated after each

@@ -8,17 +8,15 @@ the models, which carry the clients' drift.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
-from sartor.client.local import Client, require_plain_sgd
-from sartor.federation.exchange import Reply
+from sartor.client.local import Client, Direction, require_plain_sgd
+from sartor.federation.exchange import ClientFunction, Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
 from sartor.settings import setting
 
 
@@ -55,20 +53,43 @@ def gradient_at(client: Client, hyper: Hyper, w: Tensor) -> Reply:
     return Reply(gradient=client.full_gradient(w))
 
 
+def correction(client: Client, w: Tensor, c: Tensor) -> Direction:
+    """Step 2: g_i(y) − g_i(w) + c, gradients at y and at w on one batch, with the same dropout masks."""
+    return lambda y, batch: client.grad(y, batch) - client.grad(w, batch, track=False) + c
+
+
 def corrected_training(
     client: Client, hyper: MimeHyper, w: Tensor, c: Tensor, m: Tensor | None = None, v: Tensor | None = None
 ) -> Reply:
-    """Mime's local steps: gradients at y and at w on one batch, with the same dropout masks."""
-
-    def direction(y: Tensor, batch: Batch) -> Tensor:
-        e = client.grad(y, batch) - client.grad(w, batch, track=False) + c  # step 2
-        return step(hyper, e, m, v)
-
-    return Reply(delta=client.descend(w, direction, lr=hyper.lr) - w)
+    """Mime's local steps: the base optimiser's, from corrected gradients."""
+    corrected = correction(client, w, c)
+    y = client.descend(w, lambda y, batch: step(hyper, corrected(y, batch), m, v), lr=hyper.lr)
+    return Reply(delta=y - w)
 
 
-class Mimic(Algorithm):
-    """What Mime, MimeSVRG and MimeLite have in common: the statistics, and what they refuse."""
+def svrg_training(client: Client, hyper: Hyper, w: Tensor, c: Tensor) -> Reply:
+    """MimeSVRG's local steps: against the corrected gradients themselves."""
+    return Reply(delta=client.descend(w, correction(client, w, c), lr=hyper.lr) - w)
+
+
+def corrected_round(
+    server: MimeServer, federation: Federation, cohort: np.ndarray, training: ClientFunction
+) -> tuple[Tensor, Tensor] | None:
+    """The model after local training with the mean gradient c at w, and c; None where nobody trained."""
+    first = federation.map(gradient_at, cohort, {"w": server.w}, fold=["gradient"])  # step 1
+    c = first.mean("gradient") if first.counts.any() else torch.zeros_like(server.w)
+    shared = {"w": server.w, "c": c, **server.statistics()}
+    second = federation.map(training, first.clients, shared, fold=["delta"])  # step 2
+    return (server.w + second.mean("delta"), c) if second.counts.any() else None  # step 3
+
+
+class Mimic(Algorithm[MimeHyper, MimeServer]):
+    """What Mime and MimeLite have in common: the statistics, and what they refuse."""
+
+    family = "global"
+    paper = "Karimireddy et al. 2021"
+    server_keeps = "w, statistics s of the base optimiser"
+    client_keeps = "nothing"
 
     def start(self, federation: Federation) -> MimeServer:
         """The initial model; statistics start at zero, without bias correction."""
@@ -97,26 +118,16 @@ class Mime(Mimic):
     """
 
     name = "mime"
-    family = "global"
-    paper = "Karimireddy et al. 2021"
-    server_keeps = "w, statistics s of the base optimiser"
-    client_keeps = "nothing"
     traffic = "3 + |s| / 2, in two exchanges"
-    Hyper: ClassVar[type] = MimeHyper
 
     def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
         """The gradients at w, then local training with their mean."""
-        first = federation.map(gradient_at, cohort, {"w": server.w})  # step 1
-        c = first.mean("gradient") if first.counts.any() else torch.zeros_like(server.w)
-        shared = {"w": server.w, "c": c, **server.statistics()}
-        second = federation.map(corrected_training, first.clients, shared)  # step 2
-        if not second.counts.any():
-            return server
-        return self.refreshed(server, server.w + second.mean("delta"), c)  # steps 3, 4
+        after = corrected_round(server, federation, cohort, corrected_training)
+        return server if after is None else self.refreshed(server, *after)  # step 4
 
 
 @register
-class MimeSVRG(Mime):
+class MimeSVRG(Algorithm[Hyper, MimeServer]):
     """SVRG at the clients: each round's model is the anchor of its local steps.
 
     Variant: ``mime`` with SGD as base optimiser, y ← y − η (g_i(y) − g_i(w) + c). With partial participation
@@ -125,11 +136,18 @@ class MimeSVRG(Mime):
     """
 
     name = "mimesvrg"
+    family = "global"
+    paper = "Karimireddy et al. 2021"
     server_keeps = "w"
+    client_keeps = "nothing"
     traffic = "3 / 2, in two exchanges"
-    Hyper = Hyper
 
     def start(self, federation: Federation) -> MimeServer:
         """The initial model; SGD has no statistics."""
         require_plain_sgd(federation.local, self.name)
         return MimeServer(federation.initial())
+
+    def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
+        """The gradients at w, then local training with their mean."""
+        after = corrected_round(server, federation, cohort, svrg_training)
+        return server if after is None else MimeServer(after[0])

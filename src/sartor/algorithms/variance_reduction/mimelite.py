@@ -30,16 +30,13 @@ class MimeLite(Mimic):
     """
 
     name = "mimelite"
-    family = "global"
-    paper = "Karimireddy et al. 2021"
-    server_keeps = "w, statistics s of the base optimiser"
-    client_keeps = "nothing"
     traffic = "1 + |s| / 2"
-    Hyper = MimeHyper
 
     def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
         """Local training, then new statistics from the gradients at w."""
-        replies = federation.map(lite_training, cohort, {"w": server.w, **server.statistics()})
+        replies = federation.map(
+            lite_training, cohort, {"w": server.w, **server.statistics()}, fold=["delta", "gradient"]
+        )
         if not replies.counts.any():
             return server
         w = server.w + replies.mean("delta")  # step 4

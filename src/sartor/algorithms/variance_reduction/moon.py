@@ -56,7 +56,7 @@ def local_training(client: Client, hyper: MOONHyper, w: Tensor, previous: Tensor
 
 
 @register
-class MOON(Algorithm):
+class MOON(Algorithm[MOONHyper, Server]):
     """A contrastive term draws features towards the global model's and away from the client's last ones.
 
     Variant: the authors' code, with the features that go into the model's declared head. The projection head
@@ -72,7 +72,6 @@ class MOON(Algorithm):
     server_keeps = "w"
     client_keeps = "its last local model, with float buffers"
     traffic = "1 / 1"
-    Hyper = MOONHyper
 
     def start(self, federation: Federation) -> Server:
         """The initial model; nobody has trained yet."""
@@ -85,5 +84,5 @@ class MOON(Algorithm):
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the changes."""
-        replies = federation.map(local_training, cohort, {"w": server.w})
+        replies = federation.map(local_training, cohort, {"w": server.w}, fold=["delta"])
         return replace(server, w=server.w + replies.mean("delta"))  # step 4

@@ -41,7 +41,7 @@ def local_training(client: Client, hyper: QFFLHyper, w: Tensor) -> Reply:
 
 
 @register
-class QFFL(Algorithm):
+class QFFL(Algorithm[QFFLHyper, Server]):
     """Minimise Σ p_k F_k^{q+1} / (q+1), so that clients with larger losses weigh more.
 
     Variant: q-FedAvg of the authors' code, F_k being each client's own training loss at the received model,
@@ -56,7 +56,6 @@ class QFFL(Algorithm):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
-    Hyper = QFFLHyper
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then a step whose length the curvatures set."""

@@ -41,7 +41,7 @@ def local_training(
 
 
 @register
-class VRLSGD(Algorithm):
+class VRLSGD(Algorithm[VRLHyper, VRLServer]):
     """Every client subtracts how far its gradients deviate from everyone's, as its last periods showed.
 
     Variant: VRL-SGD without warm-up. D_i ← D_i + (w − y_i) / (K η) needs the average w of the period, so a
@@ -58,7 +58,6 @@ class VRLSGD(Algorithm):
     server_keeps = "w"
     client_keeps = "deviation D_i, last model y_i"
     traffic = "1 / 1"
-    Hyper = VRLHyper
 
     def start(self, federation: Federation) -> VRLServer:
         """The initial model; no client deviates yet."""

@@ -256,6 +256,7 @@ class Tracer:
             buffers=buffers,
             frozen=self.settings.buffers == "freeze",
             evaluation_batch=self.settings.evaluation_batch,
+            seed=rows.origins[1] if rows.origins else self.settings.seed,
         )
         result = program.function(client, program.hyper, **fixed.arguments, **rows.arguments)
         reply = checked_reply(program.function, result, self.task.dtype, self.device)

@@ -1,0 +1,174 @@
+"""How messages of a federation pass the transforms of its experiment, at the server's end.
+
+The way down begins here and the way up ends here; what clients do about it is
+:meth:`~sartor.federation.transforms.Transforms.around` a client function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sartor import random
+from sartor.federation.engine import Distant
+from sartor.federation.exchange import Call, ClientFunction, Outcome, Work
+from sartor.federation.functions import find_function, name_of, qualified_name
+from sartor.federation.transforms import (
+    JOINT,
+    TURN,
+    Transform,
+    Transforms,
+    inner_function,
+    plain_shapes,
+    read_shapes,
+    shapes_of,
+    zeros_of,
+)
+
+if TYPE_CHECKING:
+    from sartor.federation.federation import Federation
+
+
+class Passage:
+    """The transforms of a federation, with what the server keeps for them."""
+
+    def __init__(self, transforms: tuple[Transform, ...], federation: Federation) -> None:
+        self.transforms = Transforms(transforms)
+        self._federation = federation
+        self._states: dict[str, Tensor] = {}
+        self._likes: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+        """What one client replies to a function, as zeros; where transforms need it."""
+        self._told_of: set[str] = set()
+        """States for transforms that clients elsewhere were told of."""
+
+    def __bool__(self) -> bool:
+        return bool(self.transforms)
+
+    def down(
+        self,
+        function: ClientFunction,
+        numbers: np.ndarray,
+        shared: dict[str, Tensor],
+        each: dict[str, Tensor],
+        hyper: Any = None,
+    ) -> tuple[ClientFunction, dict[str, Tensor], dict[str, Tensor]]:
+        """What is asked, with the transforms around it, and what is sent in place of the arguments."""
+        transforms, federation = self.transforms, self._federation
+        if not transforms or not len(numbers):
+            return function, shared, each
+        made = function
+        if transforms.at_clients:
+            states = self._client_states(function, numbers, shared, each, hyper)
+            made = transforms.around(function, shapes_of(shared, each), states)
+        if transforms.down:
+            key = random.fold(federation.stream(f"down {name_of(function)}"), federation.round)
+            key = random.fold(key, federation.exchange)
+            first = f"down{JOINT}{name_of(function)}{JOINT}"
+            initial = transforms.down.initial(shared)
+            own = {name: self._states.get(first + name, value) for name, value in initial.items()}
+            shared, after = transforms.down.apply(key, shared, own)
+            self._states |= {first + name: value for name, value in after.items()}
+            if each:
+                keys = torch.as_tensor(random.fold(key, federation.tensor(numbers)))
+                each = torch.vmap(self._row_down)(keys, each)
+        if transforms.at_clients:
+            shared = {**shared, TURN: federation.tensor(federation.exchange)}
+        return made, shared, each
+
+    def _row_down(self, key: Tensor, row: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.transforms.down.apply(key, row, self.transforms.down.initial(row))[0]
+
+    def _client_states(
+        self,
+        function: ClientFunction,
+        numbers: np.ndarray,
+        shared: dict[str, Tensor],
+        each: dict[str, Tensor],
+        hyper: Any,
+    ) -> tuple[str, ...]:
+        """The names of what clients keep for the transforms of a function's replies; declared if need be."""
+        transforms, federation = self.transforms, self._federation
+        if not (transforms.stateful or transforms.in_parts):
+            return ()
+        key = (function, shapes_of(shared, each))
+        elsewhere = isinstance(federation.engine, Distant)
+        if key not in self._likes:
+            first = {name: value[:1] for name, value in each.items()}
+            chosen = federation.hyper if hyper is None else hyper
+            rounds = np.full(1, federation.round, dtype=np.int64)
+            work = Work(function, chosen, numbers[:1], rounds, shared, first, federation.buffers, keeps=False)
+            work = work if elsewhere else federation.states.attached(work, federation.policy)
+            self._likes[key] = federation.engine.shapes(work)
+        states = transforms.states_for(function, self._likes[key])
+        for name, initial in states.items():
+            if name not in (self._told_of if elsewhere else federation.states):
+                federation.declare(**{name: initial})
+                self._told_of.add(name)
+        return tuple(states)
+
+    def received(self, call: Call) -> dict[str, Tensor]:
+        """What clients got of what the server shared with them."""
+        sent = {name: value for name, value in call.shared.items() if name != TURN}
+        shapes = getattr(call.function, "shapes", None)
+        if shapes is None:
+            return sent
+        shared = {part.split(JOINT)[0] for part in sent}
+        device = self._federation.engine.device
+        like = {name: value for name, value in zeros_of(shapes, device).items() if name in shared}
+        return self.transforms.down.receive(sent, like)
+
+    def up(self, function: ClientFunction, outcome: Outcome) -> Outcome:
+        """Replies as they were before they were sent in parts."""
+        if not self.transforms.in_parts or not outcome.sent or not len(outcome.clients):
+            return outcome
+        shapes = function.shapes  # type: ignore[attr-defined]
+        like = self._likes[inner_function(function), shapes]
+        sent = torch.vmap(lambda row: self.transforms.up.receive(row, like))(outcome.sent)
+        return replace(outcome, sent=sent, norms=None)
+
+    def at_server(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Replies after the transforms at the server."""
+        federation = self._federation
+        for place, transform in enumerate(self.transforms.server.transforms):
+            key = random.fold(federation.stream(f"server {place}"), federation.round)
+            for name, value in sent.items():
+                if transform.concerns(name, value) and len(value):
+                    first = f"server{JOINT}{place}{JOINT}{name}{JOINT}"
+                    initial = transform.init(value[0])
+                    state = {part: self._states.get(first + part, held) for part, held in initial.items()}
+                    keyed = random.fold(random.fold(key, federation.exchange), federation.stream(name))
+                    changed, after = transform.apply_all(keyed, value, state)
+                    sent = {**sent, name: changed}
+                    self._states |= {first + part: held for part, held in after.items()}
+        return sent
+
+    # What a checkpoint needs ----------------------------------------------------------------------
+
+    def save(self) -> dict[str, Tensor]:
+        """What the server keeps."""
+        return {name: value.cpu() for name, value in self._states.items()}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Take it back."""
+        self._states = dict(saved)
+
+    def name_of_call(self, function: ClientFunction) -> dict[str, Any]:
+        """What :meth:`find_call` finds a client function by, with the transforms around it."""
+        shapes = getattr(function, "shapes", None)
+        return {
+            "function": qualified_name(inner_function(function)),
+            "shapes": None if shapes is None else plain_shapes(shapes),
+            "states": list(getattr(function, "states", ())),
+        }
+
+    def find_call(self, entry: Mapping[str, Any]) -> ClientFunction:
+        """The client function of a call that was saved."""
+        function = find_function(entry["function"])
+        if entry["shapes"] is None:
+            return function
+        return self.transforms.around(function, read_shapes(entry["shapes"]), tuple(entry["states"]))

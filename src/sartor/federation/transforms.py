@@ -1,0 +1,316 @@
+"""What happens to a message on its way: small transforms around ``map`` that no algorithm knows of.
+
+A transform is a pair of functions as in Optax: ``init`` gives its state for a quantity, ``apply`` turns a
+value and the state into what is sent and the next state. It works at one of three places: on the way
+``down``, where the server applies it to what it sends; on the way ``up``, where each client does to its
+reply; or at the ``server``, on all replies before they are reduced. Transforms compose in the order an
+experiment lists them.
+
+``apply`` is pure and written for one message, without branching on data, so that engines can stack it; what
+is random comes from a key of its own for every round, exchange, client and quantity. What is sent may be
+several ``parts`` (values and places, say), which ``receive`` puts together again at the other end: those are
+what the wire carries, and what is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import Parameter, Signature
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from sartor import random
+from sartor.errors import SartorError, SettingError
+from sartor.extensions import Registry
+from sartor.federation.exchange import ClientFunction, Reply, argument_names
+from sartor.federation.functions import name_of
+from sartor.settings import setting
+
+PLACES = ("down", "up", "server")
+JOINT = "__"
+"""Stands between a quantity and one of the parts that it is sent as."""
+TURN = "transform__turn"
+"""The argument that tells clients which exchange of the round it is."""
+
+State = dict[str, Tensor]
+Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+Key = int | Tensor
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What happens to a message; others extend it.
+
+    >>> @dataclass(frozen=True)
+    ... class Round(Transform):
+    ...     '''Whole multiples of a step.'''
+    ...     step: float = setting(0.5, "the step", above=0)
+    ...     def apply(self, key, value, state):
+    ...         return torch.round(value / self.step) * self.step, state
+    >>> Round().apply(0, torch.tensor([0.3, 0.8]), {})[0]
+    tensor([0.5000, 1.0000])
+    """
+
+    place: str = setting("up", "where it is applied", choices=PLACES)
+    of: tuple[str, ...] = setting((), "the quantities it is for; left out: all that are not whole numbers")
+
+    parts: ClassVar[tuple[str, ...]] = ()
+    """What a value is sent as; left out: as one tensor of its own shape."""
+
+    def init(self, like: Tensor) -> State:
+        """The state for a quantity like this one: a client's own on the way up, else the server's."""
+        return {}
+
+    def apply(self, key: Key, value: Tensor, state: State) -> tuple[Any, State]:
+        """What is sent in place of the value, a dict where it has ``parts``, and the next state."""
+        return value, state
+
+    def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """The value that was sent as parts; ``like`` has its shape and type."""
+        raise NotImplementedError(f"{type(self).__name__} has parts and no receive()")
+
+    def apply_all(self, key: Key, values: Tensor, state: State) -> tuple[Tensor, State]:
+        """At the server: what becomes of all replies, a row each; by default of each by itself."""
+        applied: Tensor = torch.vmap(lambda value: self.apply(key, value, {})[0])(values)
+        return applied, state
+
+    def concerns(self, name: str, value: Tensor) -> bool:
+        """Whether it is for this quantity."""
+        name = name.split(JOINT)[0]
+        return value.is_floating_point() and (not self.of or name in self.of)
+
+
+@dataclass(frozen=True)
+class Clip(Transform):
+    """A value with a norm above a bound is scaled down to it."""
+
+    norm: float = setting(1.0, "the largest norm", above=0)
+
+    def apply(self, key: Key, value: Tensor, state: State) -> tuple[Tensor, State]:
+        """min(1, norm / ‖value‖) · value."""
+        found = torch.linalg.vector_norm(value)
+        return value * (self.norm / found.clamp(min=self.norm)), state
+
+
+@dataclass(frozen=True)
+class Scale(Transform):
+    """A value times a factor."""
+
+    factor: float = setting(1.0, "the factor")
+
+    def apply(self, key: Key, value: Tensor, state: State) -> tuple[Tensor, State]:
+        """factor · value."""
+        return value * self.factor, state
+
+
+TRANSFORMS: Registry[type] = Registry("sartor.transforms", "transform", {"clip": Clip, "scale": Scale})
+T = TypeVar("T", bound=type[Transform])
+
+
+def register_transform(name: str) -> Callable[[T], T]:
+    """Make a transform known by name, for ``[[transforms]]`` of an experiment; a decorator.
+
+    >>> @register_transform("negate")
+    ... @dataclass(frozen=True)
+    ... class Negate(Transform):
+    ...     '''The opposite.'''
+    ...     def apply(self, key, value, state):
+    ...         return -value, state
+    >>> "negate" in TRANSFORMS
+    True
+    >>> TRANSFORMS.remove("negate")
+    """
+
+    def added(cls: T) -> T:
+        if not (isinstance(cls, type) and issubclass(cls, Transform)):
+            raise SartorError(f"transform {name!r}: expected a class that extends sartor.Transform")
+        TRANSFORMS.add(name, cls)
+        return cls
+
+    return added
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The transforms of one place, in their order."""
+
+    transforms: tuple[Transform, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.transforms)
+
+    def initial(self, like: Mapping[str, Tensor]) -> State:
+        """The states for quantities like these, by transform and quantity."""
+        states: State = {}
+        for place, transform, name, value in self._steps(like):
+            states |= {_state(place, name, part): held for part, held in transform.init(value).items()}
+        return states
+
+    def apply(self, key: Key, values: Mapping[str, Tensor], states: State) -> tuple[dict[str, Tensor], State]:
+        """What is sent of these quantities, and the next states."""
+        sent, after = dict(values), dict(states)
+        for place, transform in enumerate(self.transforms):
+            for name in list(sent):
+                value = sent[name]
+                if not transform.concerns(name, value):
+                    continue
+                prefix = _state(place, name, "")
+                own = {part[len(prefix) :]: held for part, held in states.items() if part.startswith(prefix)}
+                keyed = random.fold(key, _purpose(place, name))
+                made, following = transform.apply(keyed, sent.pop(name), own)
+                parts = made if transform.parts else {"": made}
+                sent |= {f"{name}{JOINT}{part}" if part else name: held for part, held in parts.items()}
+                after |= {prefix + part: held for part, held in following.items()}
+        return sent, after
+
+    def receive(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The quantities of which this was sent; ``like`` are some of the same shapes and types."""
+        if not any(transform.parts for transform in self.transforms):
+            return dict(sent)
+        values = dict(sent)
+        for _, transform, name, value in reversed(list(self._steps(like))):
+            if transform.parts:
+                parts = {part: values.pop(f"{name}{JOINT}{part}") for part in transform.parts}
+                values[name] = transform.receive(parts, value)
+        return values
+
+    def _steps(self, like: Mapping[str, Tensor]) -> list[tuple[int, Transform, str, Tensor]]:
+        """Which transform is applied to what, in order; found by applying them to zeros."""
+        steps = []
+        held = {name: torch.zeros_like(value) for name, value in like.items()}
+        for place, transform in enumerate(self.transforms):
+            for name in list(held):
+                if transform.concerns(name, held[name]):
+                    value = held[name]
+                    steps.append((place, transform, name, value))
+                    if transform.parts:
+                        made, _ = transform.apply(0, held.pop(name), transform.init(value))
+                        held |= {f"{name}{JOINT}{part}": made[part] for part in transform.parts}
+        return steps
+
+
+def _state(place: int, name: str, part: str) -> str:
+    return f"transform{JOINT}{place}{JOINT}{name}{JOINT}{part}"
+
+
+@lru_cache(maxsize=1024)
+def _purpose(place: int, name: str) -> int:
+    key = random.stream(0, f"transform {place} of {name}")
+    assert isinstance(key, int)
+    return key
+
+
+class Transforms:
+    """The transforms of an experiment, by place."""
+
+    def __init__(self, transforms: tuple[Transform, ...]) -> None:
+        for transform in transforms:
+            if transform.place == "server" and transform.parts:
+                kind = type(transform).__name__
+                raise SettingError(f"transforms: {kind} changes what is sent; it has no place at the server")
+        self.down, self.up, self.server = (
+            Chain(tuple(transform for transform in transforms if transform.place == place))
+            for place in PLACES
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.down or self.up or self.server)
+
+    @property
+    def at_clients(self) -> bool:
+        """Whether clients have to do anything about them."""
+        return bool(self.up) or any(transform.parts for transform in self.down.transforms)
+
+    def around(
+        self, function: ClientFunction, shapes: Shapes, states: tuple[str, ...] = ()
+    ) -> ClientFunction:
+        """The client function that takes what was sent down, runs ``function``, and sends what goes up.
+
+        ``shapes`` are those of the arguments that the server means to send to one client, before the way
+        down; ``states`` the names of what clients keep for transforms.
+        """
+        return _around(self.down, self.up, function, shapes, states)
+
+    def states_for(self, function: ClientFunction, like: Mapping[str, Tensor]) -> State:
+        """What clients begin to keep for the transforms of this function's replies."""
+        first = name_of(function) + JOINT
+        return {first + name: value for name, value in self.up.initial(like).items()}
+
+    @property
+    def stateful(self) -> bool:
+        """Whether clients keep anything for them."""
+        return any(type(transform).init is not Transform.init for transform in self.up.transforms)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether replies are sent in parts."""
+        return any(transform.parts for transform in self.up.transforms)
+
+
+def shapes_of(shared: Mapping[str, Tensor], each: Mapping[str, Tensor]) -> Shapes:
+    """What one client is sent, by name: shape and type."""
+    one = {**shared, **{name: value[0] for name, value in each.items()}}
+    return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(one.items()))
+
+
+def zeros_of(shapes: Shapes, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """Quantities of these shapes."""
+    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape, dtype in shapes}
+
+
+def plain_shapes(shapes: Shapes) -> list[list[Any]]:
+    """Shapes in plain values, for messages and checkpoints."""
+    return [[name, list(shape), str(dtype).removeprefix("torch.")] for name, shape, dtype in shapes]
+
+
+def read_shapes(plain: Any) -> Shapes:
+    """What :func:`plain_shapes` gave; anything else is a ValueError."""
+    shapes = []
+    for name, shape, dtype in plain:
+        kind = getattr(torch, str(dtype), None)
+        sizes = tuple(int(size) for size in shape)
+        if not isinstance(kind, torch.dtype) or not str(name).isidentifier() or min(sizes, default=0) < 0:
+            raise ValueError(f"no shape of a quantity: {name!r}")
+        shapes.append((str(name), sizes, kind))
+    return tuple(shapes)
+
+
+@lru_cache(maxsize=256)
+def _around(
+    down: Chain, up: Chain, function: ClientFunction, shapes: Shapes, states: tuple[str, ...]
+) -> ClientFunction:
+    given = {name for name, _, _ in shapes}
+    kept = [name for name in argument_names(function) if name not in given]
+    first = name_of(function) + JOINT
+
+    def transformed(client: Any, hyper: Any, **arguments: Tensor) -> Reply:
+        turn = arguments.pop(TURN)
+        own = {name[len(first) :]: arguments.pop(name) for name in states}
+        state = {name: arguments.pop(name) for name in kept}
+        received = down.receive(arguments, zeros_of(shapes, turn.device))
+        reply = function(client, hyper, **received, **state)
+        key = random.fold(client.stream(f"up {name_of(function)}"), turn)
+        values = {name: value for name, value in reply.sent.items() if isinstance(value, Tensor)}
+        rest = {name: value for name, value in reply.sent.items() if name not in values}
+        passed, after = up.apply(key, values, own)
+        kept_for_up = {first + name: value for name, value in after.items()}
+        return Reply(**rest, **passed).keep(**reply.kept, **kept_for_up)
+
+    transformed.__name__ = name_of(function)
+    transformed.inner, transformed.shapes, transformed.states = function, shapes, states  # type: ignore[attr-defined]
+    zeros = zeros_of(shapes)
+    sent = down.apply(0, zeros, down.initial(zeros))[0]
+    names = ("client", "hyper", *sent, *kept, *states, TURN)
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    transformed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return transformed
+
+
+def inner_function(function: ClientFunction) -> ClientFunction:
+    """A client function without the transforms around it."""
+    found: ClientFunction = getattr(function, "inner", function)
+    return found
