@@ -234,9 +234,8 @@ def test_states_that_are_damaged_are_found(tmp_path: Path, place: str) -> None:
         assert content.count(value[place]) == 1
         content[content.index(value[place])] ^= 1
     path.write_bytes(content)
-    with pytest.raises(
-        DataError, match=r"client states (are damaged: 'c' has another checksum|cannot be read)"
-    ):
+    message = "cannot be read" if place == "end" else "are damaged: 'c' has another checksum"
+    with pytest.raises(DataError, match=f"client states {message}"):
         Journal(tmp_path).settle(1, [3])
 
 

@@ -5,7 +5,7 @@ read and written by place, and a checkpoint is the index of a file that grows. A
 (:mod:`sartor.remote.journal`) holds what was kept of each exchange until a server says whether it counts:
 small files that are written whole, and moved or removed as one. Neither layout serves the other, so they
 share what is the same: a row is bytes with a checksum. Both could be tables of SQLite; it writes a cohort
-three to seven times as slowly and does not tell when a row is damaged (``bench/rows.py``).
+four to eight times as slowly and does not tell when a row is damaged (``bench/rows.py``).
 """
 
 from __future__ import annotations
