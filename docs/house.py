@@ -1,8 +1,8 @@
 """The picture of the house and the table of its rooms, from the imports as they are.
 
-Storeys are the layers of the import-linter contract in ``pyproject.toml``; layers that do not import each other
-share one. Lines are imports, without those that follow from others. The picture is inline SVG in the page's own
-colours, and nothing is loaded.
+Storeys are the layers of the import-linter contract in ``pyproject.toml``; layers that do not import each
+other share one. Lines are imports, without those that follow from others. The picture is inline SVG in the page's
+own colours, and nothing is loaded.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def picture() -> str:
             f'<svg viewBox="-1 -1 {WIDTH + 2} {height + 2}" width="{WIDTH}" height="{height}" role="img" '
             'aria-labelledby="house-title" font-size="12" font-family="sans-serif" fill="currentColor" '
             'style="max-width: 100%; height: auto">',
-            '<title id="house-title">The rooms of Sartor; a line leads down to a room that is imported</title>',
+            '<title id="house-title">The rooms of Sartor; a line leads down to what is imported</title>',
             *parts,
             "</svg>",
             "</figure>",
