@@ -1,8 +1,8 @@
 """The picture of the house and the table of its rooms, from the imports as they are.
 
 Storeys are the layers of the import-linter contract in ``pyproject.toml``; layers that do not import each
-other share one. Lines are imports, without those that follow from others. The picture is inline SVG in the page's
-own colours, and nothing is loaded.
+other share one. Lines are imports, without those that follow from others. The picture is inline SVG in the
+page's own colours, and nothing is loaded.
 """
 
 from __future__ import annotations
