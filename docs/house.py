@@ -59,7 +59,7 @@ def layers() -> tuple[tuple[str, ...], ...]:
 
 @cache
 def ground() -> tuple[str, ...]:
-    """What every room stands on: the lowest layers, as far as they hold single modules only."""
+    """What any room may use: the lowest layers, as far as they hold single modules only."""
     found: list[str] = []
     for layer in reversed(layers()):
         if any((PACKAGE / room).is_dir() for room in layer):
@@ -143,7 +143,7 @@ def picture() -> str:
         f'stroke-width="3"><title>the wall: neither {WALL[0]} nor {WALL[1]} import the other</title></line>',
         f'<text x="{middle - 8}" y="{y + HEIGHT // 2 + 4}" text-anchor="end">the wall</text>',
     ]
-    parts += _box(55, len(storeys()) * STOREY, WIDTH - 110, ", ".join(ground()), "every room stands on these")
+    parts += _box(55, len(storeys()) * STOREY, WIDTH - 110, ", ".join(ground()), "any room may use these")
     return "\n".join(
         [
             '<figure id="house">',
