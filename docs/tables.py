@@ -7,6 +7,7 @@ A part stands between ``<!-- begin: NAME -->`` and ``<!-- end -->``, and NAME sa
 ``methods FAMILY...`` the methods of these pages' files, ``papers`` all tables and figures, ``bands`` the
 measured numbers. On a method's own page ``method NAME`` says what it is and keeps, ``settings NAME`` what it
 can be told, ``curve NAME`` shows what was measured; ``measured`` is the table of all of these measurements.
+``house`` and ``rooms`` are the picture and the table of the source's rooms.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import curves
+import house
 
 from sartor.algorithms import registered
 from sartor.algorithms.comfed.comfed import MECHANISMS
@@ -78,7 +80,7 @@ def methods(*families: str) -> str:
 def method(name: str) -> str:
     """What a method is, as its file describes it, and what it keeps and sends."""
     algorithm = registered()[name]
-    module = algorithm.__module__.rpartition(".")[2]
+    file = algorithm.__module__.replace(".", "/")
     lines = [
         *prose(inspect.getdoc(algorithm) or ""),
         *head("paper", algorithm.paper),
@@ -86,7 +88,7 @@ def method(name: str) -> str:
         row(("a client keeps", algorithm.client_keeps)),
         row(("traffic of a round, down / up", f"{algorithm.traffic} (per participating client, in models)")),
         row(("BatchNorm statistics", BUFFERS[algorithm.buffers])),
-        row(("file", f"`src/sartor/algorithms/{module}.py`")),
+        row(("file", f"`src/{file}.py`")),
     ]
     return "\n".join(lines)
 
@@ -168,6 +170,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "measured": lambda: curves.measured(page_of),
     "papers": papers,
     "bands": bands,
+    "house": house.picture,
+    "rooms": house.table,
 }
 """What makes each kind of part."""
 

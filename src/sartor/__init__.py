@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sartor.client.local import Client
     from sartor.data.named import register_data
     from sartor.federation import Call, Reply, personal
+    from sartor.federation.transforms import Transform, register_transform
     from sartor.model.networks import register_model
     from sartor.model.task import Task
     from sartor.report import write_report
@@ -53,6 +54,8 @@ _HOMES = {
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
     "personal": "sartor.federation",
+    "Transform": "sartor.federation.transforms",
+    "register_transform": "sartor.federation.transforms",
     "Observer": "sartor.runs.observers",
     "Result": "sartor.runs.result",
     "setting": "sartor.settings",
@@ -67,11 +70,13 @@ __all__ = [
     "Reply",
     "Result",
     "Task",
+    "Transform",
     "compare",
     "personal",
     "register",
     "register_data",
     "register_model",
+    "register_transform",
     "reproduce",
     "resume",
     "run",

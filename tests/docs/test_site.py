@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -246,3 +247,94 @@ def test_commands_that_the_converter_leaves_are_drawn_or_refused() -> None:
     assert "\\" not in drawn
     with pytest.raises(ValueError, match=r"\\nosuchthing cannot be drawn, in the formula a \\nosuchthing"):
         draw(formula.format(r"a \nosuchthing"))
+
+
+# The house -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drawn(tables: ModuleType) -> ElementTree.Element:
+    (svg,) = ElementTree.fromstring(tables.house.picture())
+    return svg
+
+
+def imports_in_source() -> set[tuple[str, str]]:
+    """Which room imports which, read from the source by other means than the picture is made by."""
+    source = ROOT / "src" / "sartor"
+    found = set()
+    for file in source.rglob("*.py"):
+        room = file.relative_to(source).parts[0].removesuffix(".py")
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for_types = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if node in for_types:
+                continue
+            if isinstance(node, ast.ImportFrom) and node.module == "sartor":
+                found |= {(room, alias.name) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sartor."):
+                found.add((room, (node.module or "").split(".")[1]))
+            elif isinstance(node, ast.Import):
+                found |= {(room, a.name.split(".")[1]) for a in node.names if a.name.startswith("sartor.")}
+    return {(room, other) for room, other in found if room != other}
+
+
+def closure(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    while True:
+        more = edges | {(a, d) for a, b in edges for c, d in edges if b == c}
+        if more == edges:
+            return edges
+        edges = more
+
+
+def test_the_picture_of_the_house_shows_the_imports(drawn: ElementTree.Element, tables: ModuleType) -> None:
+    titles = [str(line[0].text) for line in drawn.iter("line")]
+    lines = {(a, b) for a, word, b in (title.split(" ")[:3] for title in titles) if word == "imports"}
+    rooms = {room for layer in tables.house.layers() for room in layer} - set(tables.house.ground())
+    within = {(a, b) for a, b in imports_in_source() if {a, b} <= rooms}
+    assert len(within) > 20
+    assert closure(lines) == closure(within)
+    for a, b in lines:  # and none that follows from others
+        assert (a, b) not in closure(lines - {(a, b)})
+
+
+def test_every_room_is_in_the_house(tables: ModuleType) -> None:
+    rooms = {room for layer in tables.house.layers() for room in layer}
+    source = ROOT / "src" / "sartor"
+    modules = {path.stem for path in source.glob("*.py")} - {"__init__", "__main__"}
+    assert modules | {path.parent.name for path in source.glob("*/__init__.py")} == rooms
+
+
+def test_lines_of_the_house_cross_no_room_and_lead_down(drawn: ElementTree.Element) -> None:
+    boxes = [[float(box.attrib[key]) for key in ("x", "y", "width", "height")] for box in drawn.iter("rect")]
+    for line in drawn.iter("line"):
+        x1, y1, x2, y2 = (float(line.attrib[key]) for key in ("x1", "y1", "x2", "y2"))
+        assert y2 > y1, line[0].text
+        for x, y, width, height in boxes:
+            for step in range(1, 100):
+                at_x, at_y = x1 + (x2 - x1) * step / 100, y1 + (y2 - y1) * step / 100
+                assert not (x < at_x < x + width and y < at_y < y + height), line[0].text
+
+
+# Names of files --------------------------------------------------------------------------------------------
+
+NAMED = re.compile(
+    r"`((?:src/sartor|docs|tests|bench|measurements|examples|results|algorithms|client|commands|data|engines|"
+    r"federation|kernels|model|remote|report|runs|studies)/[\w/.-]*)`"
+    r"|python ((?:docs|bench|measurements|examples)/\w+\.py)"
+)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    for found in NAMED.findall(page.read_text(encoding="utf-8")):
+        name = re.sub(r"(FAMILY|NAME).*", "", found[0] or found[1])
+        assert (ROOT / name).exists() or (ROOT / "src" / "sartor" / name).exists(), f"{page.name}: {name}"
