@@ -538,7 +538,10 @@ def through_kills(nursery: Nursery, folder: Path, name: str, common: tuple[str, 
     given = [*common, *settings, f"data.path={folder / 'all'}"]
     out = federation.place / "simulated"
     result = execute(load(None, given, algorithm=name), out=out, opened=opened)
-    assert_equal(found, without_personal(load_file(out / "models.safetensors")))
+    expected_models = without_personal(load_file(out / "models.safetensors"))
+    if registered()[name].buffers == "local":
+        expected_models.pop("buffers", None)  # their mean is of what stays at the nodes
+    assert_equal(found, expected_models)
     summary = json.loads((federation.run / "summary.json").read_text())
     for cell in ("shared_pooled", "shared_local", "personal_local"):
         if cell == "shared_pooled" and registered()[name].buffers == "local":
@@ -575,7 +578,7 @@ def test_nodes_that_train_one_client_on_the_fast_engine(nursery: Nursery, folder
     federation = Federation(nursery, "fedadc", *settings, common=common)
     out = federation.place / "simulated"
     execute(load(None, [*common, *settings, f"data.path={folder / 'all'}"], algorithm="fedadc"), out=out)
-    found = federation.done(240)
+    found = federation.done()
     for key, value in load_file(out / "models.safetensors").items():
         assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-6), key
 
