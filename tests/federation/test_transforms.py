@@ -101,9 +101,9 @@ def test_scaling_the_way_up_scales_the_servers_step() -> None:
         server = play(make(registered()["fedavg"], lr=0.05), federation, COHORTS[:1])
         steps.append(server.w - task.initial())
     assert torch.equal(steps[0] * 0.25, steps[1]) or torch.allclose(steps[0] * 0.25, steps[1], rtol=1e-14)
-    other, _ = run("loop", "fedavg", Scale(factor=0.0, of=("gradient",)))
-    plain, _ = run("loop", "fedavg")
-    assert torch.equal(other.w, plain.w)
+    scaled, _ = run("loop", "scaffold", Scale(factor=0.0, of=("control",)))
+    assert not scaled.c.any()  # nothing of the control variates arrived,
+    assert not torch.equal(scaled.w, task.initial())  # and all of the changes
 
 
 def test_scaling_the_way_down_is_what_clients_start_from() -> None:
