@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Processes that run tests; by itself one for each core.
-WORKERS ?= auto
+# Processes that run tests: one more than there are cores, as one of them mostly waits for servers and nodes.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
 .PHONY: install run test test-fast nightly lint docs bench clean
 

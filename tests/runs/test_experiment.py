@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from sartor.errors import SettingError
+from sartor.federation.transforms import TRANSFORMS
 from sartor.runs import experiment as module
 from sartor.runs.experiment import (
     Experiment,
@@ -82,7 +83,7 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
     """Experiments as a user may write them, right in every setting."""
     algorithm = draw(st.sampled_from(ALGORITHMS))
     mapping: dict[str, Any] = {"algorithm": algorithm, "hyper": draw(tables(KINDS["algorithm"][algorithm]))}
-    mapping |= draw(tables(Experiment, skip=("algorithm", "imports", *SECTIONS, "hyper")))
+    mapping |= draw(tables(Experiment, skip=("algorithm", "imports", "transforms", *SECTIONS, "hyper")))
     for section, cls in module._SECTIONS.items():
         code = ("path", "head") if section == "model" else ()  # which would have to be there
         table = draw(tables(cls, skip=("name", "settings", *code) if section != "engine" else ()))
@@ -90,6 +91,8 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
             table["name"] = draw(st.sampled_from(sorted(KINDS[section])))
             table |= draw(tables(KINDS[section][table["name"]]))
         mapping[section] = table
+    names = draw(st.lists(st.sampled_from(["clip", "scale"]), max_size=3))
+    mapping["transforms"] = [{"name": name, **draw(tables(TRANSFORMS[name]))} for name in names]
     return mapping
 
 
@@ -138,8 +141,11 @@ def test_a_valid_experiment_survives_being_written_and_read(
     assert fingerprint(again) == fingerprint(experiment)
     assert to_mapping(again) == to_mapping(experiment) == read_toml(path)
     for key, value in mapping.items():
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) and key != "transforms":
             assert getattr(experiment, key) == value
+    assert [type(made) for made in experiment.transforms] == [
+        TRANSFORMS[entry["name"]] for entry in mapping["transforms"]
+    ]
 
 
 def test_every_character_survives_being_written_and_read(tmp_path: Path) -> None:
@@ -379,7 +385,11 @@ def test_a_value_outside_its_range_is_refused_by_name(
     assert str(caught.value).startswith(f"{place}: ")
 
 
-@pytest.mark.parametrize("key", sorted({row.key for row in ROWS if row.type != "any value"}))
+ALONE = sorted({row.key for row in ROWS if row.type != "any value" and not row.key.startswith("transforms.")})
+"""Settings that are given one by one; those of transforms come in a list."""
+
+
+@pytest.mark.parametrize("key", ALONE)
 def test_a_value_of_the_wrong_type_is_refused_by_name(key: str) -> None:
     row = next(row for row in ROWS if row.key == key)
     choice = row.only_for.replace(" ", "").split("=")

@@ -139,18 +139,18 @@ def register_model(name: str) -> Callable[[Model], Model]:
     ``build(shape, classes)`` gives the module for inputs of a shape; its initial weights are drawn from the
     run's seed. ``head``, if it has one, names the module that is a personal head.
 
-    >>> @register_model("wide")
+    >>> @register_model("broad")
     ... @dataclass(frozen=True)
-    ... class Wide:
+    ... class Broad:
     ...     width: int = setting(1000, "units of the layer", low=1)
     ...     head: ClassVar[str | None] = "2"
     ...
     ...     def build(self, shape: Shape, classes: int) -> nn.Module:
     ...         first, last = nn.Linear(shape[0], self.width), nn.Linear(self.width, classes)
     ...         return nn.Sequential(first, nn.ReLU(), last)
-    >>> make_task("wide", MODELS["wide"](width=4), (3,), 2, seed=0).size
+    >>> make_task("broad", MODELS["broad"](width=4), (3,), 2, seed=0).size
     26
-    >>> MODELS.remove("wide")
+    >>> MODELS.remove("broad")
     """
 
     def added(cls: Model) -> Model:

@@ -36,6 +36,8 @@ PARTING = 10.0
 """Seconds that nodes have to hear that the server ends."""
 MOST_UNKNOWN = 16 << 20
 """Bytes of a reply whose tensors the server does not know beforehand: an introduction."""
+GRACE = 0.25
+"""Seconds after its deadline until a request is given up: whoever carries it may know more of why."""
 MOST_FORGED = 3
 """Replies without the secret after which a node is not asked once more."""
 
@@ -170,7 +172,7 @@ class Requests:
         try:
             parts = self.grid.poll(request.message, _bytes_of(request.expected))
             if parts is None:
-                if time.monotonic() > request.due:
+                if time.monotonic() > request.due + GRACE:
                     raise Failed("late", f"no reply within {self.deadline:g} s")
                 return None
             genuine = read_header(parts).get("nonce") == request.header["nonce"]

@@ -267,11 +267,12 @@ class RunFolder:
 
     def withdraw(self) -> None:
         """Take back what :meth:`create` made, of a run that was refused before its first round."""
-        for name in FILES:
-            (self.path / name).unlink(missing_ok=True)
-        for empty in (self.path / STATES, self.path):
-            with contextlib.suppress(OSError):  # what is not ours stays
-                empty.rmdir()
+        with contextlib.suppress(OSError):  # what is not ours stays
+            for name in FILES:
+                (self.path / name).unlink(missing_ok=True)
+            for empty in (self.path / STATES, self.path):
+                with contextlib.suppress(OSError):
+                    empty.rmdir()
 
     def write_partition(self, partition: Any) -> None:
         """Store which client holds which samples, a :class:`sartor.data.partitions.Partition`."""
