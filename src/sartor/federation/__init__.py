@@ -1,6 +1,6 @@
 """The contract between algorithms and engines: map a client function over a cohort, and what comes back.
 
-Imports client, model and data. What an algorithm may see of the clients is here and nowhere else.
+Imports client and model. What an algorithm may see of the clients is here and nowhere else.
 """
 
 from __future__ import annotations
