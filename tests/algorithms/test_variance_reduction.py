@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers import RAGGED, batches_of, classification, federation_of, method, play, quadratics, task_and_data
-from sartor.algorithms import registered
 from sartor.algorithms.variance_reduction.feddc import FedDC, FedDCServer
 from sartor.algorithms.variance_reduction.feddc import local_training as feddc_training
 from sartor.algorithms.variance_reduction.losac import LoSAC, LoSACServer
@@ -448,8 +447,6 @@ def test_vrl_sgd_weighted_deviations_add_up_to_zero_with_unequal_work() -> None:
 
 @pytest.mark.parametrize("decay", [1.0, 0.8])
 def test_vrl_sgd_is_scaffold_with_everyone(decay: float) -> None:
-    if "scaffold" not in registered():
-        pytest.skip("scaffold is not there")
     task, data = task_and_data((12,) * 6)
     found = []
     for name, hyper in (("vrl-sgd", {}), ("scaffold", {"option": "II"})):

@@ -262,6 +262,17 @@ def test_a_quantity_that_the_method_does_not_have_is_named(place: str, there: st
         run("loop", "fedavg", Clip(place=place, of=("dleta",)))
 
 
+def test_a_transform_of_ones_own_that_cannot_work_is_refused_when_it_is_registered() -> None:
+    class Torn(Transform):
+        parts = ("values",)
+
+    with pytest.raises(SartorError, match=r"transform 'torn': it sends parts; define receive\(\)"):
+        register_transform("torn")(Torn)
+    with pytest.raises(SartorError, match=r"expected a class that extends sartor\.Transform"):
+        register_transform("torn")(dict)  # type: ignore[type-var]
+    assert "torn" not in TRANSFORMS
+
+
 def test_parts_have_no_place_at_the_server(named: None) -> None:
     with pytest.raises(SettingError, match="Carry changes what is sent; it has no place at the server"):
         from_mapping({"transforms": [{"name": "carry", "place": "server"}]})

@@ -71,7 +71,9 @@ class Transform:
 
     def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The value that was sent as parts; ``like`` has its shape and type."""
-        raise NotImplementedError(f"{type(self).__name__} has parts and no receive()")
+        raise SartorError(
+            f"transform {type(self).__name__} sends parts; define receive(), which puts them together"
+        )
 
     def apply_all(self, key: Key, values: Tensor, state: State) -> tuple[Tensor, State]:
         """At the server: what becomes of all replies, a row each; by default of each by itself."""
@@ -128,6 +130,10 @@ def register_transform(name: str) -> Callable[[T], T]:
     def added(cls: T) -> T:
         if not (isinstance(cls, type) and issubclass(cls, Transform)):
             raise SartorError(f"transform {name!r}: expected a class that extends sartor.Transform")
+        if cls.parts and cls.receive is Transform.receive:
+            raise SartorError(
+                f"transform {name!r}: it sends parts; define receive(), which puts them together"
+            )
         TRANSFORMS.add(name, cls)
         return cls
 
