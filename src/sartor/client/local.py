@@ -68,7 +68,15 @@ class Scan(Protocol):
 
 
 class Client:
-    """One client, as a client function sees it: its number, its samples through methods, nothing else."""
+    """One client, as a client function sees it: its number, its samples through methods, nothing else.
+
+    >>> def train(client, hyper, w, mine):  # mine: what this client kept, as it is an argument that is not sent
+    ...     def direction(w_k, batch):
+    ...         return client.grad(w_k, batch) + 0.1 * (w_k - mine)
+    ...
+    ...     w_k = client.descend(w, direction, lr=hyper.lr)
+    ...     return Reply(w=w_k).keep(mine=w_k)
+    """
 
     def __init__(
         self,

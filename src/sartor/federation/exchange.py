@@ -161,6 +161,12 @@ def personal(function: ClientFunction) -> ClientFunction:
     """Mark a client function whose reply is a client's own: its model, or what belongs to it.
 
     Nodes of a real federation evaluate such a model and do not send it, unless they were told that they may.
+
+    >>> @personal
+    ... def own_model(client, hyper, v):
+    ...     return Reply(w=v)
+    >>> is_personal(own_model)
+    True
     """
     function.personal = True  # type: ignore[attr-defined]
     return function
@@ -173,7 +179,17 @@ def is_personal(function: ClientFunction) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """A client function with what it is sent: the argument of ``map`` as a value."""
+    """A client function with what it is sent: the arguments of ``map`` as a value.
+
+    An algorithm's ``personalize`` gives one, for whoever is evaluated: ``shared`` goes to every client, of
+    ``each`` a client is sent its own row.
+
+    >>> def refined(client, hyper, w):
+    ...     return Reply(w=client.descend(w, lr=hyper.lr, epochs=1))
+    >>> call = Call(refined, shared={"w": torch.zeros(3)})
+    >>> call.function.__name__, list(call.shared), call.each
+    ('refined', ['w'], {})
+    """
 
     function: ClientFunction
     shared: Arguments = field(default_factory=dict)

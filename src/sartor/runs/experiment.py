@@ -57,7 +57,12 @@ BESIDE = ("compare", "search")
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A whole experiment, checked. Made by :func:`load` or :func:`from_mapping`, never changed."""
+    """A whole experiment, checked. Made by :func:`load` or :func:`from_mapping`, never changed.
+
+    >>> experiment = from_mapping({"algorithm": "fedprox", "rounds": 5, "hyper": {"mu": 0.1}})
+    >>> experiment.rounds, experiment.data.name, experiment.hyper.mu
+    (5, 'digits', 0.1)
+    """
 
     algorithm: str = setting("fedavg", "the algorithm; `sartor algorithms` lists them")
     rounds: int = setting(30, "number of rounds", low=0)

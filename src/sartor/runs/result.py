@@ -15,7 +15,13 @@ from sartor.model.task import Task
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gives back; the same lies in its run folder."""
+    """What a run gives back; the same lies in its run folder.
+
+    >>> import sartor
+    >>> result = sartor.run("separate", data="digits", clients=3, rounds=1, store=False)
+    >>> result.summary["accuracy"]["personal_local"] > 0.2, len(result.rounds), len(result.personal)
+    (True, 1, 3)
+    """
 
     summary: dict[str, Any]
     """Settings, accuracies of the evaluation matrix, bytes, seconds, hash of the models."""
