@@ -221,7 +221,7 @@ def test_pfedme_warms_theta_up_from_batch_to_batch() -> None:
 
 def test_pfedme_evaluates_theta_of_the_current_model() -> None:
     lam, rate, steps = 4.0, 0.1, 5
-    hyper = {"lam": lam, "personal_lr": rate, "inner_steps": steps}
+    hyper = {"lam": lam, "personal_lr": rate, "inner_steps": steps, "evaluated": "anew"}
     algorithm, server, federation = parabolas("pfedme", [FIVE[:3]], **hyper)
     fixed = (CURVATURES * CENTRES + lam * server.w) / (CURVATURES + lam)
     expected = fixed + (1 - rate * (CURVATURES + lam)) ** steps * (server.w - fixed)

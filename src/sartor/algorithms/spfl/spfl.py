@@ -36,7 +36,7 @@ class SPFLHyper(Hyper):
     temperature: float = setting(1.0, "divides cosines before the softmax; large: all clients alike", above=0)
     as_printed: bool = setting(False, "weights |D_j| / |D| times the softmax, which add up to about 1/N")
     finetune_steps: int = setting(0, "steps of fine-tuning before a client uses its model", low=0)
-    finetune_lr: float = setting(0.001, "learning rate of fine-tuning", low=0)
+    finetune_lr: float | None = setting(None, "learning rate of fine-tuning; not set: `lr`", low=0)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ def personal_model(client: Client, hyper: SPFLHyper, w: Tensor) -> Reply:
     """The client's model w_{g,i}, fine-tuned if that is wanted."""
     if not hyper.finetune_steps:
         return Reply(w=w)
-    return Reply(w=client.descend(w, lr=hyper.finetune_lr, steps=hyper.finetune_steps, stream="finetune"))
+    rate = hyper.or_lr(hyper.finetune_lr)
+    return Reply(w=client.descend(w, lr=rate, steps=hyper.finetune_steps, stream="finetune"))
 
 
 def sngs(cosine: Tensor, temperature: float = 1.0) -> Tensor:
