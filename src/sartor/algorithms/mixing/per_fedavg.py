@@ -48,7 +48,7 @@ def local_training(client: Client, hyper: PerFedAvgHyper, w: Tensor) -> Reply:
     a gradient at w on D gives the adapted model w̃, a gradient there on D' is u, and D'' gives H u. Everybody
     takes as many steps as under FedAvg, small clients too.
     """
-    phases, amount = 2 if hyper.variant == "fo" else 3, client.batches()
+    phases = 2 if hyper.variant == "fo" else 3
 
     def with_product(point: Tensor, batch: Batch, u: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient at a point, and the Hessian there times u."""
@@ -85,9 +85,7 @@ def local_training(client: Client, hyper: PerFedAvgHyper, w: Tensor) -> Reply:
         return torch.where(last, step, 0.0), (turn + 1, torch.where(inner, adapted, point), u)
 
     memory = (torch.zeros_like(client.n), w, torch.zeros_like(w))
-    y, _ = client.descend_with(
-        w, direction, memory, lr=hyper.lr, epochs=phases * amount.epochs, steps=phases * amount.steps
-    )
+    y, _ = client.descend_with(w, direction, memory, lr=hyper.lr, times=phases)
     return Reply(delta=y - w)
 
 
