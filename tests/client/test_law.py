@@ -151,7 +151,7 @@ def test_a_run_that_was_interrupted_draws_the_same(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "clients": 4,
         "seed": 1,
-        "model": {"name": "softmax"},
+        "model": "softmax",
         "engine": {"name": "loop"},
         "local": {"epochs": [1, 3]},
         "evaluate": {"every": 0},

@@ -146,6 +146,8 @@ class Federation:
         if round > 1:
             self._passage.check()
         self._round, self._exchanges, self.answered = round, 0, 0
+        self.heard: np.ndarray | None = None
+        """Whose answers the last exchange that was waited for has used; None where there was none."""
         if self._distant is not None:
             self._distant.round = round
         self.notes: dict[str, Any] = {}
@@ -259,7 +261,7 @@ class Federation:
             replies = self._accept(function, outcome, self.buffers)
         if not len(replies):
             self._nobody()
-        self.answered = len(replies)
+        self.answered, self.heard = len(replies), replies.clients
         return replies
 
     def _block(self) -> int:
@@ -708,7 +710,7 @@ class Federation:
                 raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
 
     def _nobody(self) -> NoReturn:
-        self.answered = 0
+        self.answered, self.heard = 0, np.zeros(0, dtype=np.int64)
         raise NobodyAnswered
 
     def _count(self, name: str, amount: int) -> None:
