@@ -29,6 +29,10 @@ class Hyper:
 
     lr: float = setting(0.1, "local learning rate", symbol="η", low=0)
 
+    def or_lr(self, rate: float | None) -> float:
+        """Another learning rate of the method, which follows ``lr`` where it is not set."""
+        return self.lr if rate is None else rate
+
 
 @dataclass(frozen=True)
 class Server:

@@ -150,7 +150,9 @@ class LoopEngine(LocalEngine):
     ) -> Any:
         """Carry out a scan of the client that is at this place here."""
         samples = self.samples[batches.split]
-        shape = plan(batches, samples.counts[place : place + 1]).shape
+        drawn = client.epochs(batches)
+        epochs = None if drawn is None else drawn[None].cpu().numpy()
+        shape = plan(batches, samples.counts[place : place + 1], epochs=epochs).shape
         if shape.steps == 0:
             return carry
         x, y, start = samples.of(place)

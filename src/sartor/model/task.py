@@ -135,6 +135,8 @@ class Task:
         name: str = "custom",
     ) -> None:
         self.name = name
+        self.drawn = False
+        """Whether the initial numbers were drawn for this run, and so cannot have been trained."""
         self.loss_function: Loss = loss or _cross_entropy
         self.classes = classes
         self.head_path = head

@@ -491,12 +491,15 @@ class RemoteEngine(Distant):
                     self._in_flight[job.client] = self._ask(node, work, np.zeros(1, dtype=np.int64))
 
     def due(self, queue: EventQueue, count: float, end: float, hyper: Any) -> tuple[list[Job], list[Job]]:
-        """The jobs that arrive next in real time, and those that will not."""
+        """The jobs that arrive next in real time, and those that will not; what is found at once arrives at
+        one instant.
+        """
         jobs: list[Job] = []
         lost: list[Job] = []
         reminded = time.monotonic()
         while len(queue) and not jobs:
             self.send(queue, hyper)
+            now = max(min(self.now(), end), queue.now)
             for job in list(queue):
                 request = self._in_flight.get(job.client)
                 if request is None or len(jobs) >= count:
@@ -519,14 +522,14 @@ class RemoteEngine(Distant):
                 del self._in_flight[job.client]
                 self._received(request)
                 queue.cancel(job.client)
-                job.finish = max(self.now(), queue.now)
+                job.finish = now
                 groups = answer[1]
                 sent = {name: value[0].to(self.device) for name, value in groups.get("sent", {}).items()}
                 trained = groups.get("buffers", {}).get("buffers")
                 buffers = None if trained is None else trained[0].to(self.device)
                 job.result = Outcome(np.array([job.client]), sent, {}, buffers)
                 jobs.append(job)
-            queue.wait_until(min(self.now(), max(end, queue.now)))
+            queue.wait_until(now)
             if self.now() > end:
                 break
             if not jobs:

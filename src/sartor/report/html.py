@@ -19,7 +19,7 @@ from sartor.report.figures import Choice, Figure
 from sartor.report.interactive import spec
 from sartor.report.runs import Material, flat
 from sartor.report.style import variables
-from sartor.report.tables import Entry, Table, comparison, settings, statistics
+from sartor.report.tables import Entry, Table, comparison, participation, settings, statistics
 from sartor.runs.record import environment, to_json
 
 VOID = ("meta", "input")
@@ -58,6 +58,8 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
     tables = [comparison(material)]
     for compared in material.comparisons:
         tables += statistics(compared)
+    heard = participation(material)
+    tables += [] if heard is None else [heard]
     sections = [_table_section(f"table-{number}", table) for number, table in enumerate(tables)]
     links = [(f"table-{number}", table.title) for number, table in enumerate(tables)]
     sections += [_figure_section(figure) for figure in figures]

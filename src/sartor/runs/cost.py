@@ -97,9 +97,11 @@ def estimate(
 
 
 def _steps(experiment: Experiment, counts: np.ndarray) -> np.ndarray:
+    """The steps of every client, those to be expected where they are drawn."""
     local = experiment.local
-    batches = Batches("train", local.batch, local.epochs, local.steps)
-    return np.asarray(batches.count(np.asarray(counts, dtype=np.int64)))
+    batches = Batches("train", local.batch, local.most_epochs, local.steps)
+    law = local.law
+    return np.asarray(batches.count(np.asarray(counts, dtype=np.int64), None if law is None else law.mean))
 
 
 def _measure(setup: Setup, cohort: int) -> tuple[_Measured, _Measured | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sartor.errors import SartorError
 from sartor.model.task import Task
+from sartor.runs.participation import by_round
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Result:
     folder: Path | None
     personal_stored: bool = True
     """Whether what makes up the personal models is here, where the method has them."""
+
+    @property
+    def participants(self) -> dict[int, list[int]]:
+        """Round -> the numbers of the clients whose answers it used."""
+        return by_round(self.rounds)
 
     def state_dict(self, client: int | None = None, model: int | None = None) -> dict[str, Tensor]:
         """The shared model, or a client's personal one, to load into a module of your own.

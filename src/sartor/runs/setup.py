@@ -135,7 +135,7 @@ def resolve(
     if compiled == "auto":
         most = int(data.train.count.max())
         local = experiment.local
-        steps = experiment.rounds * Batches("train", local.batch, local.epochs, local.steps).count(most)
+        steps = experiment.rounds * Batches("train", local.batch, local.most_epochs, local.steps).count(most)
         long = engine.device == "cuda" and name == "stacked" and steps >= COMPILE_STEPS
         compiled = "yes" if long else "no"
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
