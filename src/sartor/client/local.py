@@ -205,12 +205,17 @@ class Client:
     # The local loop -------------------------------------------------------------------------------
 
     def batches(
-        self, *, epochs: int | None = None, steps: int | None = None, stream: str = "batch"
+        self,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        stream: str = "batch",
+        split: str = "train",
     ) -> Batches:
         """The shuffled training batches of the ``local`` settings, or so many epochs or steps of them."""
         if epochs is None and steps is None:
             epochs, steps = self.local.epochs, self.local.steps
-        return Batches("train", self.local.batch, epochs or 0, steps or 0, shuffled=True, stream=stream)
+        return Batches(split, self.local.batch, epochs or 0, steps or 0, shuffled=True, stream=stream)
 
     def steps(self, *, epochs: int | None = None, steps: int | None = None) -> Tensor:
         """K_i: how many steps :meth:`descend` takes with these arguments."""
@@ -241,13 +246,15 @@ class Client:
         updates: int = 1,
         only: Tensor | None = None,
         stream: str = "batch",
+        split: str = "train",
     ) -> Tensor:
         """Local training from ``w``: K_i steps against ``direction(w_k, batch)``, by default the gradient.
 
         The ``local`` settings say how many steps, which optimiser, momentum and weight decay; ``epochs`` or
         ``steps`` override the amount. ``updates`` steps are taken on every batch. ``only`` is a boolean
         vector: what is false in it does not move, not by momentum or weight decay either. The optimiser
-        starts afresh each time.
+        starts afresh each time. ``split`` says on which samples; ``union`` is for
+        :meth:`~sartor.federation.federation.Federation.together` alone.
         """
         follow = direction or self.grad
 
@@ -255,7 +262,16 @@ class Client:
             return follow(w_k, batch), memory
 
         return self.descend_with(
-            w, plain, (), lr=lr, epochs=epochs, steps=steps, updates=updates, only=only, stream=stream
+            w,
+            plain,
+            (),
+            lr=lr,
+            epochs=epochs,
+            steps=steps,
+            updates=updates,
+            only=only,
+            stream=stream,
+            split=split,
         )[0]
 
     def descend_with(
@@ -270,6 +286,7 @@ class Client:
         updates: int = 1,
         only: Tensor | None = None,
         stream: str = "batch",
+        split: str = "train",
     ) -> tuple[Tensor, Carry]:
         """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned."""
         rate = self.rate(lr)
@@ -289,7 +306,7 @@ class Client:
             after = {"w": w_k, "slots": slots, "memory": memory}
             return after if self.buffers is None else {**after, "buffers": self.buffers}
 
-        carry = self.scan(body, carry, self.batches(epochs=epochs, steps=steps, stream=stream))
+        carry = self.scan(body, carry, self.batches(epochs=epochs, steps=steps, stream=stream, split=split))
         self.buffers = carry.get("buffers")
         return carry["w"], carry["memory"]
 
