@@ -504,12 +504,12 @@ NORMALISED = (*(text for text in SETTINGS if "model." not in text), "model.name=
 """A network with float buffers."""
 PAIRS = {f"{client}-{server}" for client in MECHANISMS for server in OPTIMIZERS} | set(NAMES)
 EVERY = sorted(
-    (set(registered()) - PAIRS)
+    ({name for name, method in registered().items() if method.deployable} - PAIRS)
     | {f"{client}-sgd" for client in MECHANISMS}
     | {f"scaf-{server}" for server in OPTIMIZERS}
     | {"comfed-m"}
 )
-"""All methods; of the pairs every mechanism once, and every optimizer with the one that keeps states."""
+"""All that can be deployed; of the pairs each mechanism once, each optimizer with one that keeps states."""
 
 
 def through_kills(nursery: Nursery, folder: Path, name: str, common: tuple[str, ...] = SETTINGS) -> None:

@@ -37,7 +37,10 @@ __all__ = ["named"]  # a fixture of these tests too
 BLOCKS = [[0, 3], [1, 4], [2, 5]]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in (*SAME, "fedbuff")])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in METHODS if name not in (*SAME, "fedbuff") and registered()[name].deployable],
+)
 def test_nodes_give_what_a_simulation_gives(name: str, tmp_path: Path) -> None:
     """All methods but one, under which a client here begins again while others' answers are on their way; in
     a simulation answers of one instant arrive together. What a real run of it gives is tested with processes.

@@ -76,6 +76,8 @@ class Algorithm(ABC, Generic[H, S]):
     """Down / up per participating client and round, in models."""
     buffers: ClassVar[str] = "average"
     """What happens to float buffers unless the experiment says otherwise."""
+    deployable: ClassVar[bool] = True
+    """Whether it can run on real machines, where the data stay with the clients."""
     quadratic: ClassVar[bool] = False
     """Whether the server's work grows with the square of the number of clients."""
     Hyper: ClassVar[type] = Hyper

@@ -218,14 +218,20 @@ class Client:
     # The local loop -------------------------------------------------------------------------------
 
     def batches(
-        self, *, epochs: int | None = None, steps: int | None = None, stream: str = "batch", times: int = 1
+        self,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        stream: str = "batch",
+        split: str = "train",
+        times: int = 1,
     ) -> Batches:
         """The shuffled training batches of the ``local`` settings, or so many epochs or steps of them."""
         law = None
         if epochs is None and steps is None:
             epochs, steps, law = self.local.most_epochs, self.local.steps, self.local.law
         size = self.local.batch
-        return Batches("train", size, epochs or 0, steps or 0, True, stream, times, law)
+        return Batches(split, size, epochs or 0, steps or 0, True, stream, times, law)
 
     def epochs(self, batches: Batches) -> Tensor | None:
         """The epochs that are drawn for this client in this round; None where all do as many."""
@@ -261,13 +267,15 @@ class Client:
         updates: int = 1,
         only: Tensor | None = None,
         stream: str = "batch",
+        split: str = "train",
     ) -> Tensor:
         """Local training from ``w``: K_i steps against ``direction(w_k, batch)``, by default the gradient.
 
         The ``local`` settings say how many steps, which optimiser, momentum and weight decay; ``epochs`` or
         ``steps`` override the amount. ``updates`` steps are taken on every batch. ``only`` is a boolean
         vector: what is false in it does not move, not by momentum or weight decay either. The optimiser
-        starts afresh each time.
+        starts afresh each time. ``split`` says on which samples; ``union`` is for
+        :meth:`~sartor.federation.federation.Federation.together` alone.
         """
         follow = direction or self.grad
 
@@ -275,7 +283,16 @@ class Client:
             return follow(w_k, batch), memory
 
         return self.descend_with(
-            w, plain, (), lr=lr, epochs=epochs, steps=steps, updates=updates, only=only, stream=stream
+            w,
+            plain,
+            (),
+            lr=lr,
+            epochs=epochs,
+            steps=steps,
+            updates=updates,
+            only=only,
+            stream=stream,
+            split=split,
         )[0]
 
     def descend_with(
@@ -291,6 +308,7 @@ class Client:
         only: Tensor | None = None,
         stream: str = "batch",
         times: int = 1,
+        split: str = "train",
     ) -> tuple[Tensor, Carry]:
         """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned.
 
@@ -313,7 +331,7 @@ class Client:
             after = {"w": w_k, "slots": slots, "memory": memory}
             return after if self.buffers is None else {**after, "buffers": self.buffers}
 
-        batches = self.batches(epochs=epochs, steps=steps, stream=stream, times=times)
+        batches = self.batches(epochs=epochs, steps=steps, stream=stream, split=split, times=times)
         carry = self.scan(body, carry, batches)
         self.buffers = carry.get("buffers")
         return carry["w"], carry["memory"]

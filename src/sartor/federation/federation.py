@@ -55,8 +55,8 @@ log = logging.getLogger(__name__)
 Answers = Callable[[int, np.ndarray], np.ndarray]
 MOST_CHECKS = 256
 """Exchanges on a GPU after which the host looks whether their replies were fit to be used."""
-IDLE = 1.0
-"""The virtual time that passes in an exchange for which nobody is there, so that someone can come."""
+UNIT = 1.0
+"""The virtual time of an exchange for which nobody is there, so that someone can come, or with no client."""
 
 
 @dataclass
@@ -185,7 +185,17 @@ class Federation:
     @property
     def splits(self) -> tuple[str, ...]:
         """The parts that the clients' data have: train, test, and validation where there is any."""
-        return tuple(name for name in self.engine.counts if name != "pooled")
+        return tuple(name for name in self.engine.counts if name not in ("pooled", "union"))
+
+    def union(self) -> int:
+        """How many training samples all clients have together, for :meth:`together`.
+
+        An error where they are not in one place: at real machines, or fetched client by client.
+        """
+        if "union" in self.engine.counts:
+            return int(self.engine.counts["union"][0])
+        where = "on other machines" if self._distant is not None else "fetched client by client (lazy data)"
+        raise SartorError(f"{self.method}: needs the data of all clients in one place, but they are {where}")
 
     def initial(self) -> Tensor:
         """The model that a run starts from."""
@@ -305,6 +315,27 @@ class Federation:
         if buffers and before is not None and len(replies):
             self._take_buffers(replies, before, torch.cat(buffers))
         return replies
+
+    def together(
+        self, function: ClientFunction, shared: Arguments | None = None, hyper: Any = None
+    ) -> dict[str, Tensor]:
+        """What one virtual client replies that has the training data of all, as the split ``union``.
+
+        That is a reference and no federation: nobody is away or late, no transform acts, nothing is sent, and
+        it takes a unit of virtual time.
+        """
+        self.union()  # refuses where there is none
+        shared, each, first = self._arguments([0], shared, None)
+        self._exchanges += 1
+        outcome = self._run(function, first, self._rounds(first), shared, each, self.buffers, hyper=hyper)
+        if not self._good(function, first, outcome).all():
+            self._nobody()
+        if outcome.buffers is not None:
+            self.buffers = outcome.buffers[0]
+        self.queue.wait_until(self.now + UNIT)
+        self.answered, self.updates = 1, self.updates + 1
+        self.notes |= {"time": self.now, "updates": self.updates}
+        return {name: value[0] for name, value in outcome.sent.items()}
 
     def ask(
         self,
@@ -441,7 +472,7 @@ class Federation:
         if have < wanted and within is not None and len(self.queue):
             self.queue.wait_until(end)
         elif not have:
-            self.queue.wait_until(begin + (IDLE if within is None else within))
+            self.queue.wait_until(begin + (UNIT if within is None else within))
         self.notes["time"] = self.now
         arrived = [replies for replies in arrived if len(replies)]
         if not arrived:
@@ -587,7 +618,7 @@ class Federation:
         arrived &= ~self._lost(asked, self.round, self._exchanges)
         patience = deadline if late else durations[arrived].max(initial=0.0)
         if not len(asked):
-            patience = IDLE
+            patience = UNIT
         self.queue.wait_until(self.now + float(patience))
         self.notes["time"] = self.now
         # Whoever's answer will not arrive need not be trained: neither side keeps anything of it.

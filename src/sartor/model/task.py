@@ -16,6 +16,7 @@ import copy
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -224,6 +225,11 @@ class Task:
         parameters = self._part("selected", named) if named else Part("selected", ())
         return parameters, self._buffers_below("selected", named)
 
+    def outside(self, paths: Iterable[str]) -> tuple[Part, Part]:
+        """The parameters and the float buffers that :meth:`select` leaves of the model."""
+        parameters, buffers = self.select(paths)
+        return self.rest(parameters), Part("rest", _gaps(buffers.slices, self.buffer_size))
+
     def norms(self) -> tuple[Part, Part]:
         """The parameters and the running statistics of all BatchNorm layers, found by their type."""
         layers = [layer.path for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
@@ -268,17 +274,10 @@ class Task:
         return Part(name, _merge(slices))
 
     def _rest(self, name: str, parts: list[Part]) -> Part:
-        taken = sorted((piece.start, piece.stop) for part in parts for piece in part.slices)
-        slices, position = [], 0
-        for start, stop in [*taken, (self.size, self.size)]:
-            if start < position and stop > start:
-                raise SartorError(
-                    f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap"
-                )
-            if start > position:
-                slices.append(slice(position, start))
-            position = max(position, stop)
-        return Part(name, tuple(slices))
+        taken = sorted((piece for part in parts for piece in part.slices), key=lambda piece: piece.start)
+        if any(piece.start < before.stop for before, piece in pairwise(taken)):
+            raise SartorError(f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap")
+        return Part(name, _gaps(taken, self.size))
 
     # The functions --------------------------------------------------------------------------------
 
@@ -609,6 +608,13 @@ class _Layout:
 def _below(key: str, path: str) -> bool:
     """Whether a name is a module's path or lies below it; the empty path is the whole module."""
     return not path or key == path or key.startswith(path + ".")
+
+
+def _gaps(slices: Iterable[slice], size: int) -> tuple[slice, ...]:
+    """What lies between slices that are sorted and apart, from 0 to ``size``."""
+    edges = [0, *(edge for piece in slices for edge in (piece.start, piece.stop)), size]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return tuple(slice(start, stop) for start, stop in pairs if start < stop)
 
 
 def _merge(slices: list[slice]) -> tuple[slice, ...]:

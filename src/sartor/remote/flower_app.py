@@ -18,6 +18,7 @@ from sartor.extensions import is_file
 from sartor.files import write
 from sartor.remote.messages import HEADER, Parts, readable
 from sartor.remote.requests import Failed
+from sartor.remote.serve import require_deployable
 from sartor.runs.experiment import Experiment, code_of, portable, toml_text
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def call(message, context):
 
 def write_app(folder: Path, experiment: Experiment) -> list[Path]:
     """An application of Flower's that runs the experiment; nothing that exists is written over."""
+    require_deployable(experiment)
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "pyproject.toml": PROJECT,

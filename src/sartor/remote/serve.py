@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sartor.algorithms import registered
 from sartor.data.clients import ClientData
 from sartor.data.settings import OWN_DATA
 from sartor.errors import SartorError, SettingError
@@ -93,10 +94,21 @@ def serve(
     assert experiment is not None
     if experiment.data.path is not None:
         raise SettingError("data.path: in a federation data lie at the nodes; leave it out")
+    require_deployable(experiment)
     with listen(service, anew=resume is None) as grid:
         where = f"[{service.host}]" if ":" in service.host else service.host
         _say(f"listening on {where}:{grid.port}")
         return serve_on(grid, experiment, service, out=out, resume=resume, progress=progress)
+
+
+def require_deployable(experiment: Experiment) -> None:
+    """Refuse a method that needs the data of all clients in one place, before anybody joins."""
+    name = experiment.algorithm
+    if not registered()[name].deployable:
+        raise SettingError(
+            f"{name}: needs the data of all clients in one place, so it cannot be deployed; "
+            f"`sartor run {name}` simulates it where the data are"
+        )
 
 
 def listen(service: Service, *, anew: bool = True) -> SuperLink:

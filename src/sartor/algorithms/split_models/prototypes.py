@@ -23,11 +23,17 @@ class Prototypes:
     known: Tensor
 
 
-def no_prototypes(federation: Federation, method: str) -> Prototypes:
-    """The start; a model without a declared head, or data without classes, is refused."""
+def need_classes(federation: Federation, method: str) -> int:
+    """How many classes there are; data without any is refused."""
     classes = federation.task.classes
     if classes is None:
         raise SartorError(f"{method}: needs data with classes; model {federation.task.name} has none")
+    return classes
+
+
+def no_prototypes(federation: Federation, method: str) -> Prototypes:
+    """The start; a model without a declared head, or data without classes, is refused."""
+    classes = need_classes(federation, method)
     w = federation.initial()
     return Prototypes(w.new_zeros(classes, feature_size(federation)), w.new_zeros(classes))
 
