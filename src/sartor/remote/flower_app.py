@@ -156,6 +156,10 @@ class StockGrid:
             return parts
         return None
 
+    def rest(self, seconds: float) -> None:
+        """Nothing says when something arrives."""
+        time.sleep(seconds)
+
     def forget(self, message: str) -> None:
         """Flower removes what was fetched; what was not goes when its time is over."""
         self._next.pop(message, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.05
-"""Seconds between two looks of the server for new nodes."""
+LOOK = 0.25
+"""Seconds between two looks of the server for new nodes, unless something arrives."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ def await_nodes(
         clients = sum(len(introduction.names) for introduction in met.values())
         if (len(met) >= service.min_nodes) if service.min_nodes else (clients >= experiment.data.clients):
             return met
-        time.sleep(LOOK)
+        grid.rest(LOOK)
 
 
 def _say(text: str) -> None:

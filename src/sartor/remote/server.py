@@ -355,7 +355,7 @@ class RemoteEngine(Distant):
                 reminded = time.monotonic()
                 log.warning("round %d: waiting for %d of %d nodes", self.round, len(absent), len(asked))
             if waiting or len(answers) < enough:
-                time.sleep(PAUSE)
+                self.requests.grid.rest(PAUSE)
         return answers
 
     def _faulty(self, node: int, error: Failed, absent: set[int]) -> None:
@@ -536,7 +536,7 @@ class RemoteEngine(Distant):
                 if time.monotonic() - reminded > REMIND:
                     reminded = time.monotonic()
                     log.warning("round %d: waiting for %d clients at work", self.round, len(queue))
-                time.sleep(PAUSE)
+                self.requests.grid.rest(min(PAUSE, max(0.0, end - self.now()) * self.unit))
         return jobs, lost
 
     # What a checkpoint needs ----------------------------------------------------------------------
