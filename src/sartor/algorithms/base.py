@@ -58,6 +58,8 @@ class Algorithm(ABC, Generic[H, S]):
     """Down / up per participating client and round, in models."""
     buffers: ClassVar[str] = "average"
     """What happens to float buffers unless the experiment says otherwise."""
+    own_models: ClassVar[bool] = False
+    """Whether clients may have models of different architectures (``[[models]]``)."""
     quadratic: ClassVar[bool] = False
     """Whether the server's work grows with the square of the number of clients."""
     Hyper: ClassVar[type] = Hyper

@@ -54,6 +54,10 @@ class Split:
         """The same samples with a function applied to ``x``."""
         return dataclasses.replace(self, x=function(self.x))
 
+    def some(self, clients: np.ndarray) -> Split:
+        """Those of some clients, in this order."""
+        return dataclasses.replace(self, start=self.start[clients], count=self.count[clients])
+
 
 @dataclass(frozen=True, eq=False)
 class LazySplit(Split):
@@ -78,6 +82,15 @@ class LazySplit(Split):
             return function(x), y
 
         return dataclasses.replace(self, x=function(self.x), fetch=fetch)
+
+    def some(self, clients: np.ndarray) -> Split:
+        """Those of some clients, in this order."""
+        return dataclasses.replace(
+            self,
+            start=self.start[clients],
+            count=self.count[clients],
+            fetch=lambda client: self.fetch(int(clients[client])),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +127,16 @@ class ClientData:
             validation=None if self.validation is None else self.validation.to(device),
             pooled_x=self.pooled_x.to(device),
             pooled_y=self.pooled_y.to(device),
+        )
+
+    def some(self, clients: np.ndarray) -> ClientData:
+        """Some of the clients, in this order."""
+        return dataclasses.replace(
+            self,
+            names=tuple(self.names[number] for number in clients.tolist()),
+            train=self.train.some(clients),
+            test=self.test.some(clients),
+            validation=None if self.validation is None else self.validation.some(clients),
         )
 
 

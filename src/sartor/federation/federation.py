@@ -33,6 +33,7 @@ from sartor.federation.exchange import (
     ClientFunction,
     NobodyAnswered,
     Outcome,
+    PerGroup,
     Replies,
     Reply,
     Sums,
@@ -186,6 +187,15 @@ class Federation:
         """The model that a run starts from."""
         return self.task.initial(self._device)
 
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The task of each group of clients; one where all have the same model."""
+        return (self.task,)
+
+    def initial_models(self) -> Tensor | PerGroup:
+        """The model that clients start from, for each group of them where they have models of their own."""
+        return self.initial()
+
     def initial_buffers(self) -> Tensor:
         """The float buffers that a run starts from; of length 0 for a model without any."""
         return self.task.initial_buffers(self._device)
@@ -218,9 +228,10 @@ class Federation:
             return None if replies is None else replies["buffers"].mean(dim=0)
         return self.states["buffers"].mean(dim=0).to(self._device)
 
-    def declare(self, **initial: Tensor) -> None:
+    def declare(self, **initial: Tensor | PerGroup) -> None:
         """Give every client a state of this name and initial value; client functions take it by name."""
         for name, value in initial.items():
+            value = value[0] if isinstance(value, PerGroup) else value
             self.states.declare(name, value.to(self._device))
             if self._distant is not None:
                 self._distant.declare(name, value)
@@ -807,6 +818,8 @@ class Federation:
         return numbers
 
     def _tensor(self, value: Any) -> Tensor:
+        if isinstance(value, PerGroup):
+            (value,) = value
         if isinstance(value, np.ndarray):
             return to_device(value, self._device)
         return as_tensor(value, self.task.dtype, self._device).to(self._device)

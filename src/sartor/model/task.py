@@ -16,7 +16,7 @@ import copy
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from torch.utils._pytree import tree_leaves
 from sartor import random
 from sartor.errors import NotStackable, SartorError
 from sartor.kernels.convolution import conv2d
+
+if TYPE_CHECKING:
+    from sartor.model.groups import Groups
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Penalty = Callable[[Tensor], Tensor]
@@ -135,6 +138,9 @@ class Task:
         name: str = "custom",
     ) -> None:
         self.name = name
+        self.groups: Groups | None = None
+        """What clients have instead, where they have models of their own."""
+        self._common: Task | None = None
         self.loss_function: Loss = loss or _cross_entropy
         self.classes = classes
         self.head_path = head
@@ -180,6 +186,21 @@ class Task:
             raise SartorError(
                 f"model {name}: the stages {', '.join(stages)} do not cover all of its parameters"
             )
+
+    # Models of clients' own -----------------------------------------------------------------------
+
+    @property
+    def common(self) -> Task:
+        """The task that all clients know, where they have models of their own; else this one."""
+        return self._common or self
+
+    @common.setter
+    def common(self, task: Task) -> None:
+        self._common = task
+
+    def of_client(self, number: int) -> Task:
+        """The task of a client."""
+        return self if self.groups is None else self.groups.tasks[int(self.groups.of[number])]
 
     # The vectors ----------------------------------------------------------------------------------
 
