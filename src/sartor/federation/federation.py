@@ -48,6 +48,7 @@ from sartor.federation.passage import Passage
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
+from sartor.model.groups import tasks_of
 from sartor.model.task import Task
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class Federation:
     @property
     def tasks(self) -> tuple[Task, ...]:
         """The task of each group of clients; one where all have the same model."""
-        return (self.task,)
+        return tasks_of(self.task)
 
     def initial_models(self) -> Tensor | PerGroup:
         """The model that clients start from, for each group of them where they have models of their own."""

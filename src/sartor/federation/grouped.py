@@ -53,11 +53,6 @@ class GroupedFederation(Federation):
             for group, own in enumerate(self.tasks):
                 self.states.declare(grouped_name("buffers", group), own.initial_buffers(self._device))
 
-    @property
-    def tasks(self) -> tuple[Task, ...]:
-        """The task of each group."""
-        return self.groups.tasks
-
     def initial_models(self) -> PerGroup:
         """The model that the clients of each group start from."""
         return PerGroup(task.initial(self._device) for task in self.tasks)

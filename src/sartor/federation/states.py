@@ -104,14 +104,14 @@ class StateStore:
 
     def rows(self, name: str, numbers: np.ndarray) -> Tensor:
         """The states of some clients, on the device."""
-        return self._tables[self._in_group(name, numbers)].read(numbers).to(self.device)
+        return self._tables[self.table_of(name, numbers)].read(numbers).to(self.device)
 
     def write(self, name: str, numbers: np.ndarray, rows: Tensor) -> None:
         """Replace the states of some clients, each given once."""
-        self._tables[self._in_group(name, numbers)].write(numbers, rows)
+        self._tables[self.table_of(name, numbers)].write(numbers, rows)
 
-    def _in_group(self, name: str, numbers: np.ndarray) -> str:
-        """The name of the table that holds a state of these clients, who are of one group where it has any."""
+    def table_of(self, name: str, numbers: np.ndarray) -> str:
+        """The name of the table that holds a state of these clients, all of one group."""
         if name in self._tables or self._groups is None or not len(numbers):
             return name
         return grouped_name(name, int(self._groups[numbers[0]]))

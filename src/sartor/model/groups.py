@@ -24,7 +24,9 @@ class ModelGroup:
 
     choice: ModelChoice
     clients: tuple[str | int, ...] = setting((), "who has this network: clients by name or number")
-    share: float = setting(0.0, "who has it: this share of all clients, the first in no other entry", low=0, high=1)
+    share: float = setting(
+        0.0, "who has it: this share of all clients, the first in no other entry", low=0, high=1
+    )
     every: int = setting(0, "who has it: every so many-th client", low=0)
     first: int = setting(0, "the number of the first of `every` so many", low=0)
 
@@ -55,6 +57,11 @@ class Groups:
         """The groups that are among these clients, with the places of each one's."""
         of = self.of[numbers]
         return [(int(group), np.flatnonzero(of == group)) for group in np.unique(of)]
+
+
+def tasks_of(task: Task) -> tuple[Task, ...]:
+    """The tasks of all groups of clients; the one where there are none."""
+    return (task,) if task.groups is None else task.groups.tasks
 
 
 def grouped(common: Task, tasks: Sequence[Task], of: np.ndarray, entries: Sequence[int]) -> Task:
@@ -133,7 +140,8 @@ def _take(of: np.ndarray, chosen: np.ndarray, number: int, names: Sequence[str])
     if len(taken):
         other = int(of[taken[0]]) - 1
         raise SettingError(
-            f"models[{number - 1}]: client {names[taken[0]]!r} is in models[{other}] as well; a client has one network"
+            f"models[{number - 1}]: client {names[taken[0]]!r} is in models[{other}] as well; "
+            "a client has one network"
         )
     of[chosen] = number
 

@@ -234,6 +234,11 @@ class Task:
         """Where each parameter lies in the vector, by its name in the module."""
         return dict(self._parameters.places)
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each parameter, by its name in the module."""
+        return dict(self._parameters.shapes)
+
     def select(self, paths: Iterable[str]) -> tuple[Part, Part]:
         """The parameters and the float buffers of some modules, named by path or as ``head``.
 

@@ -85,7 +85,9 @@ def _models_for(setup: Setup, newcomers: ClientData) -> Task:
     of = assign(setup.experiment.models, newcomers.names, newcomers=True)
     missing = sorted(set(of.tolist()) - set(entries))
     if missing:
-        raise SettingError("newcomers: some are in no entry of [[models]], and no client of the run was in none")
+        raise SettingError(
+            "newcomers: some are in no entry of [[models]], and no client of the run was in none"
+        )
     return regrouped(task, lambda _: np.searchsorted(entries, of))
 
 

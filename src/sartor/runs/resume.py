@@ -46,9 +46,9 @@ def resume(
     Code that the run imports is executed again, if it is the same; ``imports`` say where it lies now, if it
     was moved.
 
-    ``rounds`` extends it to so many rounds. ``data``, ``task`` and ``own``, for ``[[models]]``, are those that
-    were given in Python, if any were. A finished run that is not extended is read back and nothing is changed. ``observers`` are told
-    what happens from now on.
+    ``rounds`` extends it to so many rounds. ``data``, ``task`` and ``own`` (for ``[[models]]``) are those
+    that were given in Python, if any were. A finished run that is not extended is read back and nothing is
+    changed. ``observers`` are told what happens from now on.
     """
     check_observers(observers)
     import_given(imports)

@@ -236,8 +236,9 @@ class Run:
         rows: list[Tensor | None] = [None] * len(groups.of)
         for group in range(len(groups.tasks)):
             stored = self.final.get(f"{name}@{group}")
-            for place, number in enumerate(groups.members(group).tolist() if stored is not None else ()):
-                rows[number] = stored[place]
+            members = groups.members(group).tolist()
+            for number, row in zip(members, [] if stored is None else stored, strict=stored is not None):
+                rows[number] = row
         return rows if any(row is not None for row in rows) else None
 
     def summary(self) -> dict[str, Any]:

@@ -142,7 +142,9 @@ class Runs:
     def _folder(self, inputs: Inputs) -> Path:
         """The folder that holds the run of an experiment, finished or not, or the one to make it in."""
         for folder in self._candidates(inputs.experiment):
-            if not folder.exists() or (inputs.task is None and not inputs.own and self._is_same(folder, inputs)):
+            if not folder.exists() or (
+                inputs.task is None and not inputs.own and self._is_same(folder, inputs)
+            ):
                 return folder
         raise AssertionError("folder names do not end")
 
