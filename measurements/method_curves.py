@@ -69,11 +69,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "BatchNorm": {},  # its network is made in Python
     "everyone": {"cohort": {"fraction": 1.0}},
+    "two widths": {"models": [{"name": "mlp", "hidden": 16, "every": 2}]},
 }
 """What differs from the setting for methods that cannot show themselves in it."""
-NEEDS = {"fedbn": "BatchNorm", "vrl-sgd": "everyone"}
+NEEDS = {
+    "fedbn": "BatchNorm",
+    "vrl-sgd": "everyone",
+    **dict.fromkeys(("heterofl", "fedrolex", "fml", "fedkd"), "two widths"),
+}
 """The variant that a method needs; what it is compared with is measured there too."""
 REFERENCES = ("fedavg", "separate")
+SMALL = {"model": {"hidden": 16}}
+"""The network that all clients can hold, where they have two widths: FedAvg's, and what is shared beside models
+of their own."""
+WIDE = {"models": [{"name": "mlp", "hidden": 64, "every": 2, "first": 1}]}
+SMALL_SHARED = ("fml", "fedkd")
+
+
+def setting(algorithm: str, variant: str) -> dict[str, Any]:
+    """The experiment of a method in a variant of the setting."""
+    if variant == "two widths" and not registered()[algorithm].own_models:
+        return {**SETTING, **SMALL}
+    if variant == "two widths" and algorithm in SMALL_SHARED:
+        return {**SETTING, **SMALL, **WIDE}
+    return {**SETTING, **VARIANTS[variant]}
 
 
 def entries() -> dict[str, tuple[str, str]]:
@@ -115,7 +134,7 @@ def measure(algorithm: str, variant: str, scratch: Path) -> dict[str, Any]:
         runs = [
             sartor.run(
                 algorithm,
-                experiment={**SETTING, **VARIANTS[variant]},
+                experiment=setting(algorithm, variant),
                 model=network(variant, seed),
                 seed=seed,
                 engine=ENGINE,
@@ -152,7 +171,7 @@ def choose_rate(
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         found = sartor.search(
             {algorithm: {**{key: [value] for key, value in fixed.items()}, "lr": rates}},
-            experiment={**SETTING, **VARIANTS[variant], "evaluate": {"every": 0, "personal_pooled": "no"}},
+            experiment={**setting(algorithm, variant), "evaluate": {"every": 0, "personal_pooled": "no"}},
             model=network(variant, SEARCH_SEED),
             method="grid",
             budget=len(rates),

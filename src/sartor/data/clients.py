@@ -112,6 +112,8 @@ class ClientData:
     hash: str
     name: str
     labels: tuple[str, ...] | None = None
+    public_x: torch.Tensor | None = None
+    """Samples without labels that server and clients know, where there are any."""
 
     @property
     def clients(self) -> int:
@@ -127,6 +129,7 @@ class ClientData:
             validation=None if self.validation is None else self.validation.to(device),
             pooled_x=self.pooled_x.to(device),
             pooled_y=self.pooled_y.to(device),
+            public_x=None if self.public_x is None else self.public_x.to(device),
         )
 
     def some(self, clients: np.ndarray) -> ClientData:

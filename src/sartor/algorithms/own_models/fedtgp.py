@@ -19,7 +19,7 @@ from sartor.model.networks import seeded
 from sartor.settings import setting
 
 INITIAL = 1
-"""Which of the streams of initial weights the server's network is drawn from; models are drawn from the first."""
+"""The stream of initial weights that the server's network is drawn from; models have the first."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,16 @@ def generated(network: Tensor, classes: int, features: int) -> Tensor:
     return F.relu(vectors @ first.T + parts[2]) @ second.T + parts[4]
 
 
+def distances(left: Tensor, right: Tensor) -> Tensor:
+    """‖left_i − right_j‖, from the differences themselves."""
+    return torch.cdist(left, right, compute_mode="donot_use_mm_for_euclid_dist")
+
+
 def separation(means: Tensor, here: Tensor) -> Tensor:
     """The largest of the classes' distances to the nearest other class, by the means over clients; else ∞."""
     centres = (means * here[..., None]).sum(dim=0) / here.sum(dim=0).clamp(min=1)[:, None]
     there = here.sum(dim=0) > 0
-    apart = torch.cdist(centres, centres)
+    apart = distances(centres, centres)
     pairs = there[:, None] & there & ~torch.eye(len(there), dtype=torch.bool, device=there.device)
     nearest = torch.where(pairs, apart, torch.inf).amin(dim=1)
     largest = torch.where(nearest.isfinite(), nearest, -torch.inf).amax()
@@ -81,9 +86,9 @@ def separation(means: Tensor, here: Tensor) -> Tensor:
 class FedTGP(Algorithm[FedTGPHyper, Trained]):
     """FedProto whose prototypes the server trains: close to the clients' class means, apart by a margin.
 
-    The margin is the largest distance of a class to its nearest one, bounded by τ. Variant: the server's steps
-    are on all class means of the round at once, each counted once; the clients' side is FedProto's. Evaluated
-    as FedProto is, by the nearest prototype or by the client's own classifier.
+    The margin is the largest distance of a class to its nearest one, bounded by τ. Variant: the server's
+    steps are on all class means of the round at once, each counted once; the clients' side is FedProto's.
+    Evaluated as FedProto is, by the nearest prototype or by the client's own classifier.
     """
 
     name = "fedtgp"
@@ -118,9 +123,8 @@ class FedTGP(Algorithm[FedTGPHyper, Trained]):
         own = torch.eye(means.shape[1], dtype=means.dtype, device=means.device)
 
         def loss(network: Tensor) -> Tensor:
-            apart = torch.cdist(means.flatten(0, 1), generated(network, *means.shape[1:])).view(
-                *here.shape, -1
-            )
+            made = generated(network, *means.shape[1:])
+            apart = distances(means.flatten(0, 1), made).view(*here.shape, -1)
             told = F.log_softmax(-(apart + margin * own), dim=-1)
             return -((told * own).sum(dim=-1) * here).sum() / here.sum()
 
