@@ -20,10 +20,9 @@ def read_public(
     seed: int,
     *,
     folder: str | None = None,
-    normalise: bool = False,
     features: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor | None:
-    """The public samples of an experiment, or None; normalised by their own mean and deviation.
+    """The public samples of an experiment, or None; they are normalised by their own mean and deviation.
 
     >>> read_public(Public(name="digits", count=100), seed=0).shape
     torch.Size([100, 1, 8, 8])
@@ -32,8 +31,7 @@ def read_public(
         return None
     if settings.name is not None and settings.name not in SOURCES:
         raise unknown("public.name", settings.name, SOURCES, what="name")
-    asked = Data(folder=folder) if settings.path else Data(name=str(settings.name), folder=folder)
-    source = read_data(Data(path=settings.path, folder=folder) if settings.path else asked, seed)
+    source = read_data(Data(name=settings.name or "", path=settings.path, folder=folder), seed)
     if not isinstance(source, Source):
         raise DataError("public: expected samples that are not divided among clients (a Source)")
     x = source.train_x
@@ -42,9 +40,11 @@ def read_public(
     if settings.count:
         x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: settings.count]]
     x = x if features is None else features(x)
-    return Moments.of(x).normalise(x.clone()) if normalise else x
+    return Moments.of(x).normalise(x.clone()) if settings.normalise else x
 
 
 def hash_of(x: torch.Tensor) -> str:
     """What public samples are known by."""
-    return hashlib.sha256(f"{list(x.shape)} {x.dtype}".encode() + x.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        f"{list(x.shape)} {x.dtype}".encode() + x.contiguous().numpy().tobytes()
+    ).hexdigest()

@@ -56,6 +56,7 @@ class Public:
         None, "own public data instead of `name`: a function, as in mine.py:load, that gives a Source"
     )
     count: int = setting(0, "how many of its samples, drawn by the seed; 0: all", low=0)
+    normalise: bool = setting(True, "whether they are scaled to mean 0 and deviation 1, by themselves")
 
     @property
     def wanted(self) -> bool:
@@ -67,7 +68,9 @@ class Public:
         if self.name is not None and self.path is not None:
             raise SettingError("public.name: the samples are those of public.path; give one of them")
         if self.path is not None and function_file(self.path) is None:
-            raise SettingError(f"public.path = {self.path!r}: expected a function in a file, as in mine.py:load")
+            raise SettingError(
+                f"public.path = {self.path!r}: expected a function in a file, as in mine.py:load"
+            )
         if self.count and not self.wanted:
             raise SettingError("public.count: of no samples; give public.name or public.path too")
 

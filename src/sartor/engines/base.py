@@ -44,5 +44,11 @@ class LocalEngine(Engine):
         everyone = np.zeros(data.clients, dtype=np.int64)
         pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + len(data.pooled_y))
         self.samples["pooled"] = samples_of(pooled, self.device)
+        if data.public_x is not None:
+            # In place of labels the places of samples: what is known of each is found by them.
+            places = torch.arange(len(data.public_x))
+            public = Split(data.public_x, places, everyone, everyone + len(places))
+            self.samples["public"] = samples_of(public, self.device)
+            self.public = self.samples["public"].x
         self.counts = {name: samples.counts for name, samples in self.samples.items()}
         self.blank = torch.zeros_like(self.samples["train"].x[:1])

@@ -45,7 +45,8 @@ class GroupedEngine(Engine):
             if len(members) < data.clients:
                 own, here = _origins(members, origins, settings.seed), data.some(members)
             self._engines[group] = make(self.groups.tasks[group], here, settings, own)
-        self.name = next(iter(self._engines.values())).name
+        first = next(iter(self._engines.values()))
+        self.name, self.public = first.name, first.public
 
     def run(self, work: Work) -> Outcome:
         """Run the function at these clients by their group's engine."""

@@ -112,7 +112,7 @@ class ShardedEngine(Engine):
     def __init__(self, engine: Engine) -> None:
         self.inner = engine
         self.name, self.device, self.names = engine.name, engine.device, engine.names
-        self.counts, self.blank = engine.counts, engine.blank
+        self.counts, self.blank, self.public = engine.counts, engine.blank, engine.public
 
     def run(self, work: Work) -> Outcome:
         """Run a share of the work here, and gather what the ranks have done."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sartor import random
 from sartor.client.settings import Local
-from sartor.errors import SartorError
+from sartor.errors import SartorError, SettingError
 from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
 from sartor.federation.engine import Distant, Engine
 from sartor.federation.exchange import (
@@ -182,7 +182,14 @@ class Federation:
     @property
     def splits(self) -> tuple[str, ...]:
         """The parts that the clients' data have: train, test, and validation where there is any."""
-        return tuple(name for name in self.engine.counts if name != "pooled")
+        return tuple(name for name in self.engine.counts if name not in ("pooled", "public"))
+
+    @property
+    def public(self) -> Tensor:
+        """The public samples, which server and clients know; an error where there are none."""
+        if self.engine.public is None:
+            raise SettingError(f"{self.method}: learns from public samples; say which, by public.name")
+        return self.engine.public
 
     def initial(self) -> Tensor:
         """The model that a run starts from."""

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from sartor.algorithms import registered
 from sartor.data.clients import SPLITS, ClientData, Moments, prepare, relabel
+from sartor.data.public import hash_of
 from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
@@ -49,7 +50,7 @@ from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
-from sartor.runs.setup import federation_settings, resolve
+from sartor.runs.setup import federation_settings, public_samples, resolve, with_public
 from sartor.settings import build, shown
 
 log = logging.getLogger(__name__)
@@ -213,6 +214,7 @@ class Node:
         """Introduce the clients to a server that asks for nothing which is theirs."""
         _same_code(header.get("code", {}))  # before anything: the experiment may name what is in it
         asks = experiments.from_mapping(header["experiment"]).evaluate.personal_models == "yes"
+        _same_public(experiments.from_mapping(header["experiment"]), header.get("public"))
         if asks and not self._sends_personal:
             raise SartorError(f"the server asks for personal models (evaluate.personal_models = 'yes'){STAY}")
         return self._hello(header, groups)
@@ -268,6 +270,7 @@ class Node:
         labels = header["labels"]
         if labels is not None and not (type(labels) is list and all(type(label) is str for label in labels)):
             raise BadMessage("malformed", "its labels are no texts")
+        data = with_public(data, experiment)
         data = relabel(data, labels)  # the run numbers classes otherwise than a node that lacks some of them
         data = replace(data, classes=header["classes"])
         task = self._given_task
@@ -468,6 +471,19 @@ def belongs_to(algorithm: type, function: ClientFunction) -> bool:
     classes = algorithm.__mro__
     places = [*classes, *(sys.modules[cls.__module__] for cls in classes)]
     return plain in COMMON or any(held is plain for place in places for held in vars(place).values())
+
+
+def _same_public(experiment: Experiment, wanted: Any) -> None:
+    """Refuse to take part without the public samples of the experiment, which nobody sends."""
+    if not experiment.public.wanted:
+        return
+    what = f"the public samples of the run ({experiment.public.name or experiment.public.path})"
+    try:
+        found = public_samples(experiment)
+    except SartorError as error:
+        raise SartorError(f"{what} cannot be loaded at this node: {error}") from None
+    if found is None or hash_of(found) != wanted:
+        raise SartorError(f"{what} are others at this node than at the server; load the same at both")
 
 
 def _same_code(wanted: Any) -> dict[str, str]:

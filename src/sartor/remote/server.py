@@ -87,6 +87,8 @@ class RemoteEngine(Distant):
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         self.counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
         self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
+        if data.public_x is not None:
+            self.public = data.public_x.to(self.device)
         self.noted, self.round = Counter(), 0
         self.policy = settings.buffers
         self.requests, self.quorum, self.unit = Requests(grid, deadline), quorum, unit

@@ -31,7 +31,7 @@ from sartor.algorithms import registered
 from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
-from sartor.data.settings import OWN_DATA, Data, FeaturesChoice, PartitionChoice
+from sartor.data.settings import OWN_DATA, Data, FeaturesChoice, PartitionChoice, Public
 from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
@@ -65,6 +65,7 @@ class Experiment:
     seed: int = setting(0, "the one seed everything random follows from", low=0, high=2**63 - 1)
     imports: tuple[str, ...] = setting((), "files or modules of your own to import first, as in mine.py")
     data: Data
+    public: Public
     partition: PartitionChoice
     features: FeaturesChoice
     model: ModelChoice
@@ -128,6 +129,7 @@ class Setting:
 _TOP = ("algorithm", "rounds", "seed", "imports")
 _SECTIONS: dict[str, type] = {
     "data": Data,
+    "public": Public,
     "partition": PartitionChoice,
     "features": FeaturesChoice,
     "model": ModelChoice,
@@ -143,6 +145,8 @@ _SECTIONS: dict[str, type] = {
     "tracking": Tracking,
 }
 _CHOICES = ("partition", "features", "model", "availability", "delay")
+CODE = ("model", "data", "public")
+"""Sections whose ``path`` may name a function in a file."""
 WHO = ("clients", "share", "every", "first")
 """What an entry of ``models`` says of whose network it is."""
 
@@ -217,7 +221,7 @@ def anchored(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
     if isinstance(result.get("imports"), (list, tuple)):
         result["imports"] = list(dict.fromkeys(map(anchor, result["imports"])))
-    for section in ("model", "data"):
+    for section in CODE:
         table = result.get(section)
         if isinstance(table, dict) and function_file(table.get("path")) is not None:
             table["path"] = anchor(table["path"])
@@ -238,7 +242,7 @@ def code_named(mapping: Mapping[str, Any]) -> list[str]:
     """The files and modules of code that settings name."""
     imports = mapping.get("imports") or ()
     imports = check(imports, tuple[str, ...], Meaning(""), "imports")
-    tables = [_table(mapping, section) for section in ("model", "data")]
+    tables = [_table(mapping, section) for section in CODE]
     models = mapping.get("models")
     tables += [dict(entry) for entry in models if _names_code(entry)] if isinstance(models, list) else []
     files = [function_file(table.get("path")) for table in tables]
@@ -264,7 +268,7 @@ def portable(experiment: Experiment) -> dict[str, Any]:
     """The settings as another machine may read them: code is named without the folder it lies in here."""
     mapping = to_mapping(experiment)
     mapping["imports"] = [code_name(source) for source in mapping["imports"]]
-    for section in ("model", "data"):
+    for section in CODE:
         path = mapping[section].get("path")
         if function_file(path) is not None:
             mapping[section]["path"] = os.path.basename(path)

@@ -49,6 +49,7 @@ class RunSettings(TypedDict, total=False):
     engine: str | Mapping[str, Any] | None
     """An engine's name, or its section."""
     device: str | None
+    public: Mapping[str, Any]
     partition: Mapping[str, Any]
     features: Mapping[str, Any]
     local: Mapping[str, Any]

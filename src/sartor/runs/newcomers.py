@@ -20,7 +20,7 @@ from sartor.runs.evaluation import CELLS, evaluate
 from sartor.runs.experiment import Experiment, anchored, import_named
 from sartor.runs.record import STATES, RunFolder
 from sartor.runs.resume import check_data, check_here
-from sartor.runs.setup import Setup, load_data, open_federation, set_up
+from sartor.runs.setup import Setup, load_data, open_federation, set_up, with_public
 
 
 def evaluate_run(
@@ -50,6 +50,7 @@ def evaluate_run(
     took_part = newcomers.hash == saved.data
     setup = set_up(replace(experiment, cohort=Cohort()), data=own, task=task, own=own_models)
     _check_newcomers(newcomers, setup)
+    newcomers = with_public(newcomers, experiment)
     federation = open_federation(setup.experiment, _models_for(setup, newcomers), newcomers)
     federation.states.keep_in(folder.path / STATES, continues=False)
     algorithm = setup.algorithm

@@ -15,6 +15,7 @@ from sartor.client.local import Batches
 from sartor.data.clients import ClientData, prepare, relabel
 from sartor.data.named import read_data
 from sartor.data.partitions import Partition, apply, make_partition
+from sartor.data.public import read_public
 from sartor.data.settings import OWN_DATA
 from sartor.engines import choose_engine, federation_of, make_engine
 from sartor.engines import sharded as distributed
@@ -83,6 +84,7 @@ def set_up(
         data, partition = distributed.first_alone(lambda: load_data(experiment))
     if experiment.data.labels is not None:
         data = relabel(data, experiment.data.labels)
+    data = with_public(data, experiment)
     if experiment.cohort.count > data.clients:
         raise SettingError(
             f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}"
@@ -100,6 +102,27 @@ def set_up(
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
+
+
+def with_public(data: ClientData, experiment: Experiment) -> ClientData:
+    """The data with the public samples that the experiment names, which must be like the clients'."""
+    x = public_samples(experiment)
+    if x is None:
+        return data
+    if x.shape[1:] != data.train.x.shape[1:]:
+        shapes = f"shape {list(x.shape[1:])}, those of clients {list(data.train.x.shape[1:])}"
+        raise SettingError(f"public: its samples have {shapes}")
+    return replace(data, public_x=x.to(data.train.x.dtype))
+
+
+def public_samples(experiment: Experiment) -> torch.Tensor | None:
+    """The public samples that an experiment names."""
+    return read_public(
+        experiment.public,
+        experiment.seed,
+        folder=experiment.data.folder,
+        features=experiment.features.settings,
+    )
 
 
 def refuse_groups(experiment: Experiment) -> None:

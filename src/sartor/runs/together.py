@@ -40,7 +40,7 @@ def may_share(experiment: Experiment) -> bool:
     asynchronous methods are at another event in every seed, and trackers show one run at a time.
     """
     asynchronous = registered()[experiment.algorithm].family == "asynchronous"
-    alike = not experiment.models and experiment.engine.name != "loop"
+    alike = not experiment.models and not experiment.public.wanted and experiment.engine.name != "loop"
     return alike and not asynchronous and not experiment.tracking.loggers
 
 
