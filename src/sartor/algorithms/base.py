@@ -78,6 +78,10 @@ class Algorithm(ABC, Generic[H, S]):
     """What happens to float buffers unless the experiment says otherwise."""
     deployable: ClassVar[bool] = True
     """Whether it can run on real machines, where the data stay with the clients."""
+    own_models: ClassVar[bool] = False
+    """Whether clients may have models of different architectures (``[[models]]``)."""
+    public: ClassVar[bool] = False
+    """Whether it learns from public samples, which the experiment has to name (``[public]``)."""
     quadratic: ClassVar[bool] = False
     """Whether the server's work grows with the square of the number of clients."""
     Hyper: ClassVar[type] = Hyper

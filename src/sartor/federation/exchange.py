@@ -28,6 +28,10 @@ class NobodyAnswered(Exception):
     """No reply arrived in an exchange: the round ends and leaves everything as it was."""
 
 
+class PerGroup(tuple[Any, ...]):
+    """A value for each group of clients, where they have models of their own: by the group's number."""
+
+
 class Reply:
     """What a client sends back; :meth:`keep` adds what stays with it.
 
@@ -63,8 +67,19 @@ class Replies:
     """For collected jobs: what the server had sent to each as ``shared``, one row per client."""
     folded: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Quantities that were added up as clients answered: the mean by p'_i, and the sum."""
+    groups: dict[int, Replies] = field(default_factory=dict)
+    """The replies of each group, where clients have models of their own."""
+
+    @property
+    def by_group(self) -> dict[int, Replies]:
+        """The replies of each group that answered, by its number; all in group 0 where there are none."""
+        return self.groups or {0: self}
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.values and any(name in part.values for part in self.groups.values()):
+            raise SartorError(
+                f"replies: {name!r} has another shape in each group of clients; take it from by_group"
+            )
         if name in self.folded:
             raise SartorError(
                 f"replies: {name!r} was added up as clients answered (fold); there are its mean() and sum() "
@@ -351,6 +366,31 @@ def joined(parts: list[Replies]) -> Replies:
         values={name: torch.cat([part.values[name] for part in parts]) for name in first.values},
         ages=np.concatenate([part.ages for part in parts]),
         given={name: torch.cat([part.given[name] for part in parts]) for name in first.given},
+    )
+
+
+def joined_groups(parts: dict[int, Replies], numbers: np.ndarray) -> Replies:
+    """The replies of several groups as one, in the order of these clients.
+
+    Of what they sent, that of one shape in all groups; the rest is in each group's alone.
+    """
+    everyone = list(parts.values())
+    first = everyone[0]
+    alike = [
+        name
+        for name, value in first.values.items()
+        if all(part.values[name].shape[1:] == value.shape[1:] for part in everyone)
+    ]
+    clients = np.concatenate([part.clients for part in everyone])
+    place = {number: at for at, number in enumerate(numbers.tolist())}
+    order = np.argsort([place[number] for number in clients.tolist()], kind="stable")
+    index = to_device(order, first.device)
+    return replace(
+        first,
+        clients=clients[order],
+        counts=np.concatenate([part.counts for part in everyone])[order],
+        values={name: torch.cat([part.values[name] for part in everyone])[index] for name in alike},
+        groups=parts,
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sartor import random
 from sartor.client.settings import Local
-from sartor.errors import SartorError
+from sartor.errors import SartorError, SettingError
 from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
 from sartor.federation.engine import Distant, Engine
 from sartor.federation.exchange import (
@@ -34,6 +34,7 @@ from sartor.federation.exchange import (
     ClientFunction,
     NobodyAnswered,
     Outcome,
+    PerGroup,
     Replies,
     Reply,
     Sums,
@@ -48,6 +49,7 @@ from sartor.federation.passage import Passage
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
+from sartor.model.groups import tasks_of
 from sartor.model.task import Task
 
 log = logging.getLogger(__name__)
@@ -185,7 +187,7 @@ class Federation:
     @property
     def splits(self) -> tuple[str, ...]:
         """The parts that the clients' data have: train, test, and validation where there is any."""
-        return tuple(name for name in self.engine.counts if name not in ("pooled", "union"))
+        return tuple(name for name in self.engine.counts if name not in ("pooled", "union", "public"))
 
     def union(self) -> int:
         """How many training samples all clients have together, for :meth:`together`.
@@ -197,9 +199,25 @@ class Federation:
         where = "on other machines" if self._distant is not None else "fetched client by client (lazy data)"
         raise SartorError(f"{self.method}: needs the data of all clients in one place, but they are {where}")
 
+    @property
+    def public(self) -> Tensor:
+        """The public samples, which server and clients know; an error where there are none."""
+        if self.engine.public is None:
+            raise SettingError(f"{self.method}: learns from public samples; say which, by public.name")
+        return self.engine.public
+
     def initial(self) -> Tensor:
         """The model that a run starts from."""
         return self.task.initial(self._device)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The task of each group of clients; one where all have the same model."""
+        return tasks_of(self.task)
+
+    def initial_models(self) -> Tensor | PerGroup:
+        """The model that clients start from, for each group of them where they have models of their own."""
+        return self.initial()
 
     def initial_buffers(self) -> Tensor:
         """The float buffers that a run starts from; of length 0 for a model without any."""
@@ -233,9 +251,10 @@ class Federation:
             return None if replies is None else replies["buffers"].mean(dim=0)
         return self.states["buffers"].mean(dim=0).to(self._device)
 
-    def declare(self, **initial: Tensor) -> None:
+    def declare(self, **initial: Tensor | PerGroup) -> None:
         """Give every client a state of this name and initial value; client functions take it by name."""
         for name, value in initial.items():
+            value = value[0] if isinstance(value, PerGroup) else value
             self.states.declare(name, value.to(self._device))
             if self._distant is not None:
                 self._distant.declare(name, value)
@@ -861,6 +880,8 @@ class Federation:
         return numbers
 
     def _tensor(self, value: Any) -> Tensor:
+        if isinstance(value, PerGroup):
+            (value,) = value
         if isinstance(value, np.ndarray):
             return to_device(value, self._device)
         return as_tensor(value, self.task.dtype, self._device).to(self._device)

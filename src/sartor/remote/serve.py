@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from sartor.algorithms import registered
 from sartor.data.clients import ClientData
 from sartor.data.settings import OWN_DATA
+from sartor.engines import federation_of
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
@@ -189,7 +190,7 @@ def _serve_on(
             quorum=service.quorum,
             unit=service.unit,
         )
-        opened.append((Federation(task, engine, settings), engine))
+        opened.append((federation_of(task, engine, settings), engine))
         return opened[-1][0]
 
     if resume is not None:
