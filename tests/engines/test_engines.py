@@ -102,7 +102,7 @@ SAME_CLIENTS = {
     "spfl": ("spfl-async", "spfl-w"),
     "fednova": ("nova-adam",),
     "scaffold": ("scaf-yogi",),
-    "ma-fsvrg": ("ga-fsvrg",),
+    "ma-fsvrg": ("ga-fsvrg", "ma-fsvrg-async"),
 }
 SAME = [name for names in SAME_CLIENTS.values() for name in names]
 
