@@ -35,6 +35,16 @@ class IFCAServer:
     members: Tensor
 
 
+def models_apart(federation: Federation, count: int, stream: str) -> Tensor:
+    """The initial model, and copies of it with the signs of its numbers drawn anew, [count, d]."""
+    w = federation.initial()
+    models = [w]
+    for index in range(1, count):
+        draws = random.uniform(random.fold(federation.stream(stream), index), len(w), w.device)
+        models.append(torch.where(draws < 0.5, -w, w))
+    return torch.stack(models)
+
+
 def losses(client: Client, models: Tensor, split: str = "train") -> Tensor:
     """The mean loss of each of several models over a split, in one pass and in evaluation mode."""
 
@@ -84,12 +94,8 @@ class IFCA(Algorithm[IFCAHyper, IFCAServer]):
 
     def start(self, federation: Federation) -> IFCAServer:
         """The initial model, and copies of it with other signs."""
-        w = federation.initial()
-        models = [w]
-        for index in range(1, self.hyper.clusters):
-            draws = random.uniform(random.fold(federation.stream("ifca"), index), len(w), w.device)
-            models.append(torch.where(draws < 0.5, -w, w))
-        return IFCAServer(torch.stack(models), w.new_zeros(self.hyper.clusters))
+        models = models_apart(federation, self.hyper.clusters, "ifca")
+        return IFCAServer(models, models.new_zeros(self.hyper.clusters))
 
     def round(self, server: IFCAServer, federation: Federation, cohort: np.ndarray) -> IFCAServer:
         """Choice and local training at the cohort, then a mean for every model."""
