@@ -87,7 +87,7 @@ class CCVR(FedAvg[CCVRHyper]):
     name = "ccvr"
     paper = "Luo et al. 2021"
     server_keeps = "w, the calibrated model"
-    traffic = "1 / 1 (1 / classes × (features² + features), by everyone, before an evaluation)"
+    traffic = "1 / 1 (before an evaluation, by everyone, once more w down and class covariances up)"
 
     def start(self, federation: Federation) -> CCVRServer:
         """The initial model; one without a declared head, or data without classes, is refused."""
