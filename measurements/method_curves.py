@@ -62,7 +62,13 @@ RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 STEPS, SAMPLES = 8, 57
 """Of a client in a round: its mean number of steps, and of training samples."""
-FACTORS = {"fsvrg": STEPS, "a-fsvrg": SAMPLES, "ma-fsvrg": SAMPLES, "ga-fsvrg": SAMPLES}
+FACTORS = {
+    "fsvrg": STEPS,
+    "a-fsvrg": SAMPLES,
+    "ma-fsvrg": SAMPLES,
+    "ma-fsvrg-async": SAMPLES,
+    "ga-fsvrg": SAMPLES,
+}
 """How many times the rate of a step ``lr`` is, where it is divided by a client's steps or samples."""
 
 OWN: dict[str, dict[str, Any]] = {"fedasync": {"arrivals": 0, "deadline": 1.0}, "fedbuff": {"buffer": 5}}

@@ -128,6 +128,14 @@ class Algorithm(ABC, Generic[H, S]):
         """
         return None
 
+    def ready(self, server: S, federation: Federation) -> S:
+        """The server's state after a round that is evaluated; it may ask clients as a round does.
+
+        For what a method does to its model at the end. The next round goes on from what is returned, so
+        training must not depend on it: else it would on how often a run is evaluated.
+        """
+        return server
+
     def welcome(self, server: S, federation: Federation) -> S:
         """The server's state for a federation of newcomers, for evaluation without training.
 

@@ -95,6 +95,7 @@ class Client:
         buffers: Tensor | None,
         frozen: bool,
         evaluation_batch: int,
+        most: dict[str, int],
         seed: int | Tensor = 0,
     ) -> None:
         self.task = task
@@ -106,6 +107,8 @@ class Client:
         self._frozen = frozen
         self._scan = scan
         self._evaluation_batch = evaluation_batch
+        self._most = most
+        """Of each split, the most samples that a client has which runs in one batch with this one."""
         self._seed = seed
 
     @property
@@ -178,6 +181,36 @@ class Client:
             return total + quantity(batch)
 
         return self.scan(add, torch.zeros_like(like), Batches(split, self._evaluation_batch))
+
+    def gather(
+        self,
+        quantity: Callable[[Batch], Tensor],
+        like: Tensor,
+        split: str = "train",
+        *,
+        most: int = 0,
+        stream: str = "",
+    ) -> tuple[Tensor, Tensor]:
+        """A row for each sample of a split, and which rows are real: others are there to fill up.
+
+        ``quantity`` gives a row shaped as ``like`` for every sample of a batch. With ``most`` there are so
+        many rows at most, the first ones; with a ``stream`` samples come in an order that is drawn from it.
+        What is made of the rows must not depend on how many fill up.
+        """
+        length = max(1, min(most or self._most[split], self._most[split]))
+
+        def add(carry: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+            rows, filled = carry
+            new = quantity(batch)
+            places = filled + torch.arange(len(new), device=new.device)
+            fits = places < length if batch.weight is None else (places < length) & (batch.weight > 0)
+            places = torch.where(fits, places, length).view(-1, *[1] * like.dim())
+            return rows.scatter(0, places.expand_as(new), new), filled + fits.sum()
+
+        empty = like.new_zeros((length + 1, *like.shape)), torch.zeros_like(self.n)
+        batches = Batches(split, self._evaluation_batch, shuffled=bool(stream), stream=stream or "batch")
+        rows, filled = self.scan(add, empty, batches)
+        return rows[:length], torch.arange(length, device=rows.device) < filled
 
     def full_gradient(self, w: Tensor) -> Tensor:
         """∇f_i(w): the gradient of the mean loss over all training samples."""

@@ -133,6 +133,7 @@ class LoopEngine(LocalEngine):
             buffers=buffers,
             frozen=self.settings.buffers == "freeze",
             evaluation_batch=self.settings.evaluation_batch,
+            most={split: int(samples.counts[number]) for split, samples in self.samples.items()},
             seed=self.settings.seed,
         )
         try:

@@ -64,7 +64,7 @@ class Replies:
     ages: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """For collected jobs: how many rounds ago each started."""
     given: dict[str, Tensor] = field(default_factory=dict)
-    """For collected jobs: what the server had sent to each as ``shared``, one row per client."""
+    """For collected jobs: what the server had sent, as ``shared`` or as ``each``, one row per client."""
     folded: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Quantities that were added up as clients answered: the mean by p'_i, and the sum."""
     groups: dict[int, Replies] = field(default_factory=dict)

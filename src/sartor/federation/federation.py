@@ -108,8 +108,8 @@ class Federation:
             self.states.declare("buffers", self.buffers)
         self._answers = answers
         self._passage = Passage(settings.transforms, self)
-        self._streams: dict[int, int] = {}
-        """What keyed each client's last job."""
+        self._streams: dict[str, int] = {}
+        """What keyed each client's last job of a client function."""
         self._last: tuple[Call, Tensor | None] | None = None
         """The call of the last dispatch, and the float buffers at that time."""
 
@@ -435,16 +435,18 @@ class Federation:
             drawn = uniform(self._world, "dispatch", numbers, self.round, self._exchanges)
             idle[np.argsort(np.where(idle, drawn, np.inf), kind="stable")[room:]] = False
         started, each = self._select(numbers, each, idle)
+        name = name_of(function)
         function, shared, each = self._passage.down(function, started, shared, each)
         self._send_down(shared, each, len(started))
         durations = self.conditions.delay.durations(self._world, self.round, started)
         call = self._call(function, shared)
         for place, (client, duration) in enumerate(zip(started.tolist(), durations.tolist(), strict=True)):
             row = {name: value[place] for name, value in each.items()}
-            stream = self._streams.get(client, -1)
-            # A client that starts again in the same round gets batches of its own.
+            work = f"{client} {name}"
+            stream = self._streams.get(work, -1)
+            # A client that does the same work again in one round gets batches of its own.
             stream = stream + (1 << 32) if stream & 0xFFFFFFFF == self.round else self.round
-            self._streams[client] = stream
+            self._streams[work] = stream
             finish = self.now + duration
             job = Job(client, self.round, stream, self.now, finish, call, self.buffers, row)
             self.queue.start(job)
@@ -553,7 +555,7 @@ class Federation:
             self._arrival(job, "arrivals")
         given = {}
         if jobs:
-            received = [self._passage.received(job.call) for job in jobs]
+            received = [self._passage.received(job.call, job.each) for job in jobs]
             given = {name: torch.stack([one[name] for one in received]) for name in received[0]}
         ages = np.array([self.round - job.round for job in jobs], dtype=np.int64)
         return replace(replies, ages=ages, given=given)
@@ -803,7 +805,7 @@ class Federation:
             "traffic": [self.traffic.down, self.traffic.up],
             "updates": self.updates,
             "now": self.now,
-            "streams": {str(client): stream for client, stream in self._streams.items()},
+            "streams": dict(self._streams),
             "calls": [self._passage.name_of_call(call.function) for call, _ in calls],
             "jobs": jobs,
         }
@@ -830,7 +832,7 @@ class Federation:
         plain = saved["plain"]
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]
-        self._streams = {int(client): stream for client, stream in plain["streams"].items()}
+        self._streams = dict(plain["streams"])
         self.queue = EventQueue()
         self.queue.wait_until(plain["now"])
         calls = [

@@ -143,7 +143,9 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         with suppress(NobodyAnswered):
             server = algorithm.round(server, federation, cohort)
         federation.engine.wait()
-        seconds = time.perf_counter() - begin
+        seconds, after = time.perf_counter() - begin, replace(federation.traffic)
+        with suppress(NobodyAnswered):
+            server = algorithm.ready(server, federation)
         evaluate(algorithm, server, federation, experiment.evaluate)
         federation.engine.wait()
         evaluating = time.perf_counter() - begin - seconds
@@ -155,8 +157,8 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         steps=float(_steps(experiment, data.train.count[cohort]).sum()),
         round_seconds=seconds,
         evaluation_seconds=evaluating,
-        bytes_down=federation.traffic.down - traffic.down,
-        bytes_up=federation.traffic.up - traffic.up,
+        bytes_down=after.down - traffic.down,
+        bytes_up=after.up - traffic.up,
         state_bytes=states,
         server_bytes=sum(int(value.nbytes) for _, value in tensors_of(server)),
     )
