@@ -21,6 +21,7 @@ PATIENCE = 300  # seconds
 
 
 def main(program: str) -> None:
+    """Start all services, wait for them, and see that the run is there."""
     services = yaml.safe_load((Path(__file__).parents[1] / "compose.yaml").read_text())["services"]
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))

@@ -15,7 +15,7 @@ BOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ip
 
 @pytest.mark.slow
 def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other in one process, as importing takes longer than any of them; nothing is left between."""
+    """One after the other in one process, as importing takes longest, and nothing is left between."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cells = [cell for path in BOOKS for cell in [*read(path).cells, nbformat.v4.new_code_cell("%reset -f")]]
     for number, cell in enumerate(cells):

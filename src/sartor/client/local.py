@@ -75,7 +75,7 @@ class Scan(Protocol):
 class Client:
     """One client, as a client function sees it: its number, its samples through methods, nothing else.
 
-    >>> def train(client, hyper, w, mine):  # mine: what this client kept, as it is an argument that is not sent
+    >>> def train(client, hyper, w, mine):  # mine is not sent: it is what this client kept
     ...     def direction(w_k, batch):
     ...         return client.grad(w_k, batch) + 0.1 * (w_k - mine)
     ...
