@@ -85,8 +85,9 @@ NEEDS = {
 """The variant that a method needs; what it is compared with is measured there too."""
 REFERENCES = ("fedavg", "separate")
 SMALL = {"model": {"hidden": 16}}
-"""The network that all clients can hold, where they have two widths: FedAvg's, and what is shared beside models
-of their own."""
+"""The network that all clients can hold, where they have two widths: FedAvg's, and what is shared beside
+models of their own.
+"""
 WIDE = {"models": [{"name": "mlp", "hidden": 64, "every": 2, "first": 1}]}
 SMALL_SHARED = ("fml", "fedkd")
 PUBLIC = {"public": {"name": "mnist-8x8", "count": 500}}
