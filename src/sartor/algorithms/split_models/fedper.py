@@ -92,6 +92,7 @@ class FedPer(Algorithm[H, Server]):
     """
 
     name = "fedper"
+    sums_only = True
     family = "personal"
     paper = "Arivazhagan et al. 2019"
     server_keeps = "body"
