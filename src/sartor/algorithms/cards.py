@@ -137,8 +137,9 @@ def _dispatches(cls: type[Algorithm[Any, Any]]) -> bool:
 
 
 def _models_given(cls: type[Algorithm[Any, Any]]) -> str:
-    """A method that has no shared model says so by the return type of ``shared``."""
-    shared = inspect.signature(cls.shared).return_annotation not in (None, "None")
+    """A method that has no shared model, or may have none, says so by the return type of ``shared``."""
+    own = cls.shared is not Algorithm.shared
+    shared = not (own and "None" in str(inspect.signature(cls.shared).return_annotation))
     if cls.personalize is Algorithm.personalize:
         return "shared"
     return "both" if shared else "personal"
