@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import sartor  # noqa: F401  (sets how threads wait, before torch starts any)
+from sartor.engines.stacked import trace
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("sartor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _one_thread() -> None:
     """Tests run side by side, one on each core."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stacked engine traces every step, and not only those that are worth it."""
+    monkeypatch.setattr(trace, "UNTRACED", 0)
 
 
 @pytest.fixture(autouse=True, scope="session")

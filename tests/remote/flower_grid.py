@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,9 @@ class HereGrid:
         if reply is not None and sum(len(part) for name, part in reply.items() if name != "header") > most:
             raise Failed("oversized", "too large")
         return reply
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(min(seconds, 0.005))
 
     def forget(self, message: str) -> None:
         self.requests.pop(message, None)

@@ -139,6 +139,10 @@ NODE_PATHS = frozenset(
         "confirm-message-received",
     )
 )
+STIRRING = frozenset(
+    f"/v1/fleet/{call}" for call in ("activate-node", "deactivate-node", "push-messages", "push-object")
+)
+"""What the server waits for."""
 REFUSED = (401, 403, 404, 412)
 """Answers of a server that knows what is asked of it and does not do it."""
 REASON = "sartor-refused"
@@ -188,6 +192,12 @@ class SuperLink:
         self.lasting = database is not None
         self._lock = None if database is None else _locked(database)
         app = _application(database)
+        # Of what is there for other paths than nodes', every layer would cost each of their calls.
+        app.user_middleware = [
+            layer
+            for layer in app.user_middleware
+            if not layer.cls.__name__.startswith(("Control", "Runtime"))
+        ]
         # The innermost: what it sees is authenticated.
         app.user_middleware.append(Middleware(BaseHTTPMiddleware, dispatch=self._door))
         app.state.enable_supernode_auth = keys is not None
@@ -203,11 +213,12 @@ class SuperLink:
         self._task = 0
         self._run = (self._last_run(anew) if self.lasting else 0) or self._start_run()
         self._caught: deque[tuple[int, Failed]] = deque(maxlen=MOST_CAUGHT)
+        self._stirred = threading.Event()
         self._listener = Listener(_bound(host, port))
         self.port = int(self._listener.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
-                _FleetOnly(app, self._keys, self._listener),
+                _FleetOnly(app, self._keys, self._listener, self._stirred),
                 log_level="error",
                 log_config=None,
                 access_log=False,
@@ -335,6 +346,11 @@ class SuperLink:
     def _joined(self, node: int) -> str:
         found = self._state.get_node_info(node_ids=[node])
         return str(found[0].last_activated_at) if found else ""
+
+    def rest(self, seconds: float) -> None:
+        """Wait until a node has joined, left or sent something, for so long at most."""
+        if self._stirred.wait(seconds):
+            self._stirred.clear()
 
     def forget(self, message: str) -> None:
         """Remove a message and its reply."""
@@ -584,8 +600,10 @@ class _FleetOnly:
     them: Flower looks at the signature when it has read all of a request.
     """
 
-    def __init__(self, app: Any, keys: frozenset[bytes] | None, listener: Listener) -> None:
-        self._app, self._keys, self._listener = app, keys, listener
+    def __init__(
+        self, app: Any, keys: frozenset[bytes] | None, listener: Listener, stirred: threading.Event
+    ) -> None:
+        self._app, self._keys, self._listener, self._stirred = app, keys, listener, stirred
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -621,6 +639,8 @@ class _FleetOnly:
             return waiting.pop() if waiting else await receive()
 
         await self._app(scope, whole, send)
+        if scope["path"] in STIRRING:
+            self._stirred.set()
 
 
 def _signature_fault(headers: Mapping[bytes, bytes], keys: frozenset[bytes]) -> int:

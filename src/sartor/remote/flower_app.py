@@ -18,6 +18,7 @@ from sartor.extensions import is_file
 from sartor.files import write
 from sartor.remote.messages import HEADER, Parts, readable
 from sartor.remote.requests import Failed
+from sartor.remote.serve import require_deployable
 from sartor.runs.experiment import Experiment, code_of, portable, toml_text
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def call(message, context):
 
 def write_app(folder: Path, experiment: Experiment) -> list[Path]:
     """An application of Flower's that runs the experiment; nothing that exists is written over."""
+    require_deployable(experiment)
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "pyproject.toml": PROJECT,
@@ -153,6 +155,10 @@ class StockGrid:
                 raise Failed("oversized", f"more than the {most} bytes that its reply has")
             return parts
         return None
+
+    def rest(self, seconds: float) -> None:
+        """Nothing says when something arrives."""
+        time.sleep(seconds)
 
     def forget(self, message: str) -> None:
         """Flower removes what was fetched; what was not goes when its time is over."""

@@ -30,8 +30,8 @@ from sartor.remote.messages import (
     version,
 )
 
-PAUSE = 0.005
-"""Seconds between two looks for replies."""
+PAUSE = 0.1
+"""Seconds between two looks for replies, unless something arrives."""
 PARTING = 10.0
 """Seconds that nodes have to hear that the server ends."""
 MOST_UNKNOWN = 16 << 20
@@ -69,6 +69,9 @@ class Grid(Protocol):
 
         A reply of more than ``most`` bytes is refused unseen.
         """
+
+    def rest(self, seconds: float) -> None:
+        """Wait until something has arrived, for so long at most."""
 
     def forget(self, message: str) -> None:
         """The reply is not wanted any more."""
@@ -194,7 +197,7 @@ class Requests:
     def wait(self, request: Request) -> Message:
         """Wait for the reply."""
         while (answer := self.look(request)) is None:
-            time.sleep(PAUSE)
+            self.grid.rest(PAUSE)
         return answer
 
     def deliver(self, requests: list[Request], patience: float) -> None:
@@ -207,7 +210,8 @@ class Requests:
                         requests.remove(request)
                 except Failed:
                     requests.remove(request)
-            time.sleep(PAUSE)
+            if requests:
+                self.grid.rest(PAUSE)
         for request in requests:
             self.grid.forget(request.message)
 

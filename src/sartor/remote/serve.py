@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sartor.algorithms import registered
 from sartor.data.clients import ClientData
 from sartor.data.settings import OWN_DATA
+from sartor.engines import federation_of
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.05
-"""Seconds between two looks of the server for new nodes."""
+LOOK = 0.25
+"""Seconds between two looks of the server for new nodes, unless something arrives."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,21 @@ def serve(
     assert experiment is not None
     if experiment.data.path is not None:
         raise SettingError("data.path: in a federation data lie at the nodes; leave it out")
+    require_deployable(experiment)
     with listen(service, anew=resume is None) as grid:
         where = f"[{service.host}]" if ":" in service.host else service.host
         _say(f"listening on {where}:{grid.port}")
         return serve_on(grid, experiment, service, out=out, resume=resume, progress=progress)
+
+
+def require_deployable(experiment: Experiment) -> None:
+    """Refuse a method that needs the data of all clients in one place, before anybody joins."""
+    name = experiment.algorithm
+    if not registered()[name].deployable:
+        raise SettingError(
+            f"{name}: needs the data of all clients in one place, so it cannot be deployed; "
+            f"`sartor run {name}` simulates it where the data are"
+        )
 
 
 def listen(service: Service, *, anew: bool = True) -> SuperLink:
@@ -178,7 +190,7 @@ def _serve_on(
             quorum=service.quorum,
             unit=service.unit,
         )
-        opened.append((Federation(task, engine, settings), engine))
+        opened.append((federation_of(task, engine, settings), engine))
         return opened[-1][0]
 
     if resume is not None:
@@ -211,7 +223,7 @@ def await_nodes(
         clients = sum(len(introduction.names) for introduction in met.values())
         if (len(met) >= service.min_nodes) if service.min_nodes else (clients >= experiment.data.clients):
             return met
-        time.sleep(LOOK)
+        grid.rest(LOOK)
 
 
 def _say(text: str) -> None:

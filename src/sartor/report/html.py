@@ -300,7 +300,7 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise SartorError("a report needs plotly; install it with: pip install plotly") from None
+        raise SartorError("a report needs plotly; install it with: pip install 'sartor[report]'") from None
     script: str = get_plotlyjs()
     return script.replace("</script", "<\\/script")
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from sartor.client.local import Batches
-from sartor.data.clients import ClientData, Split
+from sartor.data.clients import ClientData
 from sartor.errors import SartorError
 from sartor.federation.exchange import NobodyAnswered
+from sartor.model.groups import regrouped
 from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate
 from sartor.runs.experiment import Experiment
@@ -130,8 +131,9 @@ def _measure(setup: Setup, cohort: int) -> tuple[_Measured, _Measured | None]:
 def _play(setup: Setup, count: int, share: int) -> _Measured:
     """One round and one evaluation with some of the clients, after others that warm up."""
     experiment, algorithm = setup.experiment, setup.algorithm
-    data = _some(setup.data, count)
-    federation = open_federation(experiment, setup.task, data)
+    chosen = _some(setup.data, count)
+    data, task = setup.data.some(chosen), regrouped(setup.task, lambda of: of[chosen])
+    federation = open_federation(experiment, task, data)
     server = algorithm.start(federation)
     cohort = np.arange(count - share, count)  # the largest: a round waits for them
     seconds = evaluating = 0.0
@@ -141,7 +143,9 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         with suppress(NobodyAnswered):
             server = algorithm.round(server, federation, cohort)
         federation.engine.wait()
-        seconds = time.perf_counter() - begin
+        seconds, after = time.perf_counter() - begin, replace(federation.traffic)
+        with suppress(NobodyAnswered):
+            server = algorithm.ready(server, federation)
         evaluate(algorithm, server, federation, experiment.evaluate)
         federation.engine.wait()
         evaluating = time.perf_counter() - begin - seconds
@@ -153,24 +157,17 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         steps=float(_steps(experiment, data.train.count[cohort]).sum()),
         round_seconds=seconds,
         evaluation_seconds=evaluating,
-        bytes_down=federation.traffic.down - traffic.down,
-        bytes_up=federation.traffic.up - traffic.up,
+        bytes_down=after.down - traffic.down,
+        bytes_up=after.up - traffic.up,
         state_bytes=states,
         server_bytes=sum(int(value.nbytes) for _, value in tensors_of(server)),
     )
 
 
-def _some(data: ClientData, count: int) -> ClientData:
+def _some(data: ClientData, count: int) -> np.ndarray:
     """So many of the clients, evenly from the smallest to the largest."""
     by_size = np.argsort(data.train.count, kind="stable")
-    chosen = by_size[np.linspace(0, data.clients - 1, count).round().astype(np.int64)]
-
-    def of(split: Split) -> Split:
-        return replace(split, start=split.start[chosen], count=split.count[chosen])
-
-    validation = None if data.validation is None else of(data.validation)
-    names = tuple(data.names[number] for number in chosen)
-    return replace(data, names=names, train=of(data.train), test=of(data.test), validation=validation)
+    return np.asarray(by_size[np.linspace(0, data.clients - 1, count).round().astype(np.int64)])
 
 
 def _drawn_out(value: int, measured: int, wanted: int) -> int:

@@ -44,6 +44,16 @@ class IFCAServer:
     members: Tensor
 
 
+def models_apart(federation: Federation, count: int, stream: str, where: Tensor | None = None) -> Tensor:
+    """The initial model, and copies of it with the signs of its numbers (``where``, or all) drawn anew."""
+    w = federation.initial()
+    models = [w]
+    for index in range(1, count):
+        draws = random.uniform(random.fold(federation.stream(stream), index), len(w), w.device)
+        models.append(torch.where(draws < 0.5 if where is None else where & (draws < 0.5), -w, w))
+    return torch.stack(models)
+
+
 def losses(client: Client, models: Tensor, split: str = "train") -> Tensor:
     """The mean loss of each of several models over a split, in one pass and in evaluation mode."""
 
@@ -105,13 +115,10 @@ class IFCA(Algorithm[IFCAHyper, IFCAServer]):
     def start(self, federation: Federation) -> IFCAServer:
         """The initial model, and copies of it, with other signs where its numbers say nothing yet."""
         hyper, task, w = self.hyper, federation.task, federation.initial()
-        own = task.part("head").mask(w) if hyper.several == "head" else torch.ones_like(w, dtype=torch.bool)
         signs = hyper.start == "signs" or (hyper.start == "auto" and task.drawn)
-        models = [w]
-        for index in range(1, hyper.clusters):
-            draws = random.uniform(random.fold(federation.stream("ifca"), index), len(w), w.device)
-            models.append(torch.where(own & (draws < 0.5), -w, w) if signs else w)
-        return IFCAServer(torch.stack(models), w.new_zeros(self.hyper.clusters))
+        where = task.part("head").mask(w) if hyper.several == "head" else torch.ones_like(w, dtype=torch.bool)
+        models = models_apart(federation, hyper.clusters, "ifca", where & signs)
+        return IFCAServer(models, w.new_zeros(hyper.clusters))
 
     def round(self, server: IFCAServer, federation: Federation, cohort: np.ndarray) -> IFCAServer:
         """Choice and local training at the cohort, then a mean for every model."""

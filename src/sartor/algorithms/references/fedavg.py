@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply, personal
+from sartor.federation.exchange import Call, ClientFunction, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
@@ -44,10 +44,12 @@ class FedAvg(Algorithm[H, Server]):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
+    training: ClassVar[ClientFunction] = staticmethod(local_training)
+    """What clients do, and what methods replace whose server averages as this one."""
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the changes."""
-        replies = federation.map(local_training, cohort, shared={"w": server.w}, fold=["delta"])
+        replies = federation.map(self.training, cohort, shared={"w": server.w}, fold=["delta"])
         return replace(server, w=server.w + self.hyper.server_lr * replies.mean("delta"))
 
 

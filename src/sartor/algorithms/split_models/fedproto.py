@@ -102,10 +102,11 @@ class FedProto(Algorithm[FedProtoHyper, Prototypes]):
     client_keeps = "its model"
     traffic = "classes × features / classes × features"
     buffers = "local"
+    own_models = True
 
     def start(self, federation: Federation) -> Prototypes:
-        """No prototypes; every client starts from the initial model."""
-        federation.declare(w_i=federation.initial())
+        """No prototypes; every client starts from the initial model of its group."""
+        federation.declare(w_i=federation.initial_models())
         return no_prototypes(federation, self.name)
 
     def round(self, server: Prototypes, federation: Federation, cohort: np.ndarray) -> Prototypes:

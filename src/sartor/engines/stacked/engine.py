@@ -57,7 +57,8 @@ class StackedEngine(LocalEngine):
         self.chunk = settings.chunk
         self.graphs = Graphs(self.device, settings.graphs)
         self.programs: dict[Hashable, Program] = {}
-        self._tracer = Tracer(task, settings, norms=self.graphs.wanted)
+        most = {split: int(samples.counts.max(initial=0)) for split, samples in self.samples.items()}
+        self._tracer = Tracer(task, settings, most, norms=self.graphs.wanted)
         self._origins: Tensor | None = None
         """Each client's number in its run, and that run's seed, where they are not as they come."""
         if origins is not None:
