@@ -84,6 +84,12 @@ class Algorithm(ABC, Generic[H, S]):
     """Whether it learns from public samples, which the experiment has to name (``[public]``)."""
     quadratic: ClassVar[bool] = False
     """Whether the server's work grows with the square of the number of clients."""
+    year: ClassVar[int | None] = None
+    """When it was published, where ``paper`` does not say."""
+    needs_validation: ClassVar[bool] = False
+    """Whether clients must have validation data."""
+    sums_only: ClassVar[bool] = False
+    """Whether the server needs nothing of the replies but sums weighted by what it knows of the clients."""
     Hyper: ClassVar[type] = Hyper
     """The dataclass of the hyper-parameters, as the class's first argument has it."""
     _arguments: ClassVar[tuple[Any, ...]]

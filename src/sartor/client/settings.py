@@ -40,7 +40,7 @@ class Local:
     def law(self) -> Law | None:
         """How epochs are drawn; None where everyone does as many."""
         ends = self.epochs if isinstance(self.epochs, tuple) else (self.epochs, self.epochs)
-        return Law(*ends, self.partial) if self.partial or isinstance(self.epochs, tuple) else None
+        return Law(ends[0], ends[1], self.partial) if self.partial or isinstance(self.epochs, tuple) else None
 
     @property
     def most_epochs(self) -> int:

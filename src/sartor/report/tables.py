@@ -112,7 +112,7 @@ def participation(material: Material) -> Table | None:
             continue
         heard = np.array([client for clients in rounds.values() for client in clients], dtype=np.int64)
         times = np.bincount(heard, minlength=len(run.names))
-        never = [run.name_of(client) for client in np.flatnonzero(times == 0)]
+        never = [run.name_of(client) for client in np.flatnonzero(times == 0).tolist()]
         named = ", ".join(never[:MOST_NAMED]) + (
             f" and {len(never) - MOST_NAMED} more" if never[MOST_NAMED:] else ""
         )

@@ -70,6 +70,7 @@ class Ditto(Algorithm[DittoHyper, Server]):
     """
 
     name = "ditto"
+    sums_only = True
     family = "personal"
     paper = "Li et al. 2021"
     server_keeps = "w"

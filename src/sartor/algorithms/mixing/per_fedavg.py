@@ -110,6 +110,7 @@ class PerFedAvg(Algorithm[PerFedAvgHyper, Server]):
     """
 
     name = "per-fedavg"
+    sums_only = True
     family = "personal"
     paper = "Fallah et al. 2020"
     server_keeps = "w"

@@ -90,6 +90,7 @@ class PFedMe(Algorithm[PFedMeHyper, Server]):
     """
 
     name = "pfedme"
+    sums_only = True
     family = "personal"
     paper = "Dinh et al. 2020"
     server_keeps = "w"

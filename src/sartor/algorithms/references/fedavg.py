@@ -38,6 +38,7 @@ class FedAvg(Algorithm[H, Server]):
     """
 
     name = "fedavg"
+    sums_only = True
     family = "global"
     paper = "McMahan et al. 2017"
     server_keeps = "w"

@@ -44,7 +44,8 @@ def least_on_simplex(q: Tensor) -> Tensor:
         last = torch.where(wrong, places, -1).amax(dim=1, keepdim=True)
         positive = positive ^ (wrong & ((patience >= 0)[:, None] | (places == last)))
     x = x.clamp(min=0)
-    return (x / x.sum(dim=1, keepdim=True)).to(dtype)
+    mix: Tensor = (x / x.sum(dim=1, keepdim=True)).to(dtype)
+    return mix
 
 
 def head_mix(h: Tensor, variance: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ class FedRoD(Algorithm[Hyper, Server]):
     """
 
     name = "fedrod"
+    sums_only = True
     family = "personal"
     paper = "Chen & Chao 2022"
     server_keeps = "w: body and generic head"
