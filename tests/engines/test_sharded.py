@@ -28,8 +28,6 @@ from sartor.engines import sharded as distributed
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 RANKS = 2
 WAITED = 8.0
 METHODS = ("fedavg", "scaffold", "separate")

@@ -47,7 +47,7 @@ from sartor.runs.experiment import Experiment, load
 from sartor.runs.setup import federation_settings, open_federation
 
 pytest.importorskip("flwr")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
+pytestmark = pytest.mark.slow
 
 SIZES = (30, 70, 50, 90, 40, 60)
 BLOCKS = ((0, 3), (1, 4), (2, 5))
