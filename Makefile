@@ -18,10 +18,10 @@ run: install
 	$(BIN)/python -m sartor.commands.demo
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-fast: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m 'not slow'
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 nightly: install
 	$(BIN)/python -m pytest -n auto -m nightly

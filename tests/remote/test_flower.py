@@ -47,7 +47,7 @@ from sartor.runs.experiment import Experiment, load
 from sartor.runs.setup import federation_settings, open_federation
 
 pytest.importorskip("flwr")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
+pytestmark = pytest.mark.slow
 
 SIZES = (30, 70, 50, 90, 40, 60)
 BLOCKS = ((0, 3), (1, 4), (2, 5))
@@ -1151,15 +1151,16 @@ def listening(port: int) -> bool:
         return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path, nodes: int) -> None:
     """Flower's own programs, a process for every message."""
-    place = folder / "stock"
+    place = folder / f"stock-{nodes}"
     place.mkdir()
     port, scripts = free_port(), Path(sys.executable).parent
     (place / "config.toml").write_text(
         f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
-    settings = ("rounds=1", "evaluate.every=0", "data.clients=4")
+    settings = ("rounds=1", "evaluate.every=0", f"data.clients={2 * nodes}")
     written = nursery.start("flower-app", place / "app", "algorithm=fedavg", *SETTINGS[1:], *settings)
     assert written.wait() == 0, written.output
     environment = {
@@ -1174,7 +1175,7 @@ def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path) 
     }
     here = ("--insecure", "--host", "127.0.0.1", "--port")
     commands = [("flower-superlink", *here, port)]
-    for node in (0, 1):
+    for node in range(nodes):
         where = f'data="{folder}/node{node}" state="{place}/state{node}"'
         link = ("--superlink", f"127.0.0.1:{port}", "--node-config", where)
         commands.append(("flower-supernode", *here, free_port(), *link))
@@ -1206,7 +1207,7 @@ def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path) 
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     (place / "all").mkdir()
-    for client in (*BLOCKS[0], *BLOCKS[1]):
+    for client in np.concatenate(BLOCKS[:nodes]):
         shutil.copy(folder / "all" / f"c{client}.npz", place / "all")
     expected, _ = simulated(place, "fedavg", *settings[:2])
     assert_equal(load_file(place / "run" / "models.safetensors"), expected)

@@ -22,7 +22,6 @@ from sartor.runs.record import RunFolder
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("survival"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes by fork"),
 ]
 
