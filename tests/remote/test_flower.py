@@ -1076,14 +1076,14 @@ def test_a_message_travels_and_comes_back(link: Any) -> None:
 
     node = joined(link)
     big = torch.arange(3_000_000, dtype=torch.float32)  # more than one piece
-    message = link.send(node.known, encode({"n": 1}, {"shared": {"w": big, "b": big[:0]}}), 30)
-    assert link.poll(message, big.nbytes) is None
+    message = link.send(node.known, encode({"n": 1}, {"shared": {"w": big, "b": big[:0]}}), 30, big.nbytes)
+    assert link.poll(message) is None
     request = node.receive()
     header, groups = decode(request.parts)
     assert header["n"] == 1
     assert torch.equal(groups["shared"]["w"], big)
     node.reply(request, encode({"n": 2}, {"sent": {"w": -big}}))
-    _, groups = decode(link.poll(message, big.nbytes))
+    _, groups = decode(link.poll(message))
     assert torch.equal(groups["sent"]["w"], -big)
     link.forget(message)
     assert len(link._state.object_store) == 0  # nothing is left behind
@@ -1168,19 +1168,19 @@ def test_a_reply_is_refused_before_it_grows(link: Any, kind: str, fault: str) ->
     from sartor.remote.requests import Failed
 
     node, other = joined(link), joined(link)
-    messages = {each: link.send(each.known, encode({"n": 1}), 30) for each in (node, other)}
+    messages = {each: link.send(each.known, encode({"n": 1}), 30, 1000) for each in (node, other)}
     request, begun = node.receive(), time.monotonic()
     with pytest.raises(httpx.HTTPStatusError) as refusal:
         announce(node, request, encode({"n": 2}), pieces_of(kind))
     assert refusal.value.response.status_code == 403
     with pytest.raises(Failed) as found:
-        link.poll(messages[node], 1000)
+        link.poll(messages[node])
     assert time.monotonic() - begun < 10  # it is not waited for
     assert found.value.kind == fault
     assert refusal.value.response.json()["detail"] == str(found.value)
     link.forget(messages[node])
     other.reply(other.receive(), encode({"n": 3}))
-    assert decode(link.poll(messages[other], 1000))[0]["n"] == 3
+    assert decode(link.poll(messages[other]))[0]["n"] == 3
     link.forget(messages[other])
     assert len(link._state.object_store) == 0  # nothing is left behind
     for each in (node, other):
@@ -1196,12 +1196,12 @@ def test_a_reply_does_not_grow_by_what_another_has_announced(link: Any) -> None:
 
     nodes = [joined(link) for _ in range(2)]
     for node in nodes:
-        link.send(node.known, encode({"n": 1}), 30)
+        link.send(node.known, encode({"n": 1}), 30, 0)
     requests = [node.receive() for node in nodes]
     announce(nodes[0], requests[0], encode({"n": 2}), [piece("a", *leaves(40)), piece("b")])
     announce(nodes[1], requests[1], encode({"n": 3}), [piece("c", piece("a", *leaves(40))), piece("b")])
     for children in ([piece("c", piece("a"))], [piece("b", *leaves(2))]):
-        link.send(nodes[0].known, encode({"n": 4, "of": len(children[0].children)}), 30)
+        link.send(nodes[0].known, encode({"n": 4, "of": len(children[0].children)}), 30, 0)
         request = nodes[0].receive()
         with pytest.raises(httpx.HTTPStatusError, match="403"):
             announce(nodes[0], request, encode({"n": 5}), children)

@@ -352,10 +352,10 @@ def test_a_grid_that_fails_does_not_hide_what_the_server_failed_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Breaking(HereGrid):
-        def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+        def send(self, node: int, parts: Parts, lifetime: float, most: int, note: str = "") -> str:
             if read_header(parts)["kind"] in ("open", "fail"):
                 raise OSError("no space left")
-            return super().send(node, parts, lifetime, note)
+            return super().send(node, parts, lifetime, most, note)
 
     data = vectors(torch.float32)
     grid = Breaking(nodes_of(data, model_task("mlp", data), BLOCKS))

@@ -188,10 +188,19 @@ def keys(
     nodes: Annotated[
         str, typer.Option(help="How many nodes, or their names with commas between them.")
     ] = "3",
+    clients: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NODE=NAME,...",
+            help="Clients that a node's key may bring; may be repeated. Left out: the one of the node's name, "
+            "or any that no other key may bring where nodes are given by number.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make a certificate for the server and a key for every node.
 
-    sartor keys keys --host fl.example.org --nodes north,south,west
+    sartor keys keys --host fl.example.org --nodes north,south,west --clients west=lisbon,porto
     """
     from sartor.remote.keys import make_keys
 
@@ -201,7 +210,13 @@ def keys(
         raise SettingError(
             f"--nodes: expected a number, or different names of letters and digits, got {nodes!r}"
         )
-    for path in make_keys(folder, host, names):
+    brings = {} if nodes.isdigit() else {name: [name] for name in names}
+    for text in clients or ():
+        node, _, own = text.partition("=")
+        if node not in names or not all(name.strip() for name in own.split(",")):
+            raise SettingError(f"--clients: expected NODE=NAME,NAME with one of the nodes, got {text!r}")
+        brings[node] = [name.strip() for name in own.split(",")]
+    for path in make_keys(folder, host, names, brings):
         print(path)
 
 
