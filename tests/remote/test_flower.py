@@ -404,7 +404,7 @@ def test_killed_nodes_come_back_as_who_they_were(
 
 def test_a_round_goes_on_without_a_node_that_stays_away(nursery: Nursery) -> None:
     """Deadline and quorum: what the others answer is used, and nothing of the node that is gone."""
-    options = ("--quorum", 2, "--deadline", 2)
+    options = ("--quorum", 2, "--deadline", 2, "--linger", 0)
     federation = Federation(nursery, "scaffold", "rounds=5", "evaluate.every=0", options=options)
     federation.nodes[2].wait_for("round 2")
     federation.nodes[2].kill()
@@ -629,7 +629,7 @@ def test_a_hostile_node_harms_itself_alone(nursery: Nursery, folder: Path) -> No
     for kind in set(kinds) - {"", "bad"}:
         assert f"{kind}: " in federation.server.output
     assert "is not finite" in federation.server.output
-    for reason in ("a piece of its reply is named twice", "a reply of more than 8192 pieces"):
+    for reason in ("a piece of its reply is named twice", "a reply of more than 64 pieces"):
         assert reason in federation.server.output
         assert f"403 {reason}" in hostile.output
     # What it had answered in the first round was used; nothing else of it was.
@@ -685,7 +685,7 @@ def test_a_forger_harms_nobody(nursery: Nursery, folder: Path) -> None:
     assert set(found["answered", "confirm it"]) <= {"403", "404"}  # the server may have done with it
     assert min(map(len, found.values())) >= 5  # a greeting, where the run stands, three rounds
     forger, victim = (roles[role].output.split("as node ")[1].split()[0] for role in ("forger", "victim"))
-    told = f"node {forger} (c2, c5): forged: a reply in the name of node {victim}"
+    told = f"node {forger} ('c2', 'c5'): forged: a reply in the name of node {victim}"
     assert told in federation.server.output
     assert f"node {victim} (" not in federation.server.output  # nothing is said against that one
     assert min(row["forged"] for row in rounds) >= 1
@@ -728,7 +728,7 @@ def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path
     """Before the run and while it is under way; those who can take part notice nothing."""
     settings = ("rounds=4", "evaluate.every=0", "local.epochs=30")
     federation = Federation(nursery, "fedavg", *settings, nodes=2)
-    federation.server.wait_for("with c1, c4")
+    federation.server.wait_for("with 'c1', 'c4'")
     place = federation.place
     (place / "one").mkdir()
     shutil.copy(folder / "node0" / "c0.npz", place / "one")
@@ -773,7 +773,7 @@ def test_a_node_that_introduces_itself_wrongly_is_told_so(nursery: Nursery, fold
     """Before the run and while it is under way, which goes on with the others."""
     settings = ("rounds=4", "evaluate.every=0", "local.epochs=30")
     federation = Federation(nursery, "fedavg", *settings, nodes=2)
-    federation.server.wait_for("with c1, c4")
+    federation.server.wait_for("with 'c1', 'c4'")
 
     def pretend(**entries: Any) -> Child:
         address, place = f"127.0.0.1:{federation.port}", federation.place / f"x-{time.monotonic_ns()}"
@@ -872,7 +872,9 @@ def test_nodes_wait_for_a_server_that_was_interrupted(
 def test_nodes_with_a_key_join_a_server_with_a_certificate(nursery: Nursery, folder: Path) -> None:
     keys = folder / "keys"
     names = "north,south,west"
-    made = nursery.start("keys", keys, "--host", "127.0.0.1", "--host", "localhost", "--nodes", names)
+    brings = [("--clients", f"{name}=c{node},c{node + 3}") for node, name in enumerate(names.split(","))]
+    words = ("keys", keys, "--host", "127.0.0.1", "--host", "localhost", "--nodes", names)
+    made = nursery.start(*words, *(word for pair in brings for word in pair))
     assert made.wait() == 0, made.output
     other = nursery.start("keys", folder / "others", "--host", "127.0.0.1", "--nodes", "1")
     assert other.wait() == 0, other.output

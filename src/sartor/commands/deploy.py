@@ -64,6 +64,10 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    linger: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds after the end for nodes that are away to come and hear of it."),
+    ] = 10.0,
     resume: Annotated[
         Path | None, typer.Option(help="Continue the run of this folder.", show_default=False)
     ] = None,
@@ -97,7 +101,9 @@ def serve(
     if tls is not None:
         certificate, key, authority = tls
         check_issued(certificate, authority)
-    service = Service(host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit, store)
+    service = Service(
+        host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit, store, linger
+    )
     experiment = None
     if resume is None:
         experiment = from_mapping(read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION))
@@ -192,8 +198,8 @@ def keys(
         list[str] | None,
         typer.Option(
             metavar="NODE=NAME,...",
-            help="Clients that a node's key may bring; may be repeated. Left out: the one of the node's name, "
-            "or any that no other key may bring where nodes are given by number.",
+            help="Clients that a node's key may bring; may be repeated. Left out: the one of the node's "
+            "name, or where nodes are given by number any that no other key may bring.",
             show_default=False,
         ),
     ] = None,

@@ -22,7 +22,7 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -206,7 +206,7 @@ class SuperLink:
         port: int,
         *,
         tls: tuple[Path, Path] | None = None,
-        keys: Sequence[bytes] | None = None,
+        keys: Collection[bytes] | None = None,
         database: Path | None = None,
         anew: bool = True,
     ) -> None:
@@ -470,7 +470,7 @@ class SuperLink:
             own.tree = tree
 
     def _check_piece(self, asked: PushObjectRequest) -> None:
-        """Refuse a piece that belongs to no reply of the node, or with which that is larger than asked for."""
+        """Refuse a piece of no reply of the node, or with which that is larger than was asked for."""
         node, size = asked.node.node_id, len(asked.object_content)
         mine = [held for held in tuple(self._awaited.values()) if held.node == node]
         mine = [held for held in mine if asked.object_id in held.tree]

@@ -156,7 +156,9 @@ def read_public_keys(path: Path) -> dict[bytes, tuple[str, ...]]:
             raise DataError(f"{path}: entry {place} is no public key") from None
         wrong = [line for line in lines if not line.startswith((CLIENT, "#"))]
         if wrong:
-            raise DataError(f"{path}: entry {place}: expected '{CLIENT} NAME' above a key, got {shown(wrong[0])}")
+            raise DataError(
+                f"{path}: entry {place}: expected '{CLIENT} NAME' above a key, got {shown(wrong[0])}"
+            )
         names = tuple(line[len(CLIENT) :].strip() for line in lines if line.startswith(CLIENT))
         keys[key.public_bytes(_pem(), _subject())] = names
     if not keys:

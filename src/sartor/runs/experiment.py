@@ -31,7 +31,7 @@ from sartor.algorithms import registered
 from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
-from sartor.data.settings import OWN_DATA, Data, FeaturesChoice, PartitionChoice
+from sartor.data.settings import OWN_DATA, Data, Expect, FeaturesChoice, PartitionChoice
 from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
@@ -64,6 +64,7 @@ class Experiment:
     seed: int = setting(0, "the one seed everything random follows from", low=0, high=2**63 - 1)
     imports: tuple[str, ...] = setting((), "files or modules of your own to import first, as in mine.py")
     data: Data
+    expect: Expect
     partition: PartitionChoice
     features: FeaturesChoice
     model: ModelChoice
@@ -120,6 +121,7 @@ class Setting:
 _TOP = ("algorithm", "rounds", "seed", "imports")
 _SECTIONS: dict[str, type] = {
     "data": Data,
+    "expect": Expect,
     "partition": PartitionChoice,
     "features": FeaturesChoice,
     "model": ModelChoice,
