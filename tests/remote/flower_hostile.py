@@ -18,8 +18,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PushMessagesRequest
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
 from sartor.remote import flower as flwr_adapter
 from sartor.remote.flower import FleetLink, Lost, Request
@@ -136,6 +136,45 @@ def announce(
             ],
         )
     )
+
+
+def uploaded(link: FleetLink, request: Request, parts: Parts, announced: bool = True) -> list[int]:
+    """What the server makes of a reply: of its announcement, if wanted, and of its pieces, the largest first."""
+    reply = Message(flwr_adapter.to_content(parts), reply_to=request.message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    found: list[int] = []
+
+    def call(function: Any, asked: Any) -> Any:
+        try:
+            answer = function(asked)
+        except httpx.HTTPStatusError as error:
+            found.append(error.response.status_code)
+            return None
+        found.append(200)
+        return answer
+
+    session = ""
+    if announced:
+        asked = PushMessagesRequest(
+            node=link._node,
+            messages_list=[message_to_proto(remove_content_from_message(reply))],
+            message_object_trees=[get_object_tree(reply)],
+        )
+        answer = call(link._client.PushMessages, asked)
+        session = "" if answer is None else answer.session_id
+    contents = {name: held.deflate() for name, held in get_all_nested_objects(reply).items()}
+    for name, content in sorted(contents.items(), key=lambda pair: -len(pair[1])):
+        call(
+            link._client.PushObject,
+            PushObjectRequest(
+                node=link._node,
+                run_id=reply.metadata.run_id,
+                object_id=name,
+                object_content=content,
+                session_id=session,
+            ),
+        )
+    return found
 
 
 def piece(name: Any, *children: ObjectTree) -> ObjectTree:

@@ -383,9 +383,8 @@ class SuperLink:
         awaited = self._awaited.pop(message, None)
         if awaited is not None:
             self._state.delete_messages(message_ins_ids={message})
-            for name in (message, awaited.reply):
-                if name:
-                    self._state.object_store.delete(name)
+            for name in {message, awaited.reply, *list(awaited.tree)[:1]} - {""}:
+                self._state.object_store.delete(name)
 
     def earlier(self) -> dict[str, tuple[int, str, bool]]:
         """Messages with a note that an earlier process has sent, to nodes that are there."""
