@@ -1,4 +1,4 @@
-"""What a node can do at the server's door: no more than it is asked for, at whatever time it believes it is."""
+"""What a node can do at the server's door: no more than it is asked for, whatever time it believes it is."""
 
 from __future__ import annotations
 

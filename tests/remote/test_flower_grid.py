@@ -187,7 +187,7 @@ def test_a_reply_that_another_has_forged_costs_nothing(name: str, caplog: pytest
     if name == "scaffold":
         assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
     assert len(asked) > 4
-    assert "node 2 (client 1, client 4): forged: " in caplog.text
+    assert "node 2 ('client 1', 'client 4'): forged: " in caplog.text
 
 
 def test_a_quorum_that_cannot_be_reached_ends_the_run() -> None:

@@ -38,6 +38,8 @@ LARGEST_VALUE = 1e18
 FAR = 100.0
 """A node's values may be so many times as far from the median of all as those of the median node."""
 ROUNDING = 1e-6
+AGAIN = ("late", "gone", "unfinished")
+"""Faults of nodes that were busy, away or slow: they are greeted again."""
 CARRIED = {"nonce", "tensors"}
 """Entries of every header, which were read when it arrived."""
 
@@ -146,7 +148,7 @@ class Admission:
                 answers[node] = self._introduction(node, *answer)
             except Failed as error:
                 answers[node] = error
-                if error.kind not in ("late", "gone"):  # one that was busy or away is greeted again
+                if error.kind not in AGAIN:
                     self.refuse(node, str(error))
             del self._greetings[node]
         return answers

@@ -154,10 +154,18 @@ REASON = "sartor-refused"
 """The header of an answer that will be the same however often it is asked for."""
 BUSY = 429
 """The answer to a node that asks for too much at once."""
-APART = 3.0
+APART = 30.0
 """Seconds by which the clocks of a node and the server may differ without being said to."""
+NOTICED = 3.0
+"""Seconds by which they must differ to be what a server refuses a signature for."""
 MOST_APART = 3600.0
 """Seconds by which they may differ."""
+FAULTS = {
+    ErrorCode.NODE_UNAVAILABLE: "gone",
+    ErrorCode.MESSAGE_UNAVAILABLE: "late",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "late",
+}
+"""What Flower says of replies that there are none of: their nodes have left, or their time is over."""
 MOST_CAUGHT = 100
 """So many refusals are remembered until somebody asks for them."""
 
@@ -351,11 +359,10 @@ class SuperLink:
         for reply in self._state.get_message_res(message_ids={message}, run_id=self._run):
             if not reply.has_error():
                 awaited.reply = str(reply.metadata.message_id)
-            elif reply.error.code == ErrorCode.NODE_UNAVAILABLE and self._whole(awaited):
+            elif reply.error.code in FAULTS and self._whole(awaited):
                 awaited.reply = next(iter(awaited.tree))  # it has answered, and then left
             else:
-                gone = reply.error.code == ErrorCode.NODE_UNAVAILABLE
-                raise Failed("gone" if gone else "failed", readable(reply.error.reason))
+                raise Failed(FAULTS.get(reply.error.code, "failed"), readable(reply.error.reason))
             try:
                 tree = self._state.object_store.get_object_tree(awaited.reply)
                 awaited.pieces = tuple(part.object_id for part in iterate_object_tree(tree))
@@ -785,7 +792,7 @@ class _Signature:
 
     def __init__(self, key: EllipticCurvePrivateKey) -> None:
         self._key, self._public = key, b64encode(public_key_to_bytes(key.public_key())).decode()
-        self.ahead = 0.0
+        self.ahead = self._found = 0.0
         """Seconds by which the server's clock is ahead of this machine's; 0 where they hardly differ."""
 
     def now(self) -> float:
@@ -801,17 +808,26 @@ class _Signature:
             FLEET_HTTP_SIGNATURE_HEADER: b64encode(sign_message(self._key, stamp.encode())).decode(),
         }
         add_headers(context.request, headers)
+        sent = time.time()
         response = proceed(context)
-        self._compare(response.headers.get("date", ""))
+        self._compare(response.headers.get("date", ""), sent)
         return response
 
-    def _compare(self, told: str) -> None:
+    def adopt(self, least: float = NOTICED) -> bool:
+        """Go by the clock of the server, as far as its last answer told; whether that is another time."""
+        differs = abs(self._found - self.ahead) > least
+        self.ahead = self._found if differs else self.ahead
+        return differs
+
+    def _compare(self, told: str, sent: float) -> None:
+        """A date is of whole seconds, and of some moment between question and answer."""
         try:
-            ahead = parsedate_to_datetime(told).timestamp() + 0.5 - time.time()
+            date = parsedate_to_datetime(told).timestamp()
         except (ValueError, TypeError, OverflowError):
             return
-        if abs(ahead - self.ahead) > APART:  # a date is of whole seconds, and answers take their time
-            self.ahead = ahead if abs(ahead) > APART else 0.0
+        earliest, latest = date - time.time(), date + 1 - sent
+        self._found = 0.0 if earliest <= 0 <= latest else (earliest + latest) / 2
+        self.adopt(APART)
 
 
 class FleetLink:
@@ -1000,11 +1016,12 @@ class FleetLink:
             if REASON in error.response.headers:
                 told = "the server does not know this node's key, which must be among its --nodes"
                 raise Refused(f"{self._address}: {told}") from None
+            status = error.response.status_code
+            another_time = status == 401 and self._signature.adopt()
             if abs(self.ahead) > MOST_APART:
                 told = f"{clocks_apart(self.ahead)}, which is too much; set it"
                 raise Refused(f"{self._address}: {told}") from None
-            status = error.response.status_code
-            if status == 401 and self.ahead != before:
+            if another_time or (status == 401 and self.ahead != before):
                 return self._call(function, request, tolerated)  # by the server's clock
             if status in tolerated:
                 return None

@@ -25,6 +25,7 @@ from sartor.files import OWNER_ALONE, write
 from sartor.model.task import Task
 from sartor.remote.addresses import is_loopback
 from sartor.remote.admission import (
+    AGAIN,
     Admission,
     Introduction,
     Owners,
@@ -278,7 +279,7 @@ def await_nodes(
         met = {node: introduction for node, introduction in met.items() if node in present}
         for node, answer in admission.met(present - set(met)).items():
             if isinstance(answer, Failed):
-                kind = answer.kind if answer.kind in ("late", "gone") else "refused"
+                kind = answer.kind if answer.kind in AGAIN else "refused"
                 log.warning("node %d: %s: %s", node, kind, answer)
                 continue
             reason = misfit(answer, met.values(), experiment.data.labels)

@@ -53,6 +53,8 @@ REMIND = 30.0
 """Seconds between two reminders that the server waits for nodes."""
 RETURNING = ("gone", "closed")
 """Faults of nodes that were started anew, or may be: they are asked again when they are back."""
+SLOW = ("late", "unfinished")
+"""Faults of nodes that have not answered in time."""
 MISSES = 3
 """Requests that a node may leave unanswered, one after the other, until it is left out."""
 
@@ -347,7 +349,7 @@ class RemoteEngine(Distant):
         who = listed_names(self._known[node].names, 3) if node in self._known else "unknown clients"
         log.warning("round %d, node %d (%s): %s: %s", self.round, node, who, error.kind, error)
         self.noted[error.kind] += 1
-        if error.kind == "late" and node in self._known:
+        if error.kind in SLOW and node in self._known:
             self._missed(node)
 
     # An exchange ----------------------------------------------------------------------------------
@@ -427,11 +429,11 @@ class RemoteEngine(Distant):
         return answers
 
     def _faulty(self, node: int, error: Failed, absent: set[int]) -> None:
-        """Note a fault; the node may be asked again if it was only gone or late."""
+        """Note a fault; the node may be asked again if it was only gone or slow."""
         self._note(node, error)
         if error.kind in RETURNING:
             self._opened.discard(node)
-        if error.kind in (*RETURNING, "late"):
+        if error.kind in (*RETURNING, *SLOW):
             absent.add(node)
 
     def _ask(self, node: int, work: Work, places: np.ndarray) -> Request:
