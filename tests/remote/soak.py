@@ -3,8 +3,8 @@
 A server and eight honest nodes run for many rounds. Meanwhile nodes and the server are killed and started
 again, links are cut, and one node of every hostile kind does its worst: some take part and answer nonsense,
 too much or nothing, others bring clients that are not theirs, lie about themselves, hold connections open, or
-ask without pause. At the end the model must be that of an undisturbed simulation, to the bit, and every server's
-memory and handles must not have grown. What was measured is printed, a line every few rounds.
+ask without pause. At the end the model must be that of an undisturbed simulation, to the bit, and no server's
+memory and handles may have grown. What was measured is printed, a line every few rounds.
 """
 
 from __future__ import annotations
