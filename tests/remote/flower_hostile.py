@@ -7,6 +7,7 @@ does in which round, the last thing ever after.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import time
@@ -60,6 +61,17 @@ def joined(address: str, state: Path, key: Path | None = None) -> FleetLink:
     return link
 
 
+def received(link: FleetLink) -> Request | None:
+    """The next request; a server that is gone is waited for."""
+    try:
+        return link.receive()
+    except Lost:
+        time.sleep(0.2)
+    with contextlib.suppress(Lost):
+        link.connect()
+    return None
+
+
 def main(words: Sequence[str]) -> None:
     options = argparse.ArgumentParser()
     options.add_argument("address")
@@ -73,7 +85,7 @@ def main(words: Sequence[str]) -> None:
     node = Node(loader(given.data, None, None, None), given.state / "runs")
     remembered: Parts = {}
     while not node.done and not node.refusal:
-        request = link.receive()
+        request = received(link)
         if request is None:
             time.sleep(0.02)
             continue
@@ -155,7 +167,7 @@ def announce(
     )
 
 
-def swollen(link: FleetLink, request: Request, number: int = 60, size: int = 15 << 20) -> list[int]:
+def swollen(link: FleetLink, request: Request, number: int = 20, size: int = 15 << 20) -> list[int]:
     """A reply of many large pieces, one after the other: what the server makes of each of them."""
     pieces = [hashlib.sha256(chunk(place, size)).hexdigest() for place in range(number)]
     children = [ObjectTree(object_id=name) for name in pieces]
@@ -176,6 +188,8 @@ def swollen(link: FleetLink, request: Request, number: int = 60, size: int = 15 
             found.append(200)
         except httpx.HTTPStatusError as error:
             found.append(error.response.status_code)
+        except httpx.HTTPError:  # the server takes its time, or has closed the connection
+            found.append(0)
     return found
 
 

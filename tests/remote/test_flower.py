@@ -765,7 +765,7 @@ def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path
     federation.nodes.append(federation.join(2))
     federation.nodes[2].wait_for("round 1")
     told(join(place / "late.npz", "late"), "client 'late' is not in this run, which has begun without it")
-    told(join(place / "one", "again"), "client 'c0' is at another node already")
+    told(join(place / "one", "again"), "client 'c0' is another node's: its name goes with another key")
     assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
 
 
