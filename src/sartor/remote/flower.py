@@ -148,7 +148,7 @@ NODE_PATHS = frozenset(
         "confirm-message-received",
     )
 )
-REFUSED = (401, 403, 404, 412)
+REFUSED = (401, 403, 404, 412, 413)
 """Answers of a server that knows what is asked of it and does not do it."""
 REASON = "sartor-refused"
 """The header of an answer that will be the same however often it is asked for."""
@@ -242,7 +242,7 @@ class SuperLink:
         self.port = int(self._listener.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
-                _FleetOnly(app, self._keys, self._listener),
+                _FleetOnly(app, self._keys, self._listener, self._takes),
                 log_level="error",
                 log_config=None,
                 access_log=False,
@@ -487,6 +487,19 @@ class SuperLink:
             if sum(held.arrived.values()) > held.most + SPARE:
                 self._fault(node, held, _oversized(held))
 
+    def _takes(self, key: bytes, size: int, signed: Callable[[], bool]) -> bool:
+        """Whether a piece of so many bytes from the node with this key may come: a reply may grow by so many.
+
+        Where the node has one reply under way, and has signed this, that reply is none any more if not.
+        """
+        node = self._state.get_node_id_by_public_key(key)
+        mine = [held for held in tuple(self._awaited.values()) if held.node == node and held.fault is None]
+        room = [held.most - sum(tuple(held.arrived.values())) + 2 * SPARE for held in mine]
+        takes = size <= max(room, default=0)
+        if not takes and len(mine) == 1 and mine[0].tree and signed():
+            mine[0].fault = _oversized(mine[0])
+        return takes
+
     def _fault(self, node: int, awaited: _Awaited | None, error: Failed) -> NoReturn:
         """Refuse what a node tries; the reply that it belongs to is none any more."""
         if awaited is not None:
@@ -670,8 +683,15 @@ class _FleetOnly:
     them: Flower looks at the signature when it has read all of a request.
     """
 
-    def __init__(self, app: Any, keys: frozenset[bytes] | None, listener: Listener) -> None:
+    def __init__(
+        self,
+        app: Any,
+        keys: frozenset[bytes] | None,
+        listener: Listener,
+        takes: Callable[[bytes, int, Callable[[], bool]], bool],
+    ) -> None:
         self._app, self._keys, self._listener, self._limits = app, keys, listener, Limits()
+        self._takes = takes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -686,10 +706,18 @@ class _FleetOnly:
         if b"transfer-encoding" in headers or not length.isdigit() or int(length) > most:
             await _refuse(send, 413)
             return
+        key = _claimed_key(headers)
+        if most == LARGEST_PIECE:
+
+            def signed() -> bool:
+                return not _signature_fault(headers, self._keys)
+
+            if not await run_in_threadpool(self._takes, key, int(length), signed):
+                await _refuse(send, 413)  # it is not waited for, and so it is not read
+                return
         if self._keys is None:  # anybody may come, under any name
             await self._serve(scope, receive, send)
             return
-        key = _claimed_key(headers)
         if not self._listener.knows(scope["client"], key):
             status = _signature_fault(headers, self._keys)
             if status:
@@ -730,13 +758,16 @@ def _claimed_key(headers: Mapping[bytes, bytes]) -> bytes:
         return b""
 
 
-def _signature_fault(headers: Mapping[bytes, bytes], keys: frozenset[bytes]) -> int:
-    """The status of an answer to headers that nobody who has one of the keys has signed of late; else 0."""
+def _signature_fault(headers: Mapping[bytes, bytes], keys: frozenset[bytes] | None) -> int:
+    """The status of an answer to headers that nobody who has one of the keys has signed of late; else 0.
+
+    Without keys any will do.
+    """
     names = (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER, TIMESTAMP_HEADER)
     try:
         key, signature, stamp = (headers[name.encode()] for name in names)
         public = b64decode(key, validate=True)
-        if public not in keys:
+        if keys is not None and public not in keys:
             return 403
         age = time.time() - datetime.datetime.fromisoformat(stamp.decode("ascii")).timestamp()
         recent = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
