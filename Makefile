@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # Processes that run tests: one more than there are cores, as one of them mostly waits for servers and nodes.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: install run test test-fast nightly lint docs bench clean
+.PHONY: install run test test-fast nightly soak lint docs bench clean
 
 install: $(STAMP)
 
@@ -25,6 +25,11 @@ test-fast: lint
 
 nightly: install
 	$(BIN)/python -m pytest -n auto -m nightly
+
+# A federation among strangers, for a long while: ROUNDS=60 for a short one.
+ROUNDS ?= 1000
+soak: install
+	$(BIN)/python tests/remote/soak.py --rounds $(ROUNDS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -393,7 +393,7 @@ def test_killed_nodes_come_back_as_who_they_were(nursery: Nursery, undisturbed: 
 
 def test_a_round_goes_on_without_a_node_that_stays_away(nursery: Nursery) -> None:
     """Deadline and quorum: what the others answer is used, and nothing of the node that is gone."""
-    options = ("--quorum", 2, "--deadline", 2)
+    options = ("--quorum", 2, "--deadline", 2, "--linger", 0)
     federation = Federation(nursery, "scaffold", "rounds=5", "evaluate.every=0", options=options)
     federation.nodes[2].wait_for("round 2")
     federation.nodes[2].kill()
@@ -618,7 +618,7 @@ def test_a_hostile_node_harms_itself_alone(nursery: Nursery, folder: Path) -> No
     for kind in set(kinds) - {"", "bad"}:
         assert f"{kind}: " in federation.server.output
     assert "is not finite" in federation.server.output
-    for reason in ("a piece of its reply is named twice", "a reply of more than 8192 pieces"):
+    for reason in ("a piece of its reply is named twice", "a reply of more than 64 pieces"):
         assert reason in federation.server.output
         assert f"403 {reason}" in hostile.output
     # What it had answered in the first round was used; nothing else of it was.
@@ -674,7 +674,7 @@ def test_a_forger_harms_nobody(nursery: Nursery, folder: Path) -> None:
     assert set(found["answered", "confirm it"]) <= {"403", "404"}  # the server may have done with it
     assert min(map(len, found.values())) >= 5  # a greeting, where the run stands, three rounds
     forger, victim = (roles[role].output.split("as node ")[1].split()[0] for role in ("forger", "victim"))
-    told = f"node {forger} (c2, c5): forged: a reply in the name of node {victim}"
+    told = f"node {forger} ('c2', 'c5'): forged: a reply in the name of node {victim}"
     assert told in federation.server.output
     assert f"node {victim} (" not in federation.server.output  # nothing is said against that one
     assert min(row["forged"] for row in rounds) >= 1
@@ -719,7 +719,7 @@ def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path
     """
     settings = ("rounds=4", "evaluate.every=0", "local.epochs=30")
     federation = Federation(nursery, "fedavg", *settings, nodes=2)
-    federation.server.wait_for("with c1, c4")
+    federation.server.wait_for("with 'c1', 'c4'")
     place = federation.place
     (place / "one").mkdir()
     shutil.copy(folder / "node0" / "c0.npz", place / "one")
@@ -758,7 +758,7 @@ def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path
     def caught(node: Child, reason: str) -> None:
         assert node.wait() == 0, node.output
         assert f"refused: its introduction: {reason}" in node.output
-        assert f"malformed: its introduction: {reason}" in federation.server.output
+        assert re.search(f"(malformed|refused): its introduction: {reason}", federation.server.output)
 
     wrong = {
         "counts: expected whole numbers, for each client one, for train, test": pretend(counts=5),
@@ -778,7 +778,7 @@ def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path
         "names: expected one or more": pretend(names=[]),
     }
     told(late, "client 'late' is not in this run, which has begun without it")
-    told(again, "client 'c0' is at another node already")
+    told(again, "client 'c0' is another node's: its name goes with another key")
     for reason, node in wrong.items():
         caught(node, reason)
     assert "got 6" in federation.server.output
@@ -1010,14 +1010,14 @@ def test_a_message_travels_and_comes_back(link: Any) -> None:
 
     node = joined(link)
     big = torch.arange(3_000_000, dtype=torch.float32)  # more than one piece
-    message = link.send(node.known, encode({"n": 1}, {"shared": {"w": big, "b": big[:0]}}), 30)
-    assert link.poll(message, big.nbytes) is None
+    message = link.send(node.known, encode({"n": 1}, {"shared": {"w": big, "b": big[:0]}}), 30, big.nbytes)
+    assert link.poll(message) is None
     request = node.receive()
     header, groups = decode(request.parts)
     assert header["n"] == 1
     assert torch.equal(groups["shared"]["w"], big)
     node.reply(request, encode({"n": 2}, {"sent": {"w": -big}}))
-    _, groups = decode(link.poll(message, big.nbytes))
+    _, groups = decode(link.poll(message))
     assert torch.equal(groups["sent"]["w"], -big)
     link.forget(message)
     assert len(link._state.object_store) == 0  # nothing is left behind
@@ -1102,19 +1102,19 @@ def test_a_reply_is_refused_before_it_grows(link: Any, kind: str, fault: str) ->
     from sartor.remote.requests import Failed
 
     node, other = joined(link), joined(link)
-    messages = {each: link.send(each.known, encode({"n": 1}), 30) for each in (node, other)}
+    messages = {each: link.send(each.known, encode({"n": 1}), 30, 1000) for each in (node, other)}
     request, begun = node.receive(), time.monotonic()
     with pytest.raises(httpx.HTTPStatusError) as refusal:
         announce(node, request, encode({"n": 2}), pieces_of(kind))
     assert refusal.value.response.status_code == 403
     with pytest.raises(Failed) as found:
-        link.poll(messages[node], 1000)
+        link.poll(messages[node])
     assert time.monotonic() - begun < 10  # it is not waited for
     assert found.value.kind == fault
     assert refusal.value.response.json()["detail"] == str(found.value)
     link.forget(messages[node])
     other.reply(other.receive(), encode({"n": 3}))
-    assert decode(link.poll(messages[other], 1000))[0]["n"] == 3
+    assert decode(link.poll(messages[other]))[0]["n"] == 3
     link.forget(messages[other])
     assert len(link._state.object_store) == 0  # nothing is left behind
     for each in (node, other):
@@ -1130,12 +1130,12 @@ def test_a_reply_does_not_grow_by_what_another_has_announced(link: Any) -> None:
 
     nodes = [joined(link) for _ in range(2)]
     for node in nodes:
-        link.send(node.known, encode({"n": 1}), 30)
+        link.send(node.known, encode({"n": 1}), 30, 0)
     requests = [node.receive() for node in nodes]
     announce(nodes[0], requests[0], encode({"n": 2}), [piece("a", *leaves(40)), piece("b")])
     announce(nodes[1], requests[1], encode({"n": 3}), [piece("c", piece("a", *leaves(40))), piece("b")])
     for children in ([piece("c", piece("a"))], [piece("b", *leaves(2))]):
-        link.send(nodes[0].known, encode({"n": 4, "of": len(children[0].children)}), 30)
+        link.send(nodes[0].known, encode({"n": 4, "of": len(children[0].children)}), 30, 0)
         request = nodes[0].receive()
         with pytest.raises(httpx.HTTPStatusError, match="403"):
             announce(nodes[0], request, encode({"n": 5}), children)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from sartor.algorithms import registered
 from sartor.data.clients import SPLITS, ClientData, Moments, prepare, relabel
+from sartor.data.expect import check_expected, check_range
 from sartor.data.public import hash_of
 from sartor.engines import make_engine
 from sartor.engines.base import Origins
@@ -40,12 +41,12 @@ from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
 from sartor.federation.states import StateStore, grouped_name
 from sartor.federation.transforms import Transforms, read_shapes
-from sartor.files import write
+from sartor.files import OWNER_ALONE, private_folder, write
 from sartor.model.groups import build_groups, tasks_of
 from sartor.model.networks import build_task
 from sartor.model.task import Task
 from sartor.remote.journal import Journal, rows_of
-from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, version
+from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, readable, version
 from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
@@ -177,7 +178,8 @@ class Node:
             told = header.get("version")
             if told != version():
                 raise SartorError(
-                    f"the server has sartor {told}, this node {version()}; install the same version"
+                    f"the server has sartor {readable(told, 50)}, this node {version()}; "
+                    "install the same version"
                 )
             answers = {
                 "hello": self._greeted,
@@ -226,8 +228,10 @@ class Node:
         if self._data is None or told != self._told:
             experiment = experiments.from_mapping(header["experiment"])
             data = prepare(self._load(experiment), features=experiment.features.settings)
+            check_range(experiment.expect, data)
             if experiment.data.labels is not None:
                 data = relabel(data, experiment.data.labels)
+            check_expected(experiment.expect, data)
             self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
             self._code = code
@@ -385,8 +389,8 @@ class Node:
             moments = {name: value.tolist() for name, value in groups.get("moments", {}).items()}
             experiment = json.loads(self._told)
             stored = {"experiment": experiment, "code": self._code, "open": told, "moments": moments}
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write(self._folder / OPENED, json.dumps(stored).encode())
+            private_folder(self._folder)
+            write(self._folder / OPENED, json.dumps(stored).encode(), OWNER_ALONE)
 
     def _check_method(self, run: str, method: str) -> None:
         """What clients keep in a run is for its method alone: another one might send it."""
@@ -395,14 +399,14 @@ class Node:
             began = path.read_text() if path.exists() else method
             if began != method:
                 raise SartorError(f"run {run}: its states are those of {began}, which {method} may not see")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, method.encode())
+            private_folder(path.parent)
+            write(path, method.encode(), OWNER_ALONE)
 
     def _remember_declared(self, declared: Mapping[str, Tensor]) -> None:
         if self._folder is not None:
             path = self._folder / self._run / DECLARED
             known = load(path.read_bytes()) if path.exists() else {}
-            write(path, save(separate({**known, **declared})))
+            write(path, save(separate({**known, **declared})), OWNER_ALONE)
 
     # What clients keep ----------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from sartor.algorithms import registered
 from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
-from sartor.data.settings import OWN_DATA, Data, FeaturesChoice, PartitionChoice, Public
+from sartor.data.settings import OWN_DATA, Data, Expect, FeaturesChoice, PartitionChoice, Public
 from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
@@ -71,6 +71,7 @@ class Experiment:
     imports: tuple[str, ...] = setting((), "files or modules of your own to import first, as in mine.py")
     data: Data
     public: Public
+    expect: Expect
     partition: PartitionChoice
     features: FeaturesChoice
     model: ModelChoice
@@ -135,6 +136,7 @@ _TOP = ("algorithm", "rounds", "seed", "imports")
 _SECTIONS: dict[str, type] = {
     "data": Data,
     "public": Public,
+    "expect": Expect,
     "partition": PartitionChoice,
     "features": FeaturesChoice,
     "model": ModelChoice,
