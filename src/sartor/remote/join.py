@@ -71,6 +71,17 @@ def _from_function(path: str, experiment: Experiment) -> ClientData:
     return data
 
 
+def _known(path: Path) -> dict[str, int]:
+    """By address the number that this node has at a server, as it was stored."""
+    try:
+        numbers = json.loads(path.read_bytes()) if path.exists() else {}
+    except (OSError, ValueError, RecursionError):
+        numbers = None
+    if not isinstance(numbers, dict) or not all(type(number) is int for number in numbers.values()):
+        raise SartorError(f"{path}: damaged; remove it, and servers take this node for a new one")
+    return numbers
+
+
 def join(
     address: str,
     load: Load,
@@ -99,7 +110,7 @@ def join(
     state.mkdir(parents=True, exist_ok=True)
     own = read_key(key) if key is not None else own_key(state / "key.pem")
     known = state / "known.json"
-    numbers: dict[str, int] = json.loads(known.read_text()) if known.exists() else {}
+    numbers = _known(known)
     node = Node(load, state / "runs", device=device, sends_personal=sends_personal)
     link = FleetLink(
         address, own, certificates=certificates, insecure=certificates is None, known=numbers.get(address, 0)

@@ -33,7 +33,7 @@ from sartor.data.clients import SPLITS, ClientData, Moments, prepare, relabel
 from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
-from sartor.extensions import imported
+from sartor.extensions import imported, installed
 from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
@@ -454,7 +454,7 @@ def _same_code(wanted: Any) -> dict[str, str]:
     if not isinstance(wanted, Mapping):
         raise BadMessage("malformed", "its code is no table")
     for name, sha256 in wanted.items():
-        own = imported(str(name))
+        own = imported(str(name)) or installed(str(name))
         what = f"{shown(name)[1:-1]} (SHA-256 {shown(sha256)[1:13]})"
         if own is None:
             raise SartorError(f"the server has imported {what}, this node has not; join with --import")
