@@ -365,7 +365,7 @@ def test_a_server_that_asks_without_having_said_so_is_refused(nursery: Nursery, 
     expected = simulated(folder, "separate", "rounds=2")[0]["personal"]
     assert holding(federation.run, expected) == set()
     for node in federation.nodes:
-        node.wait_for("request refused: model_of/sartor.algorithms.references.separate:own_model")
+        node.wait_for("request refused: outside this node's policy: model_of/sartor.algorithms.references")
         assert node.wait(60) == 2  # the server has told them that it ends
     federation.server = federation.serve("--resume", federation.run)
     federation.nodes = [federation.join(node) for node in range(3)]

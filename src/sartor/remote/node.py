@@ -13,6 +13,7 @@ A client's number is the same as in a simulation of the whole federation, so its
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -42,10 +43,12 @@ from sartor.federation.transforms import Transforms, read_shapes
 from sartor.files import write
 from sartor.model.networks import build_task
 from sartor.model.task import Task
+from sartor.remote.audit import Audit, answered, introduced
 from sartor.remote.journal import Journal, rows_of
-from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, version
+from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, readable, version
+from sartor.remote.policy import Policy, Refused
 from sartor.runs import experiment as experiments
-from sartor.runs.evaluation import shared_model
+from sartor.runs.evaluation import evaluation_of, shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
 from sartor.runs.setup import federation_settings, resolve
@@ -60,7 +63,6 @@ METHOD = "method.txt"
 OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number")
 COMMON = (shared_model, own_buffers)
 """Client functions of any method's evaluation."""
-STAY = ", which stay at this node; `sartor join --allow-personal-models` lets them go"
 
 
 class Closed(SartorError):
@@ -116,7 +118,7 @@ class Hosted:
 class Node:
     """The clients of one machine. ``task`` stands in for the model that the experiment names.
 
-    What is the clients' own, their personal models and what they keep, is sent only if ``sends_personal``.
+    ``policy`` says what it agrees to, ``audit`` keeps what it was asked for and what has left it.
     """
 
     def __init__(
@@ -126,10 +128,11 @@ class Node:
         *,
         task: Task | None = None,
         device: str = "cpu",
-        sends_personal: bool = False,
+        policy: Policy | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._load, self._folder, self._device = load, folder, device
-        self._sends_personal = sends_personal
+        self._policy, self._audit = policy or Policy(), audit or Audit(None)
         self._given_task = task
         self._told = ""
         self._code: dict[str, str] = {}
@@ -173,10 +176,13 @@ class Node:
             if answer is None:
                 raise BadMessage("malformed", f"no such request: {kind!r}")
             reply, sent = answer(header, groups)
-            return encode({**reply, "nonce": nonce}, sent)
+            message = encode({**reply, "nonce": nonce}, sent)
+            self._note(kind, header, reply, sent)  # what cannot be logged is not sent
+            return message
         except Closed as error:
             return encode({"nonce": nonce, "error": str(error), "closed": True})
         except SartorError as error:
+            self._note_refusal(kind, str(error))
             if kind == "hello":  # it will not go better the next time
                 self.refusal = str(error)
             else:
@@ -184,6 +190,7 @@ class Node:
             return encode({"nonce": nonce, "error": str(error)})
         except Exception as error:  # a request may hold anything; the node is there for the next one
             log.exception("request failed")
+            self._note_refusal(kind, f"{type(error).__name__}: {error}")
             return encode({"nonce": nonce, "error": f"{type(error).__name__}: {error}"})
 
     def renew(self) -> None:
@@ -195,10 +202,16 @@ class Node:
     def _greeted(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Introduce the clients to a server that asks for nothing which is theirs."""
         _same_code(header.get("code", {}))  # before anything: the experiment may name what is in it
-        asks = experiments.from_mapping(header["experiment"]).evaluate.personal_models == "yes"
-        if asks and not self._sends_personal:
-            raise SartorError(f"the server asks for personal models (evaluate.personal_models = 'yes'){STAY}")
-        return self._hello(header, groups)
+        experiment = experiments.from_mapping(header["experiment"])
+        self._policy.check_experiment(experiment)
+        reply = self._hello(header, groups)
+        assert self._data is not None
+        try:
+            self._policy.check_data(experiment, self._data)
+        except Refused:
+            self._data = self._hosted = None  # as if it had not been greeted: there is nothing to open
+            raise
+        return reply
 
     def _hello(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Which clients are here, with how many samples; how these lie, for normalising all alike."""
@@ -289,7 +302,7 @@ class Node:
             for group in ("shared", "each", "buffers")
         }
         work = Work(
-            function=self._around(self._function(str(header["function"])), header),
+            function=self._around(self._function(header), header),
             hyper=self._hyper(header["algorithm"], header["hyper"]),
             numbers=places,
             rounds=np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy(),
@@ -301,9 +314,15 @@ class Node:
         outcome = hosted.run(work)
         kept = dict(outcome.kept)
         groups = {"sent": outcome.sent}
+        averaged = outcome.buffers is not None and hosted.policy == "average"
+        self._policy.check_reply(str(header["function"]), [*outcome.sent, *(["buffers"] if averaged else [])])
+        if averaged and self._policy.require:
+            raise Refused(
+                "float buffers are asked for, which pass no transforms (require); set model.buffers"
+            )
         if outcome.buffers is not None and hosted.policy == "local":
             kept["buffers"] = outcome.buffers
-        elif outcome.buffers is not None and hosted.policy == "average":
+        elif averaged and outcome.buffers is not None:
             groups["buffers"] = {"buffers": outcome.buffers}
         if header["keeps"] and kept:
             self._journal.stage(int(header["exchange"]), rows_of(torch.from_numpy(numbers), kept))
@@ -325,6 +344,31 @@ class Node:
         """The server has failed; what was staged is decided when the run is continued."""
         self.failure = _reason(header)
         return {}, {}
+
+    # What is told of it ---------------------------------------------------------------------------
+
+    def _note(self, kind: str, header: Mapping[str, Any], reply: Mapping[str, Any], sent: Groups) -> None:
+        """Log a request that is about to be answered."""
+        if kind == "hello":
+            self._audit.add("introduced", introduced(reply), method=header["experiment"].get("algorithm"))
+        elif kind == "open":
+            self._audit.add("opened", f"Took part in the run {self._run}.", run=self._run)
+        elif kind == "call":
+            assert self._data is not None
+            assert self._hosted is not None
+            names = [self._data.names[place] for place in self._hosted.places(header["numbers"])]
+            words, details = answered(header, names, sent)
+            self._audit.add("answered", words, run=self._run, **details)
+        else:
+            reason = {"end": "the run is over", "fail": self.failure, "refuse": self.refusal}[kind]
+            self._audit.add("ended", f"The server has ended it: {reason}. Nothing was sent.")
+
+    def _note_refusal(self, kind: str, reason: str) -> None:
+        """Log a request that is refused; the refusal goes out even if that fails."""
+        with contextlib.suppress(SartorError):
+            self._audit.add(
+                "refused", f"Refused a request ({readable(kind, 20)}): {reason}. Nothing was sent."
+            )
 
     # What outlives the process --------------------------------------------------------------------
 
@@ -402,12 +446,16 @@ class Node:
         rows = self._hosted.states.rows(name, np.arange(len(numbers)))
         return dict(zip(numbers.tolist(), rows, strict=True))
 
-    def _function(self, name: str) -> ClientFunction:
-        """A client function of the run's method; one that replies what is a client's own only if it may."""
+    def _function(self, header: Mapping[str, Any]) -> ClientFunction:
+        """A client function of the run's method that the node agrees to run."""
         assert self._experiment is not None
+        name = str(header["function"])
         function = find_function(name)
-        if is_personal(function) and not self._sends_personal:
-            raise SartorError(f"{name}: it sends personal models or what belongs to them{STAY}")
+        evaluates = getattr(function, "made_by", ("",))[0] == evaluation_of.__name__
+        transformed = header.get("transformed") is not None
+        self._policy.check_call(name, is_personal(function), evaluates, transformed, self._audit.answered)
+        if not (header["keeps"] or evaluates or is_personal(function)):
+            raise BadMessage("malformed", f"{name}: is asked for past the transforms of the experiment")
         if not belongs_to(registered()[self._experiment.algorithm], function):
             raise SartorError(f"{name}: no client function of {self._experiment.algorithm}, which runs here")
         return function
