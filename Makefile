@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # Processes that run tests: one more than there are cores, as one of them mostly waits for servers and nodes.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: install run test test-fast nightly lint docs bench clean
+.PHONY: install run test test-fast nightly fuzz lint docs bench clean
 
 install: $(STAMP)
 
@@ -25,6 +25,10 @@ test-fast: lint
 
 nightly: install
 	$(BIN)/python -m pytest -n auto -m nightly
+
+# Whatever may be given or arrive, damaged in 10^5 ways; `make test` tries a few of them.
+fuzz: install
+	SARTOR_FUZZ=5300 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz
 
 lint: install
 	$(BIN)/ruff check .

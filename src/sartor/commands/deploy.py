@@ -1,4 +1,4 @@
-"""``sartor serve``, ``join``, ``audit``, ``keys`` and ``flower-app``: real federations, machine by machine."""
+"""``sartor serve``, ``join``, ``audit``, ``keys``, ``flower-app``: real federations, machine by machine."""
 
 from __future__ import annotations
 

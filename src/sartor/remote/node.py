@@ -44,6 +44,7 @@ from sartor.files import write
 from sartor.model.networks import build_task
 from sartor.model.task import Task
 from sartor.remote.audit import Audit, answered, introduced
+from sartor.remote.form import check_form
 from sartor.remote.journal import Journal, rows_of
 from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, readable, version
 from sartor.remote.policy import Policy, Refused
@@ -172,10 +173,7 @@ class Node:
                 "fail": self._fail,
                 "refuse": self._refuse,
             }
-            answer = answers.get(kind)
-            if answer is None:
-                raise BadMessage("malformed", f"no such request: {kind!r}")
-            reply, sent = answer(header, groups)
+            reply, sent = answers[check_form(header)](header, groups)
             message = encode({**reply, "nonce": nonce}, sent)
             self._note(kind, header, reply, sent)  # what cannot be logged is not sent
             return message
@@ -261,10 +259,9 @@ class Node:
             moments = groups["moments"]
             like = Moments(int(header["number"]), moments["mean"], moments["squares"])
             data = prepare(data, normalise=True, like=like)
-        labels = header["labels"]
-        if labels is not None and not (type(labels) is list and all(type(label) is str for label in labels)):
-            raise BadMessage("malformed", "its labels are no texts")
-        data = relabel(data, labels)  # the run numbers classes otherwise than a node that lacks some of them
+        data = relabel(
+            data, header["labels"]
+        )  # the run numbers classes otherwise than a node that lacks some of them
         data = replace(data, classes=header["classes"])
         task = self._given_task
         if task is None:
