@@ -127,7 +127,7 @@ def test_words_say_what_left() -> None:
         "number": 80,
     }
     words = introduced(reply)
-    assert "1 clients" in words
+    assert "1 client:" in words
     assert "80 train, 20 test" in words
     assert "names of their classes" in words
     assert "mean and spread of their features" in words
@@ -137,9 +137,9 @@ def test_words_say_what_left() -> None:
         {**header, "transformed": {"a": 1}}, ["oslo"], {"sent": {"delta": torch.zeros(1, 15)}}
     )
     assert words == (
-        "Trained 1 clients by m:train in round 3; sent for each of them delta (15 numbers), "
+        "Trained 1 client by m:train in round 3; sent for each of them delta (15 numbers), "
         "after the transforms of the experiment."
     )
     assert details["sent"] == {"delta": 15}
     words, _ = answered({**header, "function": "evaluation_of/test/m:train"}, ["oslo"], {})
-    assert words.startswith("Evaluated a model on the test samples of 1 clients")
+    assert words.startswith("Evaluated a model on the test samples of 1 client ")

@@ -236,6 +236,19 @@ def test_the_number_of_answers_is_bounded_over_all_runs_and_processes(tmp_path: 
             assert bool(sent) is not refused
 
 
+def test_a_node_that_recalls_a_run_asks_its_policy_again(tmp_path: Path) -> None:
+    """Where every message has a process of its own, what is recalled is not agreed to by that."""
+    server = Server(Policy(), tmp_path)
+    assert server.greet(**ONE) == ""
+    for policy, word in ((Policy(), ""), (Policy(least_batch=4), "the node was started anew")):
+        later = Server(policy, tmp_path)
+        later.node.recall()
+        assert later.call(torch.zeros(15))[0] == word
+    refused = Server(Policy(least_batch=4), tmp_path / "other")
+    assert refused.greet(**ONE) != ""
+    assert not (tmp_path / "other" / "runs" / "opened.json").exists()
+
+
 def test_what_cannot_be_logged_is_not_sent(tmp_path: Path) -> None:
     server = Server(Policy(), tmp_path)
     assert server.greet() == ""

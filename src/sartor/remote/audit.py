@@ -117,9 +117,13 @@ def introduced(reply: Mapping[str, Any]) -> str:
     classes = "" if reply["labels"] is None else ", the names of their classes"
     moments = ", the mean and spread of their features" if "number" in reply else ""
     return (
-        f"Told a server of {len(reply['names'])} clients: their names, how many samples each has (in all "
+        f"Told a server of {_clients(reply['names'])}: their names, how many samples each has (in all "
         f"{samples}), the shape of a sample, a hash of the data{classes}{moments}. No samples were sent."
     )
+
+
+def _clients(names: Sequence[str]) -> str:
+    return f"{len(names)} client{'' if len(names) == 1 else 's'}"
 
 
 def answered(
@@ -135,7 +139,7 @@ def answered(
     listed = ", ".join(f"{name} ({count} numbers)" for name, count in quantities.items()) or "nothing"
     passed = "after the transforms of the experiment" if header.get("transformed") else "as they are"
     words = (
-        f"{done} {len(names)} clients by {function} in round {int(header['round'])}; sent for each of them "
+        f"{done} {_clients(names)} by {function} in round {int(header['round'])}; sent for each of them "
         f"{listed}, {passed}."
     )
     details = {

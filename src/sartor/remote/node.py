@@ -166,7 +166,7 @@ class Node:
                     f"the server has sartor {told}, this node {version()}; install the same version"
                 )
             answers = {
-                "hello": self._greeted,
+                "hello": self._hello,
                 "open": self._open,
                 "call": self._call,
                 "end": self._end,
@@ -197,29 +197,20 @@ class Node:
 
     # Requests -------------------------------------------------------------------------------------
 
-    def _greeted(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
-        """Introduce the clients to a server that asks for nothing which is theirs."""
-        _same_code(header.get("code", {}))  # before anything: the experiment may name what is in it
-        experiment = experiments.from_mapping(header["experiment"])
-        self._policy.check_experiment(experiment)
-        reply = self._hello(header, groups)
-        assert self._data is not None
-        try:
-            self._policy.check_data(experiment, self._data)
-        except Refused:
-            self._data = self._hosted = None  # as if it had not been greeted: there is nothing to open
-            raise
-        return reply
-
     def _hello(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
-        """Which clients are here, with how many samples; how these lie, for normalising all alike."""
-        code = _same_code(header.get("code", {}))
+        """Which clients are here, with how many samples; how these lie, for normalising all alike.
+
+        Nothing of it is told to a server whose experiment the node does not agree to.
+        """
+        code = _same_code(header.get("code", {}))  # before anything: the experiment may name what is in it
         told = json.dumps(header["experiment"], sort_keys=True)
         if self._data is None or told != self._told:
             experiment = experiments.from_mapping(header["experiment"])
+            self._policy.check_experiment(experiment)
             data = prepare(self._load(experiment), features=experiment.features.settings)
             if experiment.data.labels is not None:
                 data = relabel(data, experiment.data.labels)
+            self._policy.check_data(experiment, data)
             self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
             self._code = code
@@ -374,7 +365,10 @@ class Node:
         if self._folder is None or not (self._folder / OPENED).exists():
             return
         stored = json.loads((self._folder / OPENED).read_text())
-        self._hello({"experiment": stored["experiment"], "code": stored["code"]}, {})
+        try:
+            self._hello({"experiment": stored["experiment"], "code": stored["code"]}, {})
+        except Refused:  # the policy is another one now; a server that greets it is told
+            return
         if not stored["open"]:
             return
         header = {**stored["open"], "at": sys.maxsize, "without": [], "keep": [], "settled": [], "floor": 0}
