@@ -77,14 +77,14 @@ READERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", READERS)
 def test_a_pipe_is_no_file(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises((DataError, SettingError), match=f"{name}: is not a regular file"):
+    with pytest.raises((DataError, SettingError), match=f"{name}: .*is not a regular file"):
         READERS[name](tmp_path / name)
 
 
 def test_labels_have_a_bound() -> None:
     x = np.zeros((2, 3))
     assert from_clients({"a": (x, [0, 2**20 - 1])}).classes == 2**20
-    with pytest.raises(DataError, match="labels are whole numbers from 0 and below 1048576, got 1048576"):
+    with pytest.raises(DataError, match="got 1048576 in sample 1; there are at most 1048576 classes"):
         from_clients({"a": (x, [0, 2**20])})
 
 

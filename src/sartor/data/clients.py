@@ -582,11 +582,9 @@ def tensor_y(
     wrong = ~(whole & (array >= 0) & (array < MOST_CLASSES))
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise DataError(
-            f"{where}: labels are whole numbers from 0 and below {MOST_CLASSES}, got {array[row]} in sample "
-            f"{row}; "
-            "use regression=True for targets"
-        )
+        beyond = whole[row] and array[row] > 0
+        cure = f"there are at most {MOST_CLASSES} classes" if beyond else "use regression=True for targets"
+        raise DataError(f"{where}: labels are whole numbers from 0, got {array[row]} in sample {row}; {cure}")
     return torch.from_numpy(array.astype(np.int64))
 
 

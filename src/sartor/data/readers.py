@@ -88,7 +88,9 @@ def check_file(path: Path) -> None:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({_reason(error)})") from None
     if not regular:
-        raise DataError(f"{path}: {'is not a regular file' if path.exists() else 'no such file'}")
+        raise DataError(
+            f"{path}: {'cannot be read, it is not a regular file' if path.exists() else 'no such file'}"
+        )
 
 
 def check_fits(path: Path, needed: int) -> None:
@@ -106,8 +108,9 @@ def read_npz(path: str | Path, required: Sequence[str] = ()) -> dict[str, npt.ND
     path = Path(path)
     check_file(path)
     try:
-        with zipfile.ZipFile(path) as packed:
-            check_fits(path, sum(member.file_size for member in packed.infolist()))
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as packed:
+                check_fits(path, sum(member.file_size for member in packed.infolist()))
         file = np.load(path, allow_pickle=False)
         if isinstance(file, np.ndarray):
             raise ValueError("it is a single array")
