@@ -57,5 +57,11 @@ class LocalEngine(Engine):
         ):  # clients of several runs, or at a node, are not to be joined
             whole = Split(train.x, train.y, everyone, everyone + union_size(data))
             self.samples["union"] = samples_of(whole, self.device)
+        if data.public_x is not None:
+            # In place of labels the places of samples: what is known of each is found by them.
+            places = torch.arange(len(data.public_x))
+            public = Split(data.public_x, places, everyone, everyone + len(places))
+            self.samples["public"] = samples_of(public, self.device)
+            self.public = self.samples["public"].x
         self.counts = {name: samples.counts for name, samples in self.samples.items()}
         self.blank = torch.zeros_like(self.samples["train"].x[:1])

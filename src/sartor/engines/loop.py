@@ -133,6 +133,7 @@ class LoopEngine(LocalEngine):
             buffers=buffers,
             frozen=self.settings.buffers == "freeze",
             evaluation_batch=self.settings.evaluation_batch,
+            most={split: int(samples.counts[number]) for split, samples in self.samples.items()},
             seed=self.settings.seed,
         )
         try:
@@ -152,7 +153,9 @@ class LoopEngine(LocalEngine):
     ) -> Any:
         """Carry out a scan of the client that is at this place here."""
         samples = self.samples[batches.split]
-        shape = plan(batches, samples.counts[place : place + 1]).shape
+        drawn = client.epochs(batches)
+        epochs = None if drawn is None else drawn[None].cpu().numpy()
+        shape = plan(batches, samples.counts[place : place + 1], epochs=epochs).shape
         if shape.steps == 0:
             return carry
         x, y, start = samples.of(place)

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from torch.utils._pytree import tree_leaves
 from sartor import random
 from sartor.errors import NotStackable, SartorError
 from sartor.kernels.convolution import conv2d
+
+if TYPE_CHECKING:
+    from sartor.model.groups import Groups
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Penalty = Callable[[Tensor], Tensor]
@@ -136,6 +139,11 @@ class Task:
         name: str = "custom",
     ) -> None:
         self.name = name
+        self.drawn = False
+        """Whether the initial numbers were drawn for this run, and so cannot have been trained."""
+        self.groups: Groups | None = None
+        """What clients have instead, where they have models of their own."""
+        self._common: Task | None = None
         self.loss_function: Loss = loss or _cross_entropy
         self.classes = classes
         self.head_path = head
@@ -182,6 +190,21 @@ class Task:
                 f"model {name}: the stages {', '.join(stages)} do not cover all of its parameters"
             )
 
+    # Models of clients' own -----------------------------------------------------------------------
+
+    @property
+    def common(self) -> Task:
+        """The task that all clients know, where they have models of their own; else this one."""
+        return self._common or self
+
+    @common.setter
+    def common(self, task: Task) -> None:
+        self._common = task
+
+    def of_client(self, number: int) -> Task:
+        """The task of a client."""
+        return self if self.groups is None else self.groups.tasks[int(self.groups.of[number])]
+
     # The vectors ----------------------------------------------------------------------------------
 
     def initial(self, device: torch.device | str = "cpu") -> Tensor:
@@ -213,6 +236,11 @@ class Task:
     def places(self) -> dict[str, slice]:
         """Where each parameter lies in the vector, by its name in the module."""
         return dict(self._parameters.places)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each parameter, by its name in the module."""
+        return dict(self._parameters.shapes)
 
     def select(self, paths: Iterable[str]) -> tuple[Part, Part]:
         """The parameters and the float buffers of some modules, named by path or as ``head``.

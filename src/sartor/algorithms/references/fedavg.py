@@ -38,6 +38,7 @@ class FedAvg(Algorithm[H, Server]):
     """
 
     name = "fedavg"
+    sums_only = True
     family = "global"
     paper = "McMahan et al. 2017"
     server_keeps = "w"
@@ -59,13 +60,16 @@ class FedUpdateHyper(FedAvgHyper):
     finetune_epochs: int = setting(
         5, "epochs of fine-tuning before a client uses its model", symbol="F", low=0
     )
-    finetune_lr: float = setting(0.1, "learning rate of fine-tuning", symbol="η_p", low=0)
+    finetune_lr: float | None = setting(
+        None, "learning rate of fine-tuning; not set: `lr`", symbol="η_p", low=0
+    )
 
 
 @personal
 def fine_tuning(client: Client, hyper: FedUpdateHyper, w: Tensor) -> Reply:
     """F epochs of descent on the client's training data from w, with a stream of batches of its own."""
-    return Reply(w=client.descend(w, lr=hyper.finetune_lr, epochs=hyper.finetune_epochs, stream="finetune"))
+    rate = hyper.or_lr(hyper.finetune_lr)
+    return Reply(w=client.descend(w, lr=rate, epochs=hyper.finetune_epochs, stream="finetune"))
 
 
 @register

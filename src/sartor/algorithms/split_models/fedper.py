@@ -129,6 +129,7 @@ class FedPer(SplitModel[H]):
     """
 
     name = "fedper"
+    sums_only = True
     family = "personal"
     paper = "Arivazhagan et al. 2019"
     server_keeps = "body"

@@ -62,5 +62,6 @@ class FedRep(FedPer[FedRepHyper]):
     """
 
     name = "fedrep"
+    sums_only = True
     paper = "Collins et al. 2021"
     training = staticmethod(alternating_training)
