@@ -70,6 +70,7 @@ class FedBABU(Algorithm[FedBABUHyper, Server]):
     server_keeps = "w: body and initial head"
     client_keeps = "the initial head"
     traffic = "|body| / |body|"
+    sums_only = True
 
     def start(self, federation: Federation) -> Server:
         """The initial model; every client has its fixed layers."""
