@@ -113,6 +113,8 @@ def test_one_step_on_one_sample_gives_the_sample_away_unless_the_node_disagrees(
         (Policy(least_batch=5), {"local": {"batch": 4}}, "a step is taken on 4 samples, at least 5"),
         (Policy(least_steps=4), {"local": {"batch": 4}}, "a reply is made of 3 steps, at least 4"),
         (Policy(least_steps=3), {"local": {"batch": 0, "epochs": 2}}, "a reply is made of 2 steps"),
+        (Policy(least_steps=3), {"local": {"batch": 0, "epochs": [2, 9]}}, "a reply is made of 2 steps"),
+        (Policy(least_steps=2), {"local": {"batch": 0, "epochs": 5, "partial": 0.1}}, "is made of 1 steps"),
         (Policy(least_samples=9), {"local": {"batch": 4, "steps": 2}}, "a reply is made of 8 samples"),
         (Policy(least_samples=11), {"local": {"batch": 0}}, "a reply is made of 10 samples"),
         (Policy(), {"evaluate": {"personal_models": "yes"}}, "the server asks for personal models"),

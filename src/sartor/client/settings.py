@@ -46,6 +46,12 @@ class Local:
         return Law(ends[0], ends[1], self.partial) if self.partial or isinstance(self.epochs, tuple) else None
 
     @property
+    def least_epochs(self) -> int:
+        """The fewest epochs that a client can do in a round."""
+        least = self.epochs[0] if isinstance(self.epochs, tuple) else self.epochs
+        return min(least, 1) if self.partial else least
+
+    @property
     def most_epochs(self) -> int:
         """The most epochs that a client can do in a round."""
         return self.epochs[1] if isinstance(self.epochs, tuple) else self.epochs

@@ -140,7 +140,7 @@ class Policy:
         """Refuse training that would say too much of too few samples of a client here."""
         local = experiment.local
         for name, samples in zip(data.names, np.asarray(data.train.count).tolist(), strict=True):
-            fault = self.check_training(local.batch, local.epochs, local.steps, samples)
+            fault = self.check_training(local.batch, local.least_epochs, local.steps, samples)
             if fault:
                 raise Refused(f"client {name}: {fault}")
 
