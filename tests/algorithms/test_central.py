@@ -73,6 +73,7 @@ def test_a_round_is_as_much_work_as_the_cohorts() -> None:
     assert steps_taken({"batch": 8}, 6) == whole
     assert steps_taken({"batch": 8, "epochs": 3}, 6) == 3 * whole
     assert steps_taken({"batch": 8, "epochs": 3}, 2) == whole
+    assert steps_taken({"batch": 8, "epochs": (2, 4)}, 6) == 3 * whole, "the mean of what is drawn"
     assert steps_taken({"batch": 8, "steps": 5}, 4) == 20
     assert steps_taken({"batch": 0, "epochs": 2}, 1) == 1, "at least one"
     assert steps_taken({"epochs": 0}, 6) == 0

@@ -90,6 +90,7 @@ class APFL(Algorithm[APFLHyper, Server]):
     server_keeps = "w"
     client_keeps = "v_i, with float buffers; its share α_i"
     traffic = "1 / 1"
+    sums_only = True
 
     def start(self, federation: Federation) -> Server:
         """The initial model, for the server and for every client."""

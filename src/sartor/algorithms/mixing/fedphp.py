@@ -100,6 +100,7 @@ class FedPHP(Algorithm[FedPHPHyper, Server]):
     server_keeps = "w"
     client_keeps = "private model p_i, with float buffers; its rounds"
     traffic = "1 / 1"
+    sums_only = True
 
     def start(self, federation: Federation) -> Server:
         """The initial model; nobody has a private one."""

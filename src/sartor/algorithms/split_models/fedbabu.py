@@ -30,7 +30,7 @@ class FedBABUHyper(Hyper):
         5, "epochs of fine-tuning before a client uses its model", symbol="F", low=0
     )
     finetune_lr: float | None = setting(
-        None, "learning rate of fine-tuning; left out: that of training", symbol="η_p", low=0
+        None, "learning rate of fine-tuning; not set: `lr`", symbol="η_p", low=0
     )
 
 
@@ -45,7 +45,7 @@ def body_training(client: Client, hyper: FedBABUHyper, body: Tensor, fixed: Tens
 @personal
 def fine_tuning(client: Client, hyper: FedBABUHyper, w: Tensor) -> Reply:
     """F epochs on the client's training data from w, with a stream of batches of its own."""
-    lr = hyper.lr if hyper.finetune_lr is None else hyper.finetune_lr
+    lr = hyper.or_lr(hyper.finetune_lr)
     epochs, stream = hyper.finetune_epochs, "finetune"
     if hyper.finetune == "body":
         return Reply(w=train_outside(client, w, hyper.fixed, lr=lr, epochs=epochs, stream=stream))
@@ -70,6 +70,7 @@ class FedBABU(Algorithm[FedBABUHyper, Server]):
     server_keeps = "w: body and initial head"
     client_keeps = "the initial head"
     traffic = "|body| / |body|"
+    sums_only = True
 
     def start(self, federation: Federation) -> Server:
         """The initial model; every client has its fixed layers."""

@@ -57,6 +57,7 @@ class LGFedAvg(SplitModel[LGFedAvgHyper]):
     server_keeps = "head"
     client_keeps = "body, with float buffers"
     traffic = "|head| / |head|"
+    sums_only = True
 
     def personalize(self, server: Server, cohort: np.ndarray) -> Call:
         """The head with the client's own body."""

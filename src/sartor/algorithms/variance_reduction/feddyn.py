@@ -56,6 +56,7 @@ class FedDyn(Algorithm[FedDynHyper, FedDynServer]):
     server_keeps = "w, mean dual h"
     client_keeps = "dual λ_i"
     traffic = "1 / 1"
+    sums_only = True
 
     def start(self, federation: Federation) -> FedDynServer:
         """The initial model; all duals are zero."""
