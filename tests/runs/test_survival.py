@@ -22,7 +22,6 @@ from sartor.runs.record import RunFolder
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("survival"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes by fork"),
 ]
 
@@ -31,7 +30,7 @@ SMALL = ("--clients", "6", "model.hidden=8", "cohort.fraction=0.5", "data.valida
 STAY_READY = """
 import os, sys
 # Everything slow to import, before any thread is started.
-import sartor.runs.resume, sartor.commands.main, pooch, pyarrow.parquet, torch._dynamo
+import sartor.runs.resume, sartor.commands.main, pyarrow.parquet, torch._dynamo
 for line in sys.stdin:
     words = line.rstrip("\\n").split("\\t")
     child = os.fork()

@@ -64,6 +64,10 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    linger: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds after the end for nodes that are away to come and hear of it."),
+    ] = 10.0,
     resume: Annotated[
         Path | None, typer.Option(help="Continue the run of this folder.", show_default=False)
     ] = None,
@@ -97,7 +101,9 @@ def serve(
     if tls is not None:
         certificate, key, authority = tls
         check_issued(certificate, authority)
-    service = Service(host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit, store)
+    service = Service(
+        host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit, store, linger
+    )
     experiment = None
     if resume is None:
         experiment = from_mapping(read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION))
@@ -188,10 +194,19 @@ def keys(
     nodes: Annotated[
         str, typer.Option(help="How many nodes, or their names with commas between them.")
     ] = "3",
+    clients: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NODE=NAME,...",
+            help="Clients that a node's key may bring; may be repeated. Left out: the one of the node's "
+            "name, or where nodes are given by number any that no other key may bring.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make a certificate for the server and a key for every node.
 
-    sartor keys keys --host fl.example.org --nodes north,south,west
+    sartor keys keys --host fl.example.org --nodes north,south,west --clients west=lisbon,porto
     """
     from sartor.remote.keys import make_keys
 
@@ -201,7 +216,13 @@ def keys(
         raise SettingError(
             f"--nodes: expected a number, or different names of letters and digits, got {nodes!r}"
         )
-    for path in make_keys(folder, host, names):
+    brings = {} if nodes.isdigit() else {name: [name] for name in names}
+    for text in clients or ():
+        node, _, own = text.partition("=")
+        if node not in names or not all(name.strip() for name in own.split(",")):
+            raise SettingError(f"--clients: expected NODE=NAME,NAME with one of the nodes, got {text!r}")
+        brings[node] = [name.strip() for name in own.split(",")]
+    for path in make_keys(folder, host, names, brings):
         print(path)
 
 

@@ -54,6 +54,10 @@ class Split:
         """The same samples with a function applied to ``x``."""
         return dataclasses.replace(self, x=function(self.x))
 
+    def some(self, clients: np.ndarray) -> Split:
+        """Those of some clients, in this order."""
+        return dataclasses.replace(self, start=self.start[clients], count=self.count[clients])
+
 
 @dataclass(frozen=True, eq=False)
 class LazySplit(Split):
@@ -79,6 +83,15 @@ class LazySplit(Split):
 
         return dataclasses.replace(self, x=function(self.x), fetch=fetch)
 
+    def some(self, clients: np.ndarray) -> Split:
+        """Those of some clients, in this order."""
+        return dataclasses.replace(
+            self,
+            start=self.start[clients],
+            count=self.count[clients],
+            fetch=lambda client: self.fetch(int(clients[client])),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
@@ -99,6 +112,8 @@ class ClientData:
     hash: str
     name: str
     labels: tuple[str, ...] | None = None
+    public_x: torch.Tensor | None = None
+    """Samples without labels that server and clients know, where there are any."""
 
     @property
     def clients(self) -> int:
@@ -114,6 +129,17 @@ class ClientData:
             validation=None if self.validation is None else self.validation.to(device),
             pooled_x=self.pooled_x.to(device),
             pooled_y=self.pooled_y.to(device),
+            public_x=None if self.public_x is None else self.public_x.to(device),
+        )
+
+    def some(self, clients: np.ndarray) -> ClientData:
+        """Some of the clients, in this order."""
+        return dataclasses.replace(
+            self,
+            names=tuple(self.names[number] for number in clients.tolist()),
+            train=self.train.some(clients),
+            test=self.test.some(clients),
+            validation=None if self.validation is None else self.validation.some(clients),
         )
 
 

@@ -186,7 +186,9 @@ def make_task(name: str, settings: Any, shape: Shape, classes: int | None, seed:
     module = seeded(lambda: settings.build(tuple(shape), classes), seed)
     if not isinstance(module, nn.Module):
         raise SettingError(f"model {name}: build() gives a {type(module).__name__}, expected an nn.Module")
-    return Task(module, classes=classes, head=getattr(settings, "head", None), name=name)
+    task = Task(module, classes=classes, head=getattr(settings, "head", None), name=name)
+    task.drawn = True
+    return task
 
 
 def seeded(build: Callable[[], Built], seed: int, index: int = 0) -> Built:

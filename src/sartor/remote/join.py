@@ -20,7 +20,7 @@ from sartor.data.named import read_data
 from sartor.data.settings import Data
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import function_file
-from sartor.files import write
+from sartor.files import OWNER_ALONE, private_folder, write
 from sartor.remote.addresses import is_loopback, split_address
 from sartor.remote.keys import own_key, read_key
 from sartor.remote.node import Load, Node
@@ -88,7 +88,7 @@ def join(
 
     A server that asks for personal models gets them only if ``sends_personal``.
     """
-    from sartor.remote.flower import FleetLink, Lost
+    from sartor.remote.flower import FleetLink, Lost, clocks_apart
 
     host, _ = split_address(address)
     if certificates is None and not insecure and not is_loopback(host):
@@ -96,7 +96,7 @@ def join(
             f"{host}: without --ca the server could be anybody and everything would travel readable; "
             "give the certificate that `sartor keys` made for it, or --insecure"
         )
-    state.mkdir(parents=True, exist_ok=True)
+    private_folder(state)
     own = read_key(key) if key is not None else own_key(state / "key.pem")
     known = state / "known.json"
     numbers: dict[str, int] = json.loads(known.read_text()) if known.exists() else {}
@@ -105,7 +105,7 @@ def join(
         address, own, certificates=certificates, insecure=certificates is None, known=numbers.get(address, 0)
     )
     try:
-        connected, since, round, quiet = False, time.monotonic(), 0, SHORTEST
+        connected, apart, since, round, quiet = False, False, time.monotonic(), 0, SHORTEST
         while not node.done:
             if node.refusal:
                 raise SartorError(f"{address}: this node cannot take part: {node.refusal}")
@@ -116,8 +116,11 @@ def join(
                     if link.connect():
                         node.renew()
                     numbers[address] = link.known
-                    write(known, json.dumps(numbers).encode())
+                    write(known, json.dumps(numbers).encode(), OWNER_ALONE)
                     show(f"joined {address} as node {link.known}")
+                    if link.ahead and not apart:
+                        apart = True
+                        show(f"{clocks_apart(link.ahead)}, by which this node goes; set it when you can")
                     connected = True
                 request = link.receive()
                 if request is not None:

@@ -30,6 +30,8 @@ from torch import Tensor
 
 from sartor.algorithms import registered
 from sartor.data.clients import SPLITS, ClientData, Moments, prepare, relabel
+from sartor.data.expect import check_expected, check_range
+from sartor.data.public import hash_of
 from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
@@ -37,18 +39,19 @@ from sartor.extensions import imported
 from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
-from sartor.federation.states import StateStore
+from sartor.federation.states import StateStore, grouped_name
 from sartor.federation.transforms import Transforms, read_shapes
-from sartor.files import write
+from sartor.files import OWNER_ALONE, private_folder, write
+from sartor.model.groups import build_groups, tasks_of
 from sartor.model.networks import build_task
 from sartor.model.task import Task
 from sartor.remote.journal import Journal, rows_of
-from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, version
+from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, readable, version
 from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
-from sartor.runs.setup import federation_settings, resolve
+from sartor.runs.setup import federation_settings, public_samples, resolve, with_public
 from sartor.settings import build, shown
 
 log = logging.getLogger(__name__)
@@ -57,7 +60,7 @@ Load = Callable[[Experiment], ClientData]
 """Gives a node's clients: their raw samples, split as the experiment says."""
 OPENED, DECLARED = "opened.json", "declared.tensors"
 METHOD = "method.txt"
-OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number")
+OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number", "groups", "entries")
 COMMON = (shared_model, own_buffers)
 """Client functions of any method's evaluation."""
 STAY = ", which stay at this node; `sartor join --allow-personal-models` lets them go"
@@ -84,10 +87,14 @@ class Hosted:
         self.engine = make_engine(resolved.engine.name, task, data, settings, origins)
         self.policy, self.numbers = settings.buffers, numbers
         self.transforms = Transforms(settings.transforms)
-        self.states = StateStore(len(numbers), self.engine.device, settings.states)
-        self.buffers = task.initial_buffers(self.engine.device) if task.buffer_size else None
-        if self.buffers is not None and self.policy == "local":
-            self.states.declare("buffers", self.buffers)
+        self.groups = task.groups
+        of = None if task.groups is None else task.groups.of
+        self.states = StateStore(len(numbers), self.engine.device, settings.states, of)
+        self._buffers = [own.initial_buffers(self.engine.device) for own in tasks_of(task)]
+        for group, buffers in enumerate(self._buffers if self.policy == "local" else ()):
+            if buffers.numel():
+                name = "buffers" if task.groups is None else grouped_name("buffers", group)
+                self.states.declare(name, buffers)
         self._place = {number: place for place, number in enumerate(numbers.tolist())}
 
     def places(self, numbers: Any) -> np.ndarray:
@@ -96,6 +103,18 @@ class Hosted:
             return np.array([self._place[number] for number in numbers], dtype=np.int64)
         except (KeyError, TypeError):
             raise BadMessage("malformed", "it asks clients that are not at this node") from None
+
+    def group(self, places: np.ndarray) -> int:
+        """The group of clients that are asked together; 0 where there are none."""
+        if self.groups is None:
+            return 0
+        if len(np.unique(self.groups.of[places])) > 1:
+            raise BadMessage("malformed", "it asks clients of different models together")
+        return int(self.groups.of[places[0]])
+
+    def buffers(self, group: int) -> Tensor | None:
+        """The float buffers that clients of a group start from, where their model has any."""
+        return self._buffers[group] if self._buffers[group].numel() else None
 
     def declare(self, name: str, initial: Tensor) -> None:
         """A state that every client here begins with."""
@@ -159,7 +178,8 @@ class Node:
             told = header.get("version")
             if told != version():
                 raise SartorError(
-                    f"the server has sartor {told}, this node {version()}; install the same version"
+                    f"the server has sartor {readable(told, 50)}, this node {version()}; "
+                    "install the same version"
                 )
             answers = {
                 "hello": self._greeted,
@@ -196,6 +216,7 @@ class Node:
         """Introduce the clients to a server that asks for nothing which is theirs."""
         _same_code(header.get("code", {}))  # before anything: the experiment may name what is in it
         asks = experiments.from_mapping(header["experiment"]).evaluate.personal_models == "yes"
+        _same_public(experiments.from_mapping(header["experiment"]), header.get("public"))
         if asks and not self._sends_personal:
             raise SartorError(f"the server asks for personal models (evaluate.personal_models = 'yes'){STAY}")
         return self._hello(header, groups)
@@ -207,8 +228,10 @@ class Node:
         if self._data is None or told != self._told:
             experiment = experiments.from_mapping(header["experiment"])
             data = prepare(self._load(experiment), features=experiment.features.settings)
+            check_range(experiment.expect, data)
             if experiment.data.labels is not None:
                 data = relabel(data, experiment.data.labels)
+            check_expected(experiment.expect, data)
             self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
             self._code = code
@@ -251,12 +274,18 @@ class Node:
         labels = header["labels"]
         if labels is not None and not (type(labels) is list and all(type(label) is str for label in labels)):
             raise BadMessage("malformed", "its labels are no texts")
+        data = with_public(data, experiment)
         data = relabel(data, labels)  # the run numbers classes otherwise than a node that lacks some of them
         data = replace(data, classes=header["classes"])
         task = self._given_task
+        shape = tuple(data.train.x.shape[1:])
         if task is None:
-            shape = tuple(data.train.x.shape[1:])
             task = build_task(experiment.model, shape, data.classes, experiment.seed)
+        if experiment.models:
+            of, entries = _groups_of(header, data.clients, len(experiment.models))
+            task = build_groups(
+                task, experiment.models, of, shape, data.classes, experiment.seed, entries=entries
+            )
         hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device)
         if run != self._run or self._folder is not None:
             self._check_method(run, experiment.algorithm)
@@ -283,6 +312,7 @@ class Node:
         if numbers.ndim != 1 or not len(numbers):
             raise BadMessage("malformed", "there are no such clients")
         places = hosted.places(numbers.tolist())
+        group = hosted.group(places)
         self.round = int(header["round"])
         here = {
             group: {name: value.to(hosted.engine.device) for name, value in groups.get(group, {}).items()}
@@ -295,7 +325,7 @@ class Node:
             rounds=np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy(),
             shared=here["shared"],
             own=here["each"],
-            buffers=here["buffers"].get("buffers", hosted.buffers),
+            buffers=here["buffers"].get("buffers", hosted.buffers(group)),
             round=self.round,
         )
         outcome = hosted.run(work)
@@ -305,6 +335,7 @@ class Node:
             kept["buffers"] = outcome.buffers
         elif outcome.buffers is not None and hosted.policy == "average":
             groups["buffers"] = {"buffers": outcome.buffers}
+        kept = {hosted.states.table_of(name, places): value for name, value in kept.items()}
         if header["keeps"] and kept:
             self._journal.stage(int(header["exchange"]), rows_of(torch.from_numpy(numbers), kept))
         return {"exchange": header["exchange"]}, groups
@@ -358,8 +389,8 @@ class Node:
             moments = {name: value.tolist() for name, value in groups.get("moments", {}).items()}
             experiment = json.loads(self._told)
             stored = {"experiment": experiment, "code": self._code, "open": told, "moments": moments}
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write(self._folder / OPENED, json.dumps(stored).encode())
+            private_folder(self._folder)
+            write(self._folder / OPENED, json.dumps(stored).encode(), OWNER_ALONE)
 
     def _check_method(self, run: str, method: str) -> None:
         """What clients keep in a run is for its method alone: another one might send it."""
@@ -368,14 +399,14 @@ class Node:
             began = path.read_text() if path.exists() else method
             if began != method:
                 raise SartorError(f"run {run}: its states are those of {began}, which {method} may not see")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, method.encode())
+            private_folder(path.parent)
+            write(path, method.encode(), OWNER_ALONE)
 
     def _remember_declared(self, declared: Mapping[str, Tensor]) -> None:
         if self._folder is not None:
             path = self._folder / self._run / DECLARED
             known = load(path.read_bytes()) if path.exists() else {}
-            write(path, save(separate({**known, **declared})))
+            write(path, save(separate({**known, **declared})), OWNER_ALONE)
 
     # What clients keep ----------------------------------------------------------------------------
 
@@ -446,6 +477,19 @@ def belongs_to(algorithm: type, function: ClientFunction) -> bool:
     return plain in COMMON or any(held is plain for place in places for held in vars(place).values())
 
 
+def _same_public(experiment: Experiment, wanted: Any) -> None:
+    """Refuse to take part without the public samples of the experiment, which nobody sends."""
+    if not experiment.public.wanted:
+        return
+    what = f"the public samples of the run ({experiment.public.name or experiment.public.path})"
+    try:
+        found = public_samples(experiment)
+    except SartorError as error:
+        raise SartorError(f"{what} cannot be loaded at this node: {error}") from None
+    if found is None or hash_of(found) != wanted:
+        raise SartorError(f"{what} are others at this node than at the server; load the same at both")
+
+
 def _same_code(wanted: Any) -> dict[str, str]:
     """What the server has imported, if this node has imported the same: hashes by name.
 
@@ -464,6 +508,18 @@ def _same_code(wanted: Any) -> dict[str, str]:
                 "import the same file at both"
             )
     return dict(wanted)
+
+
+def _groups_of(header: Mapping[str, Any], clients: int, models: int) -> tuple[np.ndarray, list[int]]:
+    """The group of each of this node's clients, and what the groups are in the experiment."""
+    of, entries = header.get("groups"), header.get("entries")
+    if not (isinstance(of, list) and isinstance(entries, list) and len(of) == clients):
+        raise BadMessage("malformed", "it does not say which model each client has")
+    if not all(type(entry) is int and 0 <= entry <= models for entry in entries):
+        raise BadMessage("malformed", "it names models that the experiment does not have")
+    if not all(type(group) is int and 0 <= group < len(entries) for group in of):
+        raise BadMessage("malformed", "it names groups that there are not")
+    return np.array(of, dtype=np.int64), entries
 
 
 def hyper_values(hyper: Any) -> dict[str, Any]:

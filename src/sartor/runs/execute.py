@@ -46,19 +46,20 @@ def execute(
     *,
     data: ClientData | None = None,
     task: Task | None = None,
+    own: Sequence[Task | None] = (),
     out: Path | str | None = None,
     store: bool = True,
     progress: bool = False,
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
 ) -> Result:
-    """Run an experiment. ``data`` and ``task`` stand in for what it names.
+    """Run an experiment. ``data``, ``task`` and ``own``, for ``[[models]]``, stand in for what it names.
 
     ``store=False`` writes no run folder. ``opened`` gives the federation where it is not an engine's.
     """
     check_trackers(experiment.tracking.loggers)
     check_observers(observers)
-    setup = set_up_everywhere(experiment, data, task)
+    setup = set_up_everywhere(experiment, data, task, own)
     return execute_setup(setup, out=out, store=store, progress=progress, opened=opened, observers=observers)
 
 

@@ -13,6 +13,7 @@ from sartor.engines import sharded as distributed
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.settings import Cohort
 from sartor.runs.observers import Observer
+from sartor.runs.participation import written
 from sartor.runs.run import Run
 
 
@@ -73,10 +74,12 @@ def _play(run: Run) -> dict[str, Any]:
     if _due(run):
         _make_ready(run)
     run.wait()
+    heard = {} if federation.heard is None else {"took_part": written(federation.heard)}
     row = {
         "round": run.round,
         "cohort": len(cohort),
         "answered": federation.answered,
+        **heard,
         "seconds": federation.engine.seconds() - started,
         "bytes_down": federation.traffic.down - before.down,
         "bytes_up": federation.traffic.up - before.up,

@@ -48,6 +48,7 @@ from sartor.runs.experiment import (
     read_toml,
     to_toml,
 )
+from sartor.runs.participation import by_round
 
 if sys.platform != "win32":
     import fcntl
@@ -355,6 +356,11 @@ class RunFolder:
         for number, line in enumerate(lines, start=1):
             rows.append(_parsed(line, f"{path}, line {number}"))
         return rows
+
+    @property
+    def participants(self) -> dict[int, list[int]]:
+        """Round -> the numbers of the clients whose answers it used."""
+        return by_round(self.rounds)
 
     @property
     def clients(self) -> dict[str, list[Any]]:

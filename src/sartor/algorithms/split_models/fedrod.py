@@ -10,9 +10,8 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.linear_heads import affine
-from sartor.algorithms.split_models.prototypes import class_counts, feature_size
+from sartor.algorithms.split_models.prototypes import class_counts, feature_size, need_classes
 from sartor.client.local import Client
-from sartor.errors import SartorError
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Pass
@@ -65,6 +64,7 @@ class FedRoD(Algorithm[Hyper, Server]):
     """
 
     name = "fedrod"
+    sums_only = True
     family = "personal"
     paper = "Chen & Chao 2022"
     server_keeps = "w: body and generic head"
@@ -73,9 +73,7 @@ class FedRoD(Algorithm[Hyper, Server]):
 
     def start(self, federation: Federation) -> Server:
         """The initial model; every personal head is zero."""
-        classes = federation.task.classes
-        if classes is None:
-            raise SartorError(f"fedrod: needs data with classes; model {federation.task.name} has none")
+        classes = need_classes(federation, self.name)
         w = federation.initial()
         federation.declare(p_i=w.new_zeros(classes * (feature_size(federation) + 1)))
         return Server(w)
