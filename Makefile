@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # Processes that run tests: one more than there are cores, as one of them mostly waits for servers and nodes.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: install run test test-fast nightly soak lint docs bench clean
+.PHONY: install run test test-fast nightly soak fuzz lint docs bench clean
 
 install: $(STAMP)
 
@@ -30,6 +30,10 @@ nightly: install
 ROUNDS ?= 1000
 soak: install
 	$(BIN)/python tests/remote/soak.py --rounds $(ROUNDS)
+
+# Whatever may be given or arrive, damaged in 10^5 ways; `make test` tries a few of them.
+fuzz: install
+	SARTOR_FUZZ=5300 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz
 
 lint: install
 	$(BIN)/ruff check .

@@ -50,6 +50,7 @@ pytest.importorskip("flwr")
 pytestmark = pytest.mark.slow
 
 SIZES = (30, 70, 50, 90, 40, 60)
+CLIENT_FUNCTION = "sartor.algorithms.references.fedavg:local_training"
 BLOCKS = ((0, 3), (1, 4), (2, 5))
 FAULTS = [
     "malformed",
@@ -326,7 +327,7 @@ def test_personal_models_that_both_sides_allow_are_counted(nursery: Nursery, fol
     stops = ("rounds=40", "hyper.lr=2.0", "stop.patience=1", "stop.metric=shared_pooled.loss")
     settings = (*stops, "evaluate.personal_models=yes")
     federation = Federation(nursery, "fedupdate", *settings, nodes=0)
-    reason = "the server asks for personal models .*which stay at this node; `sartor join --allow-personal"
+    reason = "outside this node's policy: the server asks for personal models .*which stay at this node; `sartor join --allow-personal"
     keeping = federation.join(0)
     assert keeping.wait() == 2, keeping.output
     said = [line for line in keeping.output.splitlines() if "joined" not in line]
@@ -357,11 +358,52 @@ def test_a_server_that_asks_without_having_said_so_is_refused(nursery: Nursery, 
     expected = simulated(folder, "separate", "rounds=2")[0]["personal"]
     assert holding(federation.run, expected) == set()
     for node in federation.nodes:
-        node.wait_for("request refused: model_of/sartor.algorithms.references.separate:own_model")
+        node.wait_for("request refused: outside this node's policy: model_of/sartor.algorithms.references")
         assert node.wait(60) == 2  # the server has told them that it ends
     federation.server = federation.serve("--resume", federation.run)
     federation.nodes = [federation.join(node) for node in range(3)]
     assert federation.done() == {}
+
+
+POLICY = """
+methods = ["fedavg"]
+least_batch = 16
+least_steps = 2
+
+[[require]]
+name = "clip"
+most = { norm = 1.0 }
+"""
+
+
+def test_a_server_that_asks_outside_the_policy_of_its_nodes_gets_nothing(
+    nursery: Nursery, folder: Path
+) -> None:
+    """It says that replies are clipped and asks for them as they are; an honest one then ends the run."""
+    settings = ("rounds=1", 'transforms=[{name="clip",norm=0.5}]')
+    (folder / "policy.toml").write_text(POLICY)
+    policy = ("--policy", folder / "policy.toml")
+    federation = Federation(nursery, "fedavg", *settings, nodes=0, script="flower_greedy")
+    federation.nodes = [federation.join(node, *policy) for node in range(3)]
+    assert federation.server.wait(90) == 2, federation.server.output
+    refusal = "local_training is asked for without the transforms it requires (require)"
+    assert refusal in federation.server.output.splitlines()[-1]
+    for node in federation.nodes:
+        node.wait_for(f"request refused: outside this node's policy: {CLIENT_FUNCTION}")
+        assert node.wait(60) == 2
+    shown = nursery.start("audit", federation.place / "state0")
+    assert shown.wait(30) == 0, shown.output
+    events = [line.split()[2] for line in shown.output.splitlines()[:-1]]
+    assert events[:3] == ["started", "joined", "introduced"]
+    assert "opened" in events
+    assert "answered" not in events
+    assert refusal in shown.output
+    federation.server = federation.serve("--resume", federation.run)
+    federation.nodes = [federation.join(node, *policy) for node in range(3)]
+    assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
+    shown = nursery.start("audit", federation.place / "state0")
+    assert shown.wait(30) == 0, shown.output
+    assert f"Trained 2 clients by {CLIENT_FUNCTION} in round 1; sent for each of them delta" in shown.output
 
 
 # Kills -----------------------------------------------------------------------------------------------------

@@ -186,11 +186,14 @@ class StockGrid:
 def answer(message: Message, context: Any) -> Message:
     """A node's reply to a message; ``--node-config 'data="..." state="..."'`` says where its data lie.
 
-    ``import="mine.py,..."`` there names code of the node's own, which must be the server's.
+    ``import="mine.py,..."`` there names code of the node's own, which must be the server's; ``policy`` is a
+    file that says what the node agrees to.
     """
+    from sartor.remote.audit import Audit
     from sartor.remote.flower_content import from_content, reply_to
     from sartor.remote.join import loader
     from sartor.remote.node import Node
+    from sartor.remote.policy import node_policy
     from sartor.runs.experiment import import_given
 
     settings = context.node_config
@@ -205,12 +208,9 @@ def answer(message: Message, context: Any) -> Message:
         settings.get("client-column"),
         settings.get("label-column"),
     )
-    allowed = settings.get("allow-personal-models", False)
-    if not isinstance(allowed, bool):
-        raise SartorError(
-            f"flower-supernode --node-config: allow-personal-models is true or false, got {allowed!r}"
-        )
-    node = Node(load, Path(str(settings["state"])), sends_personal=allowed)
+    policy = node_policy(settings.get("policy"), settings.get("allow-personal-models", False))
+    state = Path(str(settings["state"]))
+    node = Node(load, state, policy=policy, audit=Audit(state))
     node.recall()
     reply = node.handle(from_content(message.content))
     if node.refusal:
