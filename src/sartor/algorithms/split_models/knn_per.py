@@ -21,6 +21,9 @@ from sartor.settings import setting
 GRID = 11
 """Weights that a client tries where it finds its own: 0, 0.1, …, 1."""
 
+QUESTIONS = 500
+"""Samples by which it finds it, at most: each is compared with all that are remembered."""
+
 
 @dataclass(frozen=True)
 class KNNPerHyper(FedAvgHyper):
@@ -77,9 +80,11 @@ class Memory:
         grid = torch.linspace(0, 1, GRID, dtype=self.p.dtype, device=self.p.device)
         if self.hyper.weight is not None:
             return torch.full_like(grid[0], self.hyper.weight)
-        own = torch.eye(len(self.z), dtype=torch.bool, device=self.z.device)
-        votes, some = self.votes(self.z, own)
-        logs = [(self.mixed(self.p, votes, some, weight) * self.classes).sum() for weight in grid]
+        asked = min(len(self.z), QUESTIONS)
+        own = torch.eye(asked, len(self.z), dtype=torch.bool, device=self.z.device)
+        votes, some = self.votes(self.z[:asked], own)
+        p, classes = self.p[:asked], self.classes[:asked]
+        logs = [(self.mixed(p, votes, some, weight) * classes).sum() for weight in grid]
         return grid.index_select(0, torch.stack(logs).argmax()[None])[0]
 
 

@@ -127,13 +127,15 @@ class CCVR(FedAvg[CCVRHyper]):
         task, hyper = federation.task, self.hyper
         head, statistics = task.part("head"), federation.mean_buffers
         rate = hyper.lr if hyper.calibration_lr is None else hyper.calibration_lr
-        x = federation.blank_sample()
-        x = x.expand(len(z), *x.shape[1:])
-        h = head.take(w)
+        x, h = federation.blank_sample(), head.take(w)
+
+        def drawn(features: Tensor) -> Tensor:
+            return z.view(len(z), *features.shape[1:])
+
         for _ in range(hyper.calibration_steps):
             with torch.enable_grad():
                 live = h.detach().requires_grad_()
-                outputs = task.outputs(head.put(w, live), x, statistics, change=z.view_as)
+                outputs = task.outputs(head.put(w, live), x, statistics, change=drawn)
                 (gradient,) = torch.autograd.grad(task.loss_function(outputs, labels).mean(), live)
             h = h - rate * gradient
         return head.put(w, h)

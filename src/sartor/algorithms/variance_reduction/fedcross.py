@@ -75,6 +75,7 @@ class FedCross(Algorithm[FedCrossHyper, FedCrossServer]):
     server_keeps = "K models"
     client_keeps = "nothing"
     traffic = "1 / 1"
+    quadratic = True
 
     def start(self, federation: Federation) -> FedCrossServer:
         """Equal models; one stands for all until it is known how many there are."""
