@@ -108,6 +108,6 @@ class HeteroFL(Algorithm[H, Sliced]):
         replies = federation.map(local_training, cohort, {"w": sent}, fold=["delta"])
         return replace(server, w=server.w + self.hyper.server_lr * mean_of_holders(server, replies))
 
-    def personalize(self, server: Sliced, cohort: np.ndarray) -> Call:
+    def personalize(self, server: Sliced, cohort: np.ndarray) -> Call | None:
         """The client's slice."""
         return Call(own_slice, {"w": PerGroup(server.w[index] for index in server.slices)})
