@@ -123,6 +123,22 @@ def test_units_of_a_full_model_are_left_alone() -> None:
     }  # fmt: skip
 
 
+def test_a_slice_is_evaluated_as_it_was_trained() -> None:
+    x = classification().pooled_x
+    for scaler, rate in ((True, 3 / 8), (False, 1.0)):
+        federation = sliced("heterofl", [0, 1, 1, 0, 1, 0])
+        algorithm = method("heterofl", federation, scaler=scaler)
+        server = algorithm.start(federation)
+        call = algorithm.personalize(server, np.arange(6))
+        assert call is not None
+        models = federation.ask(call.function, [0, 1], call.shared).by_group
+        assert torch.equal(models[0]["w"][0], server.w)
+        found = NARROW.outputs(models[1]["w"][0], x)
+        torch.testing.assert_close(found, scaled_up(server.w[server.slices[1]], x, rate))
+    rolling = method("fedrolex", federation)
+    assert rolling.personalize(server, np.arange(6)) is None
+
+
 # How they are put together ---------------------------------------------------------------------------------
 
 

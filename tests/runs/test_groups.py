@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from sartor.errors import SettingError
 from sartor.model.groups import ModelGroup, assign
 from sartor.model.networks import ModelChoice
 from sartor.model.task import Task
+from sartor.report import write_report
+from sartor.runs.cost import estimate
 from sartor.runs.experiment import fingerprint, from_mapping, to_mapping, to_toml, tomllib
 from sartor.runs.newcomers import evaluate_run
 from sartor.runs.result import Result
@@ -231,3 +235,45 @@ def test_float_buffers_stay_with_the_client() -> None:
             assert torch.equal(grouped.state_dict(client=client)[key], value), key
     statistics = result.state_dict(client=2)["2.running_mean"]
     assert not torch.equal(statistics, torch.zeros_like(statistics))
+
+
+def test_newcomers_have_the_model_of_the_entry_they_would_be_in(tmp_path: Path) -> None:
+    models = [{"model": "mlp", "hidden": 8, "every": 2}]
+    two(
+        algorithm="heterofl",
+        hyper={},
+        experiment={"model": {"hidden": 12}},
+        models=models,
+        out=tmp_path / "run",
+    )
+    others = classification(seed=4, sizes=(9, 12, 10))
+    found = evaluate_run(tmp_path / "run", data=replace(others, names=("x", "y", "z"), hash="others"))
+    assert found["newcomers"]
+    assert found["last"]["personal_local"]["accuracy"] is not None
+    two(
+        hyper={},
+        models=[{"model": "mlp", "hidden": 8, "share": 1}],
+        out=tmp_path / "all",
+        algorithm="separate",
+    )
+    named = replace(classification(sizes=(9,) * 7), names=tuple("abcdefg"), hash="others")
+    assert evaluate_run(tmp_path / "all", data=named)["clients"] == 7
+
+
+def test_the_report_and_the_cost_tell_the_groups(tmp_path: Path) -> None:
+    result = two(out=tmp_path / "run", rounds=1)
+    text = unescape(write_report([tmp_path / "run"], tmp_path / "report.html").read_text())
+    assert "Networks of clients' own" in text
+    experiment = from_mapping(
+        {
+            "algorithm": "separate",
+            "model": {"hidden": 8},
+            "models": [{"name": "mlp", "hidden": 16, "clients": [0, 1]}],
+            "rounds": 1,
+        }
+    )
+    told = estimate(experiment, data=classification())
+    sizes = [64 * hidden + hidden + hidden * 4 + 4 for hidden in (8, 16)]
+    assert told["memory"]["client_states"] == pytest.approx(4 * (4 * sizes[0] + 2 * sizes[1]), rel=0.01)
+    assert [entry["clients"] for entry in told["models"]] == [4, 2]
+    assert result.summary["parameters"] == max(len(row) for row in personal(result))

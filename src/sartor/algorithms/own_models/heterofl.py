@@ -50,8 +50,9 @@ def local_training(client: Client, hyper: HeteroFLHyper, w: Tensor) -> Reply:
 
 @personal
 def own_slice(client: Client, hyper: HeteroFLHyper, w: Tensor) -> Reply:
-    """The slice of the global model that a client of this width has."""
-    return Reply(w=w)
+    """The slice of the global model that a client of this width has, its units as large as in training."""
+    scale = widening(client.task, w) if hyper.scaler else None
+    return Reply(w=w if scale is None else scale * w)
 
 
 def mean_of_holders(server: Sliced, replies: Replies) -> Tensor:
@@ -76,7 +77,8 @@ class HeteroFL(Algorithm[H, Sliced]):
     mean over the holders of a number is weighted by n_i, where the authors count each once, so that equal
     widths give FedAvg; no logits are masked; slices of models with float buffers are refused (the authors'
     BatchNorm keeps no statistics in training). Evaluated: the full model w (shared), and the client's slice
-    of it (personal).
+    of it, its units scaled as in training (personal); behind a normalisation, as the authors have it, the
+    scale makes no difference.
     """
 
     name = "heterofl"
@@ -108,6 +110,6 @@ class HeteroFL(Algorithm[H, Sliced]):
         replies = federation.map(local_training, cohort, {"w": sent}, fold=["delta"])
         return replace(server, w=server.w + self.hyper.server_lr * mean_of_holders(server, replies))
 
-    def personalize(self, server: Sliced, cohort: np.ndarray) -> Call:
+    def personalize(self, server: Sliced, cohort: np.ndarray) -> Call | None:
         """The client's slice."""
         return Call(own_slice, {"w": PerGroup(server.w[index] for index in server.slices)})
