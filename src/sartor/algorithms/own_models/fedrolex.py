@@ -20,6 +20,7 @@ class FedRolex(HeteroFL[HeteroFLHyper]):
     """
 
     name = "fedrolex"
+    sums_only = True
     paper = "Alam et al. 2022"
 
     def slices(self, federation: Federation, turn: int) -> tuple[Tensor, ...]:

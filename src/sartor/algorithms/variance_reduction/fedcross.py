@@ -70,6 +70,7 @@ class FedCross(Algorithm[FedCrossHyper, FedCrossServer]):
     """
 
     name = "fedcross"
+    sums_only = True
     family = "global"
     paper = "Hu et al. 2024"
     server_keeps = "K models"
