@@ -70,7 +70,6 @@ class FedCross(Algorithm[FedCrossHyper, FedCrossServer]):
     """
 
     name = "fedcross"
-    sums_only = True
     family = "global"
     paper = "Hu et al. 2024"
     server_keeps = "K models"
