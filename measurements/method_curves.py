@@ -71,9 +71,13 @@ FACTORS = {
 }
 """How many times the rate of a step ``lr`` is, where it is divided by a client's steps or samples."""
 
-OWN: dict[str, dict[str, Any]] = {"fedasync": {"arrivals": 0, "deadline": 1.0}, "fedbuff": {"buffer": 5}}
-"""Hyper-parameters of asynchronous methods that would be none here: the default is one answer in a round, or
-ten of the ten clients at work.
+OWN: dict[str, dict[str, Any]] = {
+    "fedasync": {"arrivals": 0, "deadline": 1.0},
+    "fedbuff": {"buffer": 5},
+    "pfedhn": {"server_lr": 0.1},
+}
+"""Hyper-parameters whose defaults would be none here: one answer in a round, or ten of the ten clients at
+work, and for pFedHN a step of the server that is for thousands of rounds.
 """
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,13 @@ from sartor.engines.stacked import trace
 settings.register_profile("sartor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sartor")
 
+TOGETHER = (
+    "tests/engines/test_sharded.py",
+    "tests/report/test_report_browser.py",
+    "tests/runs/test_survival.py",
+)
+"""Files whose tests share what takes long to make, so that one worker runs all of them."""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked ``nightly``, whatever else is asked for, unless that is."""
@@ -22,8 +30,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
-    # Tests that one worker runs one after the other, mostly waiting, begin first: others fill the time.
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """What one worker runs one after the other begins first, and then what takes long."""
+    if _file(item.nodeid) in TOGETHER:
+        return 0
+    return 1 if item.get_closest_marker("slow") else 2
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.split("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whoever is free runs the next test, or the next file of those whose tests share something."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _file(nodeid) if _file(nodeid) in TOGETHER else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -192,7 +192,7 @@ def test_a_reply_that_another_has_forged_costs_nothing(name: str, caplog: pytest
     if name == "scaffold":
         assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
     assert len(asked) > 4
-    assert "node 2 (client 1, client 4): forged: " in caplog.text
+    assert "node 2 ('client 1', 'client 4'): forged: " in caplog.text
 
 
 def test_a_quorum_that_cannot_be_reached_ends_the_run() -> None:
@@ -368,10 +368,10 @@ def test_a_grid_that_fails_does_not_hide_what_the_server_failed_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Breaking(HereGrid):
-        def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+        def send(self, node: int, parts: Parts, lifetime: float, most: int, note: str = "") -> str:
             if read_header(parts)["kind"] in ("open", "fail"):
                 raise OSError("no space left")
-            return super().send(node, parts, lifetime, note)
+            return super().send(node, parts, lifetime, most, note)
 
     data = vectors(torch.float32)
     grid = Breaking(nodes_of(data, model_task("mlp", data), BLOCKS))

@@ -37,7 +37,7 @@ KINDS = {section: dict(module._registry(section)) for section in CHOICES}
 KINDS["algorithm"] = {name: algorithm.Hyper for name, algorithm in module.registered().items()}
 ROWS = describe_settings()
 KEYS = sorted({row.key for row in ROWS})
-quick = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=20, suppress_health_check=list(HealthCheck))
 
 
 # -- what the settings allow, as strategies ---------------------------------------------------------

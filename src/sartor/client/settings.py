@@ -13,7 +13,10 @@ class Local:
     """A client's training in one round; its learning rate is a hyper-parameter of the algorithm."""
 
     epochs: int | tuple[int, ...] = setting(
-        1, "passes over the local data per round; [2, 5]: as many are drawn for each client and round", low=0
+        1,
+        "passes over the local data per round; [2, 5]: as many are drawn for each client and round",
+        low=0,
+        high=10**6,
     )
     partial: float = setting(
         0.0,
@@ -21,7 +24,7 @@ class Local:
         low=0,
         high=1,
     )
-    steps: int = setting(0, "steps per round instead of epochs; 0: use `epochs`", low=0)
+    steps: int = setting(0, "steps per round instead of epochs; 0: use `epochs`", low=0, high=10**9)
     batch: int = setting(32, "samples per step; 0: the whole local data", low=0)
     optimizer: str = setting("sgd", "the local optimiser", choices=("sgd", "adam"))
     momentum: float = setting(0.0, "momentum of sgd", low=0, below=1)
@@ -41,6 +44,12 @@ class Local:
         """How epochs are drawn; None where everyone does as many."""
         ends = self.epochs if isinstance(self.epochs, tuple) else (self.epochs, self.epochs)
         return Law(ends[0], ends[1], self.partial) if self.partial or isinstance(self.epochs, tuple) else None
+
+    @property
+    def least_epochs(self) -> int:
+        """The fewest epochs that a client can do in a round."""
+        least = self.epochs[0] if isinstance(self.epochs, tuple) else self.epochs
+        return min(least, 1) if self.partial else least
 
     @property
     def most_epochs(self) -> int:

@@ -26,6 +26,8 @@ from sartor.errors import DataError
 from sartor.settings import shown
 
 SPLITS = ("train", "test", "validation")
+MOST_CLASSES = 2**20
+"""Labels are below this: a model has an output for each class."""
 POOLED_CLIENTS = 100
 """Lazy clients whose test samples are the pooled test set where none is given."""
 Samples: TypeAlias = "tuple[Any, Any]"
@@ -603,13 +605,12 @@ def tensor_y(
         return torch.from_numpy(np.searchsorted(np.array(labels), array).astype(np.int64))
     with np.errstate(invalid="ignore"):  # nan is reported as not whole
         whole = array == np.trunc(array)
-    wrong = ~(whole & (array >= 0) & (array < 2**31))
+    wrong = ~(whole & (array >= 0) & (array < MOST_CLASSES))
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise DataError(
-            f"{where}: labels are whole numbers from 0, got {array[row]} in sample {row}; "
-            "use regression=True for targets"
-        )
+        beyond = whole[row] and array[row] > 0
+        cure = f"there are at most {MOST_CLASSES} classes" if beyond else "use regression=True for targets"
+        raise DataError(f"{where}: labels are whole numbers from 0, got {array[row]} in sample {row}; {cure}")
     return torch.from_numpy(array.astype(np.int64))
 
 

@@ -57,6 +57,8 @@ log = logging.getLogger(__name__)
 Answers = Callable[[int, np.ndarray], np.ndarray]
 MOST_CHECKS = 256
 """Exchanges on a GPU after which the host looks whether their replies were fit to be used."""
+MOST_NAMED = 20
+"""Clients of which the log says that not all of their samples count."""
 UNIT = 1.0
 """The virtual time of an exchange for which nobody is there, so that someone can come, or with no client."""
 
@@ -182,7 +184,19 @@ class Federation:
 
     @cached_property
     def _sizes(self) -> Tensor:
-        return torch.from_numpy(self.engine.counts["train"].copy()).to(self._device)
+        return torch.from_numpy(self._counts.copy()).to(self._device)
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """n_i of every client, as far as they count (``replies.largest_weight``)."""
+        counts: np.ndarray = np.asarray(self.engine.counts["train"])
+        most = self.conditions.largest_weight * float(np.median(counts))
+        if not most or counts.max(initial=0) <= most:
+            return counts
+        for number in np.flatnonzero(counts > most)[:MOST_NAMED].tolist():
+            told = "client %r: %d training samples, of which %d count (replies.largest_weight)"
+            log.warning(told, self.names[number], counts[number], most)
+        return np.asarray(np.minimum(counts, int(most)))
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -735,7 +749,8 @@ class Federation:
         if not norms:
             return everyone
         who = f"{self.method or name_of(function)}, round {self.round}"
-        check = Check(who, numbers, tuple(norms), list(norms.values()), self.conditions.largest_norm)
+        most, ratio = self.conditions.largest_norm, self.conditions.largest_ratio
+        check = Check(who, numbers, tuple(norms), list(norms.values()), most, ratio)
         if self.conditions.on_bad_reply == "stop":
             self._checks.append(check)
             if self._device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
@@ -855,8 +870,7 @@ class Federation:
             self._distant.restore(plain["distant"], self.now)
 
     def _replies(self, numbers: np.ndarray, sent: dict[str, Tensor]) -> Replies:
-        counts = self.engine.counts["train"][numbers]
-        return Replies(numbers, counts, sent, self._device, self.task.dtype)
+        return Replies(numbers, self._counts[numbers], sent, self._device, self.task.dtype)
 
     def _take_buffers(self, replies: Replies, before: Tensor, buffers: Tensor) -> None:
         if self.policy == "local":

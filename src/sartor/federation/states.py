@@ -146,6 +146,18 @@ class StateStore:
                 table = self._tables[name] = self._file_table(name, initial)
                 table.load({part: saved[f"{name}.{part}"] for part in _FileTable.INDEX}, self._folder)
 
+    @property
+    def bytes_per_client(self) -> int:
+        """What a client's states take, in the mean where they differ between groups."""
+        total = 0
+        for name, table in self._tables.items():
+            _, grouped, group = name.rpartition("@")
+            holders = self.clients
+            if grouped and self._groups is not None:
+                holders = int((self._groups == int(group)).sum())
+            total += table.initial.nbytes * holders
+        return round(total / max(1, self.clients))
+
     def names_for(self, work: Work) -> list[str]:
         """The states that a client function takes: its arguments that are not sent."""
         given = {*work.shared, *work.own}

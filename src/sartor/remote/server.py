@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,11 +41,12 @@ from sartor.federation.transforms import inner_function, plain_shapes
 from sartor.kernels.device import to_device
 from sartor.model.groups import tasks_of
 from sartor.model.task import Task
-from sartor.remote.admission import Admission, Introduction, unknown_label
+from sartor.remote.admission import Admission, Introduction, Owners, listed_names, unknown_label
 from sartor.remote.messages import DTYPES, Expected, Groups, Spec, encode, spec_of
 from sartor.remote.node import hyper_values
 from sartor.remote.requests import PARTING, PAUSE, EarlierRequest, Failed, Grid, Request, Requests
 from sartor.runs.experiment import Experiment
+from sartor.settings import shown
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,10 @@ REMIND = 30.0
 """Seconds between two reminders that the server waits for nodes."""
 RETURNING = ("gone", "closed")
 """Faults of nodes that were started anew, or may be: they are asked again when they are back."""
+SLOW = ("late", "unfinished")
+"""Faults of nodes that have not answered in time."""
+MISSES = 3
+"""Requests that a node may leave unanswered, one after the other, until it is left out."""
 
 
 class Back(NamedTuple):
@@ -61,6 +66,20 @@ class Back(NamedTuple):
     at: int
     without: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
+
+
+@dataclass
+class Silence:
+    """A node that leaves requests unanswered."""
+
+    misses: int = 0
+    """Requests in a row."""
+    times: int = 0
+    """How often it was left out."""
+    until: float = 0.0
+    """While it is left out: when it may report back, at the earliest."""
+    process: str = ""
+    """Which process of the node it was; another one may report back at once."""
 
 
 class RemoteEngine(Distant):
@@ -81,6 +100,7 @@ class RemoteEngine(Distant):
         deadline: float = 600.0,
         quorum: int = 1,
         unit: float = 1.0,
+        owners: Owners | None = None,
     ) -> None:
         self.device = torch.device(settings.device)
         self.names = tuple(data.names)
@@ -103,7 +123,11 @@ class RemoteEngine(Distant):
         self._moments: Moments | None = None
         for part in sorted((part for part in moments if part is not None), key=lambda part: part.number):
             self._moments = part if self._moments is None else self._moments + part
-        self._admission = Admission(self.requests, experiment)
+        self._admission = Admission(self.requests, experiment, owners)
+        self._silent: dict[int, Silence] = {}
+        """Nodes that have left requests unanswered."""
+        self._needed = False
+        """Whether too few have answered: whoever reports back is taken at once."""
         self._warned: set[tuple[int, int]] = set()
         """Rounds and nodes whose forgeries the log has told of."""
         self._opened: set[int] = set()
@@ -154,41 +178,80 @@ class RemoteEngine(Distant):
         if request is not None:
             self._drop(request)
 
-    def farewell(self, patience: float = PARTING) -> None:
-        """Tell all nodes that the run is over."""
-        requests = []
-        for node in self._present():  # those too that were not asked, as nothing was left to do
-            with _tolerant(node):
-                requests.append(self._send(node, {"kind": "end"}, expected={}))
-        self.requests.deliver(requests, patience)
+    def farewell(self, linger: float = PARTING) -> None:
+        """Tell all nodes that the run is over; those that are not there, if they come back for so long."""
+        end, told = time.monotonic() + linger, set[int]()
+        first = True
+        while first or (set(self._known) - told and time.monotonic() < end):
+            requests = []
+            for node in self.requests.grid.nodes() - told:  # also who was not asked, or has just come
+                told.add(node)
+                with _tolerant(node):
+                    requests.append(self._send(node, {"kind": "end"}, expected={}))
+            self.requests.deliver(requests, PARTING if first else max(end - time.monotonic(), PAUSE))
+            first = False
+            time.sleep(PAUSE)
 
     # Nodes ----------------------------------------------------------------------------------------
 
     def _present(self) -> set[int]:
-        """The nodes that are there and host clients of this run; newcomers are greeted."""
+        """The nodes that are there and host clients of this run; newcomers are greeted.
+
+        Those that were left out are greeted too, and are there again when they have answered.
+        """
         there = self.requests.grid.nodes()
+        left_out = {node for node, silence in self._silent.items() if silence.until}
         for node, error in self.requests.caught():
             if (self.round, node) in self._warned:  # a node may try it as often as it likes
                 self.noted[error.kind] += 1
             else:
                 self._note(node, error)
                 self._warned = {(self.round, node), *(seen for seen in self._warned if seen[0] == self.round)}
-        for node, met in self._admission.met(there - set(self._known)).items():
+        for node, met in self._admission.met(there - (set(self._known) - left_out)).items():
             if isinstance(met, Failed):
-                self._note(node, met)
+                if node not in left_out:
+                    self._note(node, met)
+                continue
+            if node in left_out:
+                self._reported(node, met)
                 continue
             try:
                 self._admit(node, met, there)
             except Failed as error:
                 self._note(node, error)
                 self._admission.refuse(node, str(error))
-        return there & set(self._known)
+        left_out = {node for node, silence in self._silent.items() if silence.until}
+        return there & set(self._known) - left_out
+
+    def _missed(self, node: int) -> None:
+        """A node has left a request unanswered: after some it is not asked any more until it reports back.
+
+        The first time it may miss a few; who falls silent again and again is asked ever more seldom.
+        """
+        silence = self._silent.setdefault(node, Silence())
+        silence.misses += 1
+        if silence.misses >= (1 if silence.times else MISSES):
+            silence.times, silence.misses = silence.times + 1, 0
+            silence.until = time.monotonic() + self.requests.deadline * 2 ** (silence.times - 1)
+            silence.process = self._known[node].process
+            self._opened.discard(node)
+            told = "round %d, node %d (%s): left out until it reports back, as it does not answer"
+            log.warning(told, self.round, node, listed_names(self._known[node].names, 3))
+
+    def _reported(self, node: int, met: Introduction) -> None:
+        """A node that was left out has answered a greeting."""
+        silence = self._silent[node]
+        if met.process != silence.process or time.monotonic() > silence.until or self._needed:
+            silence.until = 0.0
+            log.warning("round %d, node %d: is back", self.round, node)
 
     def _admit(self, node: int, met: Introduction, there: set[int]) -> None:
         """Let a node that is new here take over its clients, if theirs is gone."""
         unknown = [name for name in met.names if name not in self._number]
         if unknown:
-            raise Failed("stranger", f"client {unknown[0]!r} is not in this run, which has begun without it")
+            raise Failed(
+                "stranger", f"client {shown(unknown[0])} is not in this run, which has begun without it"
+            )
         reason = unknown_label(met, self._data.labels)
         if reason is not None:
             raise Failed("stranger", reason)
@@ -197,7 +260,7 @@ class RemoteEngine(Distant):
         }
         taken = [number for number in mine if self._hosts.get(number) in there]
         if taken:
-            raise Failed("stranger", f"client {self.names[taken[0]]!r} is at another node already")
+            raise Failed("stranger", f"client {shown(self.names[taken[0]])} is at another node already")
         like = next(iter(self._known.values()))
         if met.samples != like.samples:
             raise Failed("stranger", f"its samples are {met.samples}, those of the others {like.samples}")
@@ -208,11 +271,12 @@ class RemoteEngine(Distant):
                 ]
                 if wrong:
                     raise Failed(
-                        "stranger", f"client {self.names[wrong[0]]!r} has other data than at the start"
+                        "stranger", f"client {shown(self.names[wrong[0]])} has other data than at the start"
                     )
         old = {self._hosts[number] for number in mine if number in self._hosts}
         self._hosts |= dict.fromkeys(mine, node)
         self._known[node] = met
+        self._admission.admitted(node, met)
         for gone in old - set(self._hosts.values()):
             self._known.pop(gone, None)
         log.info("node %d has taken over %d clients", node, len(mine))
@@ -283,6 +347,8 @@ class RemoteEngine(Distant):
 
     def _received(self, request: Request) -> None:
         """A node has answered, so it has read what it was told."""
+        if request.node in self._silent:
+            self._silent[request.node].misses = 0
         for exchange in request.settled:
             self._settled.pop(exchange, None)
         if request.declared:
@@ -290,9 +356,11 @@ class RemoteEngine(Distant):
 
     def _note(self, node: int, error: Failed) -> None:
         """A fault of a node: a line in the log and a number in the round's notes."""
-        who = ", ".join(self._known[node].names[:3]) if node in self._known else "unknown clients"
+        who = listed_names(self._known[node].names, 3) if node in self._known else "unknown clients"
         log.warning("round %d, node %d (%s): %s: %s", self.round, node, who, error.kind, error)
         self.noted[error.kind] += 1
+        if error.kind in SLOW and node in self._known:
+            self._missed(node)
 
     # An exchange ----------------------------------------------------------------------------------
 
@@ -329,6 +397,7 @@ class RemoteEngine(Distant):
         failed: Failed | None = None
         first, reminded = True, time.monotonic()
         while first or waiting or closed or len(answers) < enough:
+            self._needed = not waiting and not first
             there = self._present()
             # Whoever is back is asked again only where the others are too few to go on.
             again = absent if first or len(answers) < enough else closed
@@ -366,14 +435,15 @@ class RemoteEngine(Distant):
                 log.warning("round %d: waiting for %d of %d nodes", self.round, len(absent), len(asked))
             if waiting or len(answers) < enough:
                 self.requests.grid.rest(PAUSE)
+        self._needed = False
         return answers
 
     def _faulty(self, node: int, error: Failed, absent: set[int]) -> None:
-        """Note a fault; the node may be asked again if it was only gone or late."""
+        """Note a fault; the node may be asked again if it was only gone or slow."""
         self._note(node, error)
         if error.kind in RETURNING:
             self._opened.discard(node)
-        if error.kind in (*RETURNING, "late"):
+        if error.kind in (*RETURNING, *SLOW):
             absent.add(node)
 
     def _ask(self, node: int, work: Work, places: np.ndarray) -> Request:

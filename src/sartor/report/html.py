@@ -19,7 +19,7 @@ from sartor.report.figures import Choice, Figure
 from sartor.report.interactive import spec
 from sartor.report.runs import Material, flat
 from sartor.report.style import variables
-from sartor.report.tables import Entry, Table, comparison, participation, settings, statistics
+from sartor.report.tables import Entry, Table, comparison, own_models, participation, settings, statistics
 from sartor.runs.record import environment, to_json
 
 VOID = ("meta", "input")
@@ -55,7 +55,7 @@ def joined(children: Iterable[str]) -> Markup:
 def page(material: Material, figures: Sequence[Figure]) -> str:
     """The whole page."""
     title = _title(material)
-    tables = [comparison(material)]
+    tables = [comparison(material), *own_models(material)]
     for compared in material.comparisons:
         tables += statistics(compared)
     heard = participation(material)

@@ -138,6 +138,30 @@ def _over_seeds(group: Group, column: _Column) -> Entry:
     )
 
 
+def own_models(material: Material) -> list[Table]:
+    """How clients fare with each network, where they have networks of their own; a row for each."""
+    rows = []
+    for group in material.groups:
+        scored: dict[str, list[float]] = {}
+        for run in group.runs:
+            cell = "personal_local" if "personal_local" in run.last else "shared_local"
+            found = run.clients.get(f"{cell}_accuracy", [])
+            for name, value in zip(run.clients.get("model", []), found, strict=False):
+                scored.setdefault(name, []).extend([] if value is None else [float(value)])
+        for name, values in scored.items():
+            mean = sum(values) / len(values) if values else None
+            entries = [
+                Entry(group.label, group.label),
+                Entry(name, name),
+                Entry(str(len(values)), len(values)),
+            ]
+            rows.append([*entries, Entry("–" if mean is None else _percent(mean), mean)])
+    if not rows:
+        return []
+    about = "At each run's last evaluation, plain means over a network's clients on their own test data."
+    return [Table("Networks of clients' own", about, ["method", "network", "clients", "accuracy (%)"], rows)]
+
+
 def statistics(compared: Mapping[str, Any]) -> list[Table]:
     """What a stored comparison has found: pairs of methods, average ranks, and what a target took."""
     tables = []

@@ -18,12 +18,12 @@ from sartor.client.local import Batches
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError
 from sartor.federation.exchange import NobodyAnswered
-from sartor.model.groups import regrouped
+from sartor.model.groups import regrouped, tasks_of
 from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate
 from sartor.runs.experiment import Experiment
 from sartor.runs.loop import draw_cohort
-from sartor.runs.run import tensors_of
+from sartor.runs.run import models_told, tensors_of
 from sartor.runs.setup import Setup, open_federation, set_up
 
 PATIENCE = 3.0
@@ -53,7 +53,7 @@ def estimate(
     """Clients, parameters, steps, bytes, memory and time of an experiment; nothing is stored."""
     setup = set_up(experiment, data=data, task=task)
     experiment, data = setup.experiment, setup.data
-    clients, size = data.clients, setup.task.size
+    clients, size = data.clients, max(task.size for task in tasks_of(setup.task))
     cohort = len(draw_cohort(experiment.seed, 1, clients, experiment.cohort))
     steps = _steps(experiment, data.train.count)
     whole = float(steps.mean()) * cohort
@@ -71,8 +71,7 @@ def estimate(
         "clients": clients,
         "cohort": cohort,
         "rounds": rounds,
-        "model": setup.task.name,
-        "parameters": size,
+        **models_told(setup.task),
         "engine": experiment.engine.name,
         "device": experiment.engine.device,
         "steps_per_client": {
@@ -149,8 +148,6 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         evaluate(algorithm, server, federation, experiment.evaluate)
         federation.engine.wait()
         evaluating = time.perf_counter() - begin - seconds
-    one = np.zeros(1, dtype=np.int64)
-    states = sum(int(federation.states.rows(name, one).nbytes) for name in federation.states)
     return _Measured(
         clients=count,
         cohort=share,
@@ -159,7 +156,7 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         evaluation_seconds=evaluating,
         bytes_down=after.down - traffic.down,
         bytes_up=after.up - traffic.up,
-        state_bytes=states,
+        state_bytes=federation.states.bytes_per_client,
         server_bytes=sum(int(value.nbytes) for _, value in tensors_of(server)),
     )
 

@@ -31,11 +31,11 @@ from sartor.algorithms import registered
 from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
-from sartor.data.settings import OWN_DATA, Data, FeaturesChoice, PartitionChoice, Public
+from sartor.data.settings import OWN_DATA, Data, Expect, FeaturesChoice, PartitionChoice, Public
 from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
-from sartor.extensions import Code, code_name, function_file, import_code, imported, is_file
+from sartor.extensions import Code, code_name, function_file, import_code, imported, installed_code, is_file
 from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
 from sartor.federation.transforms import TRANSFORMS, Transforms
@@ -52,6 +52,8 @@ else:
 
 Imports = str | Path | Sequence[str | Path]
 """Files or modules of a user's own, one or several."""
+LARGEST_FILE = 16 << 20
+"""Bytes of an experiment's file, at most."""
 BESIDE = ("compare", "search")
 """Tables that may stand in an experiment's file for the commands of these names; a run has none of them."""
 
@@ -71,6 +73,7 @@ class Experiment:
     imports: tuple[str, ...] = setting((), "files or modules of your own to import first, as in mine.py")
     data: Data
     public: Public
+    expect: Expect
     partition: PartitionChoice
     features: FeaturesChoice
     model: ModelChoice
@@ -135,6 +138,7 @@ _TOP = ("algorithm", "rounds", "seed", "imports")
 _SECTIONS: dict[str, type] = {
     "data": Data,
     "public": Public,
+    "expect": Expect,
     "partition": PartitionChoice,
     "features": FeaturesChoice,
     "model": ModelChoice,
@@ -283,14 +287,23 @@ def portable(experiment: Experiment) -> dict[str, Any]:
 
 
 def code_of(experiment: Experiment) -> tuple[Code, ...]:
-    """The code that an experiment names, as it was imported in this process."""
-    found = []
+    """The code that an experiment names, as it was imported in this process, and installed packages of it."""
+    found = [code for thing in _things(experiment) if (code := installed_code(thing)) is not None]
     for source in code_named(to_mapping(experiment)):
         code = imported(code_name(source))
         if code is None:
             raise SettingError(f"imports: {source} is not imported; `load` the experiment, or --import it")
         found.append(code)
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
+
+
+def _things(experiment: Experiment) -> Iterator[Any]:
+    """What an experiment names that a package of somebody else may have registered."""
+    yield registered()[experiment.algorithm]
+    yield type(experiment.model.settings)
+    yield from map(type, experiment.transforms)
+    if experiment.data.path is None and experiment.data.name in SOURCES:
+        yield SOURCES[experiment.data.name]
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
@@ -505,7 +518,13 @@ def _rows(cls: type, section: str, skip: Sequence[str] = (), only_for: str = "")
 def read_toml(path: Path | str) -> dict[str, Any]:
     """A TOML file as nested dicts, or an error that names the file and, for bad syntax, the line."""
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+            raise SettingError(f"{path}: is not a regular file")
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise SettingError(f"{path}: has more than {LARGEST_FILE >> 20} MB; is it an experiment?")
+        text = content.decode("utf-8-sig")
         return tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise SettingError(

@@ -253,7 +253,7 @@ class Run:
             "stopped": {"round": self.round, "reason": self.stopped} if early else None,
             "clients": federation.clients,
             "data": self.data.name,
-            **_models_told(federation.task),
+            **models_told(federation.task),
             "engine": federation.engine.name,
             "device": experiment.engine.device,
             "partition_hash": self.data.hash,
@@ -282,7 +282,7 @@ class Run:
         return {"accuracy": self.evaluations[best][name]["accuracy"], "round": best}
 
 
-def _models_told(task: Task) -> dict[str, Any]:
+def models_told(task: Task) -> dict[str, Any]:
     """The model in a summary; where clients have models of their own, these with how many have each."""
     if task.groups is None:
         return {"model": task.name, "parameters": task.size}

@@ -13,6 +13,7 @@ from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData, prepare, relabel
+from sartor.data.expect import check_expected, check_range
 from sartor.data.named import read_data
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.public import read_public
@@ -85,6 +86,7 @@ def set_up(
     if experiment.data.labels is not None:
         data = relabel(data, experiment.data.labels)
     data = with_public(data, experiment)
+    check_expected(experiment.expect, data)
     if experiment.cohort.count > data.clients:
         raise SettingError(
             f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}"
@@ -161,9 +163,11 @@ def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
             "or let nodes join `sartor serve --resume`"
         )
     source = read_data(settings, experiment.seed)
+    features = experiment.features.settings
     if isinstance(source, ClientData):
-        features = experiment.features.settings
-        return prepare(source, normalise=settings.normalise, features=features), None
+        data = prepare(source, features=features)
+        check_range(experiment.expect, data)
+        return prepare(data, normalise=settings.normalise), None
     if experiment.partition.file is not None:
         partition = Partition.load(experiment.partition.file)
     else:
@@ -171,9 +175,9 @@ def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
         partition = make_partition(source, scheme, settings.clients, experiment.seed, settings.validation)
     for note in partition.notes:
         log.warning("%s: %s", settings.name, note)
-    return apply(
-        source, partition, normalise=settings.normalise, features=experiment.features.settings
-    ), partition
+    data = apply(source, partition, features=features)
+    check_range(experiment.expect, data)
+    return prepare(data, normalise=settings.normalise), partition
 
 
 def resolve(
@@ -221,6 +225,8 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
             deadline=replies.deadline,
             on_bad_reply=replies.on_bad_reply,
             largest_norm=replies.largest_norm,
+            largest_ratio=replies.largest_ratio or 0.0,
+            largest_weight=replies.largest_weight or 0.0,
         ),
         method=experiment.algorithm,
         states=engine.states,

@@ -105,7 +105,8 @@ def mixture(client: Client, hyper: FedEMHyper, models: Tensor, pi: Tensor, train
         task, rows = client.task, zip(received.models, statistics, strict=True)
         outputs = torch.stack([task.outputs(w, x, own) for w, own in rows])
         if task.classes is None:
-            return torch.tensordot(pi, outputs, 1)
+            mean: Tensor = torch.tensordot(pi, outputs, 1)
+            return mean
         return (pi.log()[:, None, None] + outputs.log_softmax(dim=-1)).logsumexp(dim=0)
 
     return Reply(w=predict, pi=pi)

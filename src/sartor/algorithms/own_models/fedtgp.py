@@ -104,7 +104,8 @@ class FedTGP(Algorithm[FedTGPHyper, Trained]):
         """No prototypes yet; every client starts from the initial model of its group."""
         federation.declare(w_i=federation.initial_models())
         none = no_prototypes(federation, self.name)
-        network = initial_network(*none.prototypes.shape, federation.seed).to(none.prototypes)
+        classes, features = none.prototypes.shape
+        network = initial_network(classes, features, federation.seed).to(none.prototypes)
         return Trained(none.prototypes, none.known, network)
 
     def round(self, server: Trained, federation: Federation, cohort: np.ndarray) -> Trained:

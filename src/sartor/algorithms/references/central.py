@@ -67,5 +67,6 @@ class Central(Algorithm[CentralHyper, Server]):
         local = federation.local
         if local.steps:
             return local.steps * drawn
-        whole = int(Batches("union", local.batch, local.epochs).count(federation.union()))
+        epochs = local.most_epochs if local.law is None else round(local.law.mean)
+        whole = int(Batches("union", local.batch, epochs).count(federation.union()))
         return max(min(1, whole), round(whole * drawn / federation.clients))

@@ -50,7 +50,8 @@ def shares(policy: Tensor, z: Tensor, context: Tensor, noise: Tensor | float) ->
 def context_of(head: Tensor, classes: int) -> Tensor:
     """The client's information: the sum of its head's rows, to unit length."""
     total = head[:-classes].view(classes, -1).sum(dim=0)
-    return total / torch.linalg.vector_norm(total).clamp(min=1e-12)
+    length: Tensor = torch.linalg.vector_norm(total)
+    return total / length.clamp(min=1e-12)
 
 
 def discrepancy(x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:

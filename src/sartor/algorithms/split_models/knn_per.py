@@ -48,7 +48,7 @@ class Memory:
 
         like = torch.cat([blank, w.new_zeros(2 * classes)])
         rows, self.real = client.gather(row, like, most=hyper.capacity, stream="memory")
-        self.z, self.classes, self.p = rows.split([len(blank), classes, classes], dim=1)
+        self.z, self.classes, self.p = torch.split(rows, [len(blank), classes, classes], dim=1)
 
     def votes(self, z: Tensor, apart: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Shares of the classes among the k nearest of samples with features z, and who has any neighbour.

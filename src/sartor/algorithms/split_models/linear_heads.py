@@ -29,7 +29,8 @@ def linear_layer(federation: Federation, stream: str, inputs: int, outputs: int)
     """Weights [outputs, inputs] and biases as one vector, drawn as PyTorch draws a linear layer's."""
     w = federation.initial()
     draws = random.uniform(federation.stream(stream), outputs * (inputs + 1), w.device)
-    return ((2 * draws - 1) / inputs**0.5).to(w.dtype)
+    layer: Tensor = (2 * draws - 1) / inputs**0.5
+    return layer.to(w.dtype)
 
 
 def affine(vector: Tensor, x: Tensor, outputs: int) -> Tensor:

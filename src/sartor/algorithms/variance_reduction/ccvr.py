@@ -19,6 +19,9 @@ from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
 
+RESOLUTION = 1e-10
+"""Variances below this share of a class's largest are rounding, and count as none."""
+
 
 @dataclass(frozen=True)
 class CCVRHyper(FedAvgHyper):
@@ -67,9 +70,11 @@ def virtual_features(mean: Tensor, covariance: Tensor, count: int, key: int | Te
     """``count`` features of each class drawn from its Gaussian, [classes, count, features]."""
     classes, size = mean.shape
     values, vectors = torch.linalg.eigh(covariance)
-    root = vectors * values.clamp(min=0).sqrt()[:, None]
+    values = torch.where(values > RESOLUTION * values.amax(dim=1, keepdim=True), values, 0.0)
+    # The symmetric root: what is drawn depends neither on signs of eigenvectors nor on their order.
+    root: Tensor = (vectors * values.sqrt()[:, None]) @ vectors.transpose(1, 2)
     draws = random.normal(key, classes * count * size, mean.device).view(classes, count, size)
-    return mean[:, None] + draws @ root.transpose(1, 2)
+    return mean[:, None] + draws @ root
 
 
 @register

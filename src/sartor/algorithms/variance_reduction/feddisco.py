@@ -30,9 +30,8 @@ class FedDiscoHyper(Hyper):
 def discrepancy(counts: Tensor, measure: str) -> Tensor:
     """The distance between the shares of the classes and equal ones: KL(D_i ‖ T), or ‖D_i − T‖."""
     shares = counts / counts.sum().clamp(min=1)
-    if measure == "kl":
-        return torch.xlogy(shares, shares * len(counts)).sum()
-    return torch.linalg.vector_norm(shares - 1 / len(counts))
+    distance = torch.linalg.vector_norm(shares - 1 / len(counts))
+    return torch.xlogy(shares, shares * len(counts)).sum() if measure == "kl" else distance
 
 
 def local_training(client: Client, hyper: FedDiscoHyper, w: Tensor) -> Reply:
