@@ -85,6 +85,7 @@ class APFL(Algorithm[APFLHyper, Server]):
     """
 
     name = "apfl"
+    sums_only = True
     family = "personal"
     paper = "Deng et al. 2020"
     server_keeps = "w"

@@ -124,6 +124,7 @@ class FedEM(Algorithm[FedEMHyper, FedEMServer]):
     """
 
     name = "fedem"
+    sums_only = True
     family = "personal"
     paper = "Marfoq et al. 2021"
     server_keeps = "M models, with float buffers"

@@ -95,6 +95,7 @@ class FedPHP(Algorithm[FedPHPHyper, Server]):
     """
 
     name = "fedphp"
+    sums_only = True
     family = "personal"
     paper = "Li et al. 2021"
     server_keeps = "w"

@@ -61,6 +61,7 @@ class FedKD(Algorithm[Hyper, Server]):
     """
 
     name = "fedkd"
+    sums_only = True
     family = "personal"
     paper = "Wu et al. 2022"
     server_keeps = "the mentee w"

@@ -61,6 +61,7 @@ class FML(Algorithm[FMLHyper, Server]):
     """
 
     name = "fml"
+    sums_only = True
     family = "personal"
     paper = "Shen et al. 2020"
     server_keeps = "the meme w"

@@ -65,6 +65,7 @@ class FedBABU(Algorithm[FedBABUHyper, Server]):
     """
 
     name = "fedbabu"
+    sums_only = True
     family = "personal"
     paper = "Oh et al. 2022"
     server_keeps = "w: body and initial head"

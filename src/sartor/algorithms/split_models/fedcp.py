@@ -129,6 +129,7 @@ class FedCP(Algorithm[FedCPHyper, FedCPServer]):
     """
 
     name = "fedcp"
+    sums_only = True
     family = "personal"
     paper = "Zhang et al. 2023"
     server_keeps = "w: body and global head; the policy"

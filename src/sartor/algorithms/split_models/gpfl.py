@@ -119,6 +119,7 @@ class GPFL(Algorithm[GPFLHyper, GPFLServer]):
     """
 
     name = "gpfl"
+    sums_only = True
     family = "personal"
     paper = "Zhang et al. 2023"
     server_keeps = "body, embeddings of the classes, conditional valve"

@@ -52,6 +52,7 @@ class LGFedAvg(SplitModel[LGFedAvgHyper]):
     """
 
     name = "lg-fedavg"
+    sums_only = True
     family = "personal"
     paper = "Liang et al. 2020"
     server_keeps = "head"

@@ -51,6 +51,7 @@ class FedDyn(Algorithm[FedDynHyper, FedDynServer]):
     """
 
     name = "feddyn"
+    sums_only = True
     family = "global"
     paper = "Acar et al. 2021"
     server_keeps = "w, mean dual h"

@@ -102,6 +102,7 @@ class FedGen(Algorithm[FedGenHyper, FedGenServer]):
     """
 
     name = "fedgen"
+    sums_only = True
     family = "global"
     paper = "Zhu et al. 2021"
     server_keeps = "w, generator, shares of the classes"
