@@ -350,7 +350,7 @@ def test_personal_models_that_both_sides_allow_are_counted(nursery: Nursery, fol
 def test_a_server_that_asks_without_having_said_so_is_refused(nursery: Nursery, folder: Path) -> None:
     """The nodes train and evaluate, send no model, and end the run with a server that does not ask."""
     federation = Federation(nursery, "separate", "rounds=2", script="flower_curious")
-    assert federation.server.wait(90) == 2, federation.server.output
+    assert federation.server.wait() == 2, federation.server.output
     last = federation.server.output.splitlines()[-1]
     assert "0 of 3 nodes answered" in last
     assert "own_model: it sends personal models" in last
@@ -453,7 +453,7 @@ def test_a_server_that_was_stopped_goes_on_where_it_was(
     nursery: Nursery, undisturbed: dict[str, Tensor]
 ) -> None:
     """Interrupted and killed, it goes on with the same nodes; after everything was killed, with new ones."""
-    federation = Federation(nursery, "scaffold", *KILLED)
+    federation = Federation(nursery, "scaffold", *KILLED, options=("--quorum", 3))
     federation.nodes[0].wait_for("round 2")
     os.kill(federation.server.pid, signal.SIGINT)
     assert federation.server.wait() == 130, federation.server.output
@@ -479,7 +479,7 @@ def test_what_is_under_way_outlives_a_server_with_a_store(nursery: Nursery, fold
         settings, rounds, killed = [*settings, *NEEDS.get(name, ())], 3, (2,)
     settings.append(f"rounds={rounds}")
     store = nursery.folder / f"store-{name}.db"
-    federation = Federation(nursery, name, *settings, options=("--store", store))
+    federation = Federation(nursery, name, *settings, options=("--store", store, "--quorum", 3))
     for round in killed:
         federation.nodes[1].wait_for(f"round {round}")
         federation.server.kill()
@@ -737,7 +737,7 @@ def test_a_crowd_of_strangers_keeps_nobody_out(
     if secure:
         keys = folder / "crowded"
         made = nursery.start("keys", keys, "--host", "127.0.0.1", "--nodes", "3")
-        assert made.wait(20) == 0, made.output
+        assert made.wait() == 0, made.output
         options = ("--tls", *(keys / name for name in ("server.crt", "server.key", "ca.crt")))
         options += ("--nodes", keys / "nodes.pub")
         joining = [("--key", keys / f"node-{node}.key", "--ca", keys / "ca.crt") for node in (1, 2, 3)]
@@ -747,7 +747,7 @@ def test_a_crowd_of_strangers_keeps_nobody_out(
     crowd.wait_for("opened 1000")
     federation.nodes = [federation.join(node, *words) for node, words in enumerate(joining)]
     assert_equal(federation.done(), simulated(folder, "fedavg", *settings)[0])
-    assert crowd.wait(60) == 0, crowd.output  # it went on until the server had ended
+    assert crowd.wait() == 0, crowd.output  # it went on until the server had ended
     assert [row["answered"] for row in federation.rounds()] == [6] * 3
     assert "too many connections" in federation.server.output
 
@@ -839,7 +839,7 @@ def replace_by_a_file(folder: Path) -> None:
 
 def told_of_failure(federation: Federation, nodes: list[Child]) -> str:
     """The reason for which a server has ended, which it and these nodes have told, and nothing after it."""
-    assert federation.server.wait(60) == 2, federation.server.output
+    assert federation.server.wait() == 2, federation.server.output
     end = time.monotonic() + 15  # they wait for a server that is gone for ten minutes
     reason = federation.server.output.splitlines()[-1].removeprefix("sartor: ")
     for node in nodes:
@@ -1265,7 +1265,7 @@ def test_code_of_ones_own_is_compared_and_kept_to(nursery: Nursery, folder: Path
         (place / who).mkdir(parents=True)
         (place / who / "mine.py").write_text(mine + ("# another\n" if who == "other" else ""))
     code = place / "server" / "mine.py"
-    listen = ("--listen", f"127.0.0.1:{free_port()}")
+    listen = ("--listen", f"127.0.0.1:{free_port()}", "--quorum", 3)
     settings = ("rounds=12", *SETTINGS[:3], "hyper.factor=0.5", "evaluate.every=0", "local.epochs=5")
     own = ('transforms=[{name="own-signs", of=["delta"]}]', f"model.path={code}:build")
     run = ("own-avg", "--import", code, *settings, *own)
