@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from sartor.remote.flower import Lost
 
 def main(words: Sequence[str]) -> None:
     address, state, key = words[0], Path(words[1]), Path(words[2])
+    link = joined(address, state, key)
     while True:
-        link = joined(address, state, key)
         try:
-            while True:
-                link.receive()
+            link.receive()
         except Lost:
             time.sleep(0.05)
+            with contextlib.suppress(Lost):
+                link.connect()

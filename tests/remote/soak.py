@@ -55,6 +55,8 @@ SETTINGS = (
 MOST_GROWTH = 48 << 20
 """Bytes by which a server may be larger in its last third than in its second."""
 MOST_HANDLES = 16
+TROUBLE = 0.25
+"""How often something happens to a node or its link in a round."""
 
 
 class Link:
@@ -197,7 +199,7 @@ class Soak:
     def go(self) -> None:
         """Until the last round."""
         restarts = [self.rounds // 3, 2 * self.rounds // 3]
-        shown, every, next_trouble = 0, max(1, self.rounds // 20), time.monotonic() + 5
+        shown, every, troubled = 0, max(1, self.rounds // 20), 0
         while self.server.code() is None:
             self.measure()
             self.keep_strangers()
@@ -205,9 +207,10 @@ class Soak:
             if restarts and round >= restarts[0]:
                 restarts.pop(0)
                 self.restart()
-            elif round and time.monotonic() > next_trouble:
-                next_trouble = time.monotonic() + self.random.uniform(1, 6)
-                self.disturb()
+            elif round > troubled:
+                troubled = round
+                if self.random.random() < TROUBLE:
+                    self.disturb()
             if round >= shown + every and self.samples:
                 shown = round
                 _, _, held, handles = self.samples[-1]

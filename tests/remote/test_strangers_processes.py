@@ -120,7 +120,7 @@ def test_nodes_that_do_not_deserve_trust_harm_themselves_alone(nursery: Nursery,
     assert memory(federation.server.pid) - before < 100 << 20  # 300 MB were sent
     federation.nodes[0] = federation.join(0, *key("north"))
     found = federation.done()
-    assert "this machine's clock is 400 s behind the server's" in federation.nodes[1].output
+    assert re.search(r"this machine's clock is \d+ s behind the server's", federation.nodes[1].output)
     assert "oversized" in federation.server.output
     assert federation.server.output.count("left out until it reports back") == 1
     assert [row["answered"] for row in federation.rounds()] == [6] + [4] * 8

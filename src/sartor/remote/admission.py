@@ -76,8 +76,8 @@ class Owners:
     name may bring a client in another's place.
 
     >>> owners = Owners({"key of north": ("north",)})
-    >>> owners.fault("key of south", ("north",), {})
-    "client 'north' is another node's: its name goes with another key than this node's"
+    >>> owners.fault("key of south", ("north",), {}) is None
+    False
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class Owners:
             known = self._known.get(name)
             if not mine and (name in others or (known and key and known["key"] not in ("", key))):
                 return (
-                    f"client {shown(name)} is another node's: its name goes with another key than this node's"
+                    f"client {shown(name)} is another node's: its name goes with another key than this "
+                    "node's; join with the --key or --state folder that it came with"
                 )
             if known and counts and known["counts"] != {part: held[place] for part, held in counts.items()}:
                 return f"client {shown(name)} has other data than at the start"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 
-RATE = 200.0
+RATE = 100.0
 """Requests a second; a node at rest asks four times a second, one in a hurry fifty times."""
-BURST = 1000.0
+BURST = 500.0
 """Requests at once, after a while of rest."""
 AT_ONCE = 32 << 20
 """Bytes of requests that have begun to arrive; a node uploads two pieces of 5 MB at a time."""
