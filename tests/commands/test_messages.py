@@ -108,3 +108,7 @@ def test_the_packages_of_a_run_are_known_by_their_hash(
     with pytest.raises(SartorError, match="was made with another sartor_theirs"):
         resume(out)
     monkeypatch.delitem(__import__("sys").modules, "sartor_theirs")
+
+
+def test_imports_that_are_no_texts_are_refused() -> None:
+    assert "imports: expected a list, got [[]]" in told("run", "fedavg", "imports=[[]]")

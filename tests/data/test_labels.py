@@ -399,8 +399,8 @@ def test_a_server_that_names_no_classes_is_not_followed(folder: Path) -> None:
     opening = {"kind": "open", "run": "a", "clients": 1, "numbers": [0], "classes": 3, "buffers": "average"}
     opening |= {"at": 0, "without": [], "keep": [], "settled": [], "floor": 0}
     for labels, message in (
-        ([1, 2, 3], "its labels are no texts"),
-        ("abc", "its labels are no texts"),
+        ([1, 2, 3], "labels is "),
+        ("abc", "labels is 'abc'"),
         (None, "its labels are the texts 'malignant', 'unclear', but the classes are whole numbers"),
         (["benign", "unclear"], "client 'north' has the label 'malignant', which is not among the classes"),
     ):

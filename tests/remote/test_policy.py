@@ -246,6 +246,11 @@ def test_a_node_that_recalls_a_run_asks_its_policy_again(tmp_path: Path) -> None
         later = Server(policy, tmp_path)
         later.node.recall()
         assert later.call(torch.zeros(15))[0] == word
+    path = tmp_path / "runs" / "opened.json"
+    path.write_bytes(path.read_bytes().replace(b'"batch": 1', b'"batch": 3'))
+    damaged = Server(Policy(), tmp_path)
+    damaged.node.recall()
+    assert damaged.call(torch.zeros(15))[0] == "the node was started anew"
     refused = Server(Policy(least_batch=4), tmp_path / "other")
     assert refused.greet(**ONE) != ""
     assert not (tmp_path / "other" / "runs" / "opened.json").exists()

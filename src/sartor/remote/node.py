@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -55,6 +56,7 @@ from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import evaluation_of, shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
+from sartor.runs.seals import BLANK, KEY, is_whole, sealed
 from sartor.runs.setup import federation_settings, public_samples, resolve, with_public
 from sartor.settings import build, shown
 
@@ -394,7 +396,11 @@ class Node:
         """Take up the run where the last process of this node left it, without being told of it again."""
         if self._folder is None or not (self._folder / OPENED).exists():
             return
-        stored = json.loads((self._folder / OPENED).read_text())
+        content = (self._folder / OPENED).read_bytes()
+        if not is_whole(content):
+            log.warning("%s: damaged; the server tells it again", self._folder / OPENED)
+            return
+        stored = json.loads(content)
         try:
             self._hello({"experiment": stored["experiment"], "code": stored["code"]}, {})
         except Refused:  # the policy is another one now; a server that greets it is told
@@ -409,12 +415,10 @@ class Node:
             }
             groups["moments"] = values
         self._open(header, groups)
-        declared = self._folder / self._run / DECLARED
-        if declared.exists():
-            for name, initial in load(declared.read_bytes()).items():
-                assert self._hosted is not None
-                self._hosted.declare(name, initial)
-                self._fill([name])
+        for name, initial in self._declared().items():
+            assert self._hosted is not None
+            self._hosted.declare(name, initial)
+            self._fill([name])
 
     def _remember(self, header: Mapping[str, Any], groups: Groups) -> None:
         """What the server has told: the experiment, and, once it has, where the clients are in the run."""
@@ -422,9 +426,15 @@ class Node:
             told = {key: header[key] for key in OPEN_KEYS if key in header}
             moments = {name: value.tolist() for name, value in groups.get("moments", {}).items()}
             experiment = json.loads(self._told)
-            stored = {"experiment": experiment, "code": self._code, "open": told, "moments": moments}
+            stored = {
+                "experiment": experiment,
+                "code": self._code,
+                "open": told,
+                "moments": moments,
+                KEY: BLANK,
+            }
             private_folder(self._folder)
-            write(self._folder / OPENED, json.dumps(stored).encode(), OWNER_ALONE)
+            write(self._folder / OPENED, sealed(json.dumps(stored).encode()), OWNER_ALONE)
 
     def _check_method(self, run: str, method: str) -> None:
         """What clients keep in a run is for its method alone: another one might send it."""
@@ -439,8 +449,17 @@ class Node:
     def _remember_declared(self, declared: Mapping[str, Tensor]) -> None:
         if self._folder is not None:
             path = self._folder / self._run / DECLARED
-            known = load(path.read_bytes()) if path.exists() else {}
-            write(path, save(separate({**known, **declared})), OWNER_ALONE)
+            write(path, save(separate({**self._declared(), **declared})), OWNER_ALONE)
+
+    def _declared(self) -> dict[str, Tensor]:
+        """What clients of this run begin with, as far as it was told."""
+        path = None if self._folder is None else self._folder / self._run / DECLARED
+        if path is None or not path.exists():
+            return {}
+        try:
+            return dict(load(path.read_bytes()))
+        except (OSError, SafetensorError) as error:
+            raise SartorError(f"{path}: damaged: {error}; begin the run again") from None
 
     # What clients keep ----------------------------------------------------------------------------
 

@@ -229,7 +229,8 @@ def anchored(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
     if isinstance(result.get("imports"), (list, tuple)):
-        result["imports"] = list(dict.fromkeys(map(anchor, result["imports"])))
+        sources = list(map(anchor, result["imports"]))  # what is no text among them is refused later, by name
+        result["imports"] = [source for place, source in enumerate(sources) if source not in sources[:place]]
     for section in CODE:
         table = result.get(section)
         if isinstance(table, dict) and function_file(table.get("path")) is not None:
