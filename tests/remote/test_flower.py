@@ -787,7 +787,7 @@ def test_a_node_that_introduces_itself_wrongly_is_told_so(nursery: Nursery, fold
 
     wrong = {
         "counts: expected whole numbers, for each client one, for train, test": pretend(counts=5),
-        "shape: expected the sizes of a sample": pretend(shape=[2**22, 2**22]),
+        "x: expected the leaves of a sample": pretend(x={"x": ["float32", [2**22, 2**22]]}),
         "'more': nobody asked for that": pretend(more={}),
     }
     for reason, node in wrong.items():

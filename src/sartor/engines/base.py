@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sartor import nests
 from sartor.data.clients import ClientData, Split
 from sartor.engines.samples import Samples, samples_of
 from sartor.federation.engine import Engine
@@ -42,7 +43,9 @@ class LocalEngine(Engine):
             name: samples_of(split, self.device) for name, split in splits.items() if split is not None
         }
         everyone = np.zeros(data.clients, dtype=np.int64)
-        pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + len(data.pooled_y))
+        pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + nests.length(data.pooled_y))
         self.samples["pooled"] = samples_of(pooled, self.device)
         self.counts = {name: samples.counts for name, samples in self.samples.items()}
-        self.blank = torch.zeros_like(self.samples["train"].x[:1])
+        train = self.samples["train"]
+        self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1]), train.x)
+        task.check_loss(train.x, train.y)

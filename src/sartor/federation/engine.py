@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sartor.federation.clock import EventQueue, Job
 from sartor.federation.exchange import Outcome, Work
+from sartor.nests import Nest
 
 
 class Engine(ABC):
@@ -31,7 +32,7 @@ class Engine(ABC):
     """The clients, by number."""
     counts: Mapping[str, np.ndarray]
     """How many samples every client has in each split; ``pooled`` are the same for all."""
-    blank: Tensor
+    blank: Nest
     """One sample of zeros."""
     pools = True
     """Whether the pooled test data are at hand, where any client can be asked about them."""

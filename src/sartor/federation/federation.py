@@ -48,6 +48,7 @@ from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
 from sartor.model.task import Task
+from sartor.nests import Nest
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class Federation:
         """One row for every client, all of one value; a number for each where no width is given."""
         return torch.full((self.clients, *width), fill, dtype=dtype, device=self._device)
 
-    def blank_sample(self) -> Tensor:
+    def blank_sample(self) -> Nest:
         """One sample of zeros in the shape of the clients', to find out what a model makes of such."""
         return self.engine.blank
 

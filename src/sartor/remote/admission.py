@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sartor.data.clients import SPLITS, ClientData, Moments, Split
+from sartor import nests
+from sartor.data.clients import SPLITS, ClientData, Split
 from sartor.data.labels import check_labels, listed, other_kind
+from sartor.data.moments import Moments
 from sartor.errors import DataError
+from sartor.nests import Nest
 from sartor.remote.messages import DTYPES, Groups, readable, spec_of
 from sartor.remote.requests import Failed, Request, Requests
 from sartor.runs.experiment import Experiment, code_of, portable
@@ -28,10 +31,35 @@ LONGEST_TEXT = 500
 """Characters of a name."""
 LARGEST_SAMPLE = 2**26
 """Numbers of a sample."""
+MOST_LEAVES = 64
+"""Leaves of a sample."""
 MOST_CLASSES = 2**20
 LARGEST_MOMENT = 1e100
 CARRIED = {"nonce", "tensors"}
 """Entries of every header, which were read when it arrived."""
+
+
+Form = dict[str, tuple[str, tuple[int, ...]]]
+"""The leaves of a nest by path: the type of each, and its shape without the samples."""
+
+
+def form_of(nest: Nest, name: str) -> dict[str, list[Any]]:
+    """The form of a nest, as it is sent; floats have any type, as each model has them in its own."""
+    return {
+        path: ["float32" if leaf.is_floating_point() else spec_of(leaf)[0], list(leaf.shape[1:])]
+        for path, leaf in nests.paths(nest, name).items()
+    }
+
+
+def blank_of(form: Form, name: str) -> Nest:
+    """One sample of zeros of a form."""
+    leaves = {path: torch.zeros((1, *shape), dtype=DTYPES[dtype]) for path, (dtype, shape) in form.items()}
+    return nests.built(leaves, name)
+
+
+def _form_words(form: Form) -> str:
+    found = {path: f"{dtype} {list(shape)}" for path, (dtype, shape) in form.items()}
+    return found[next(iter(found))] if len(found) == 1 else str(found)
 
 
 @dataclass(frozen=True)
@@ -40,20 +68,23 @@ class Introduction:
 
     names: tuple[str, ...]
     counts: dict[str, list[int]]
-    shape: tuple[int, ...]
-    dtype: str
+    x: Form
+    y: Form
+    """The leaves of a sample's input and target, by path."""
     classes: int | None
     hash: str
     process: str
     """Which process of the node this is."""
-    moments: Moments | None
+    moments: dict[str, Moments] | None
+    """How the leaves of the inputs lie, by path."""
     labels: tuple[str, ...] | None = None
     """The names of its classes, where its labels are texts."""
 
     @property
     def samples(self) -> str:
         """How a sample looks and which parts the data have: the same at all nodes."""
-        return f"{self.dtype} {list(self.shape)} in {', '.join(sorted(self.counts))}"
+        parts = ", ".join(sorted(self.counts))
+        return f"{_form_words(self.x)} with targets {_form_words(self.y)} in {parts}"
 
 
 class Admission:
@@ -157,9 +188,26 @@ def _counts(value: Any) -> bool:
 
 
 def _shape(value: Any) -> bool:
-    if not (isinstance(value, list) and len(value) <= 16 and all(_whole(size, 1, 2**32) for size in value)):
+    return isinstance(value, list) and len(value) <= 16 and all(_whole(size, 1, 2**32) for size in value)
+
+
+def _form(value: Any, name: str) -> bool:
+    if not (isinstance(value, dict) and 0 < len(value) <= MOST_LEAVES):
         return False
-    return math.prod(value) <= LARGEST_SAMPLE
+    for path, leaf in value.items():
+        if not (len(path) <= LONGEST_TEXT and isinstance(leaf, list) and len(leaf) == 2):
+            return False
+        if not (isinstance(leaf[0], str) and leaf[0] in DTYPES and _shape(leaf[1])):
+            return False
+    try:
+        nests.built(value, name)
+    except (ValueError, RecursionError):
+        return False
+    return bool(sum(math.prod(shape) for _, shape in value.values()) <= LARGEST_SAMPLE)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(_whole(number, 0, 2**60) for number in value.values())
 
 
 def _classes(value: Any) -> bool:
@@ -179,15 +227,19 @@ def _labels(value: Any) -> bool:
 INTRODUCTION = {
     "names": Entry(_names, f"one or more different printable names of at most {LONGEST_TEXT} characters"),
     "counts": Entry(_counts, "whole numbers, for each client one, for train, test and perhaps validation"),
-    "shape": Entry(_shape, f"the sizes of a sample, of at most {LARGEST_SAMPLE} numbers"),
-    "dtype": Entry(lambda value: isinstance(value, str) and value in DTYPES, "a type of numbers"),
+    "x": Entry(
+        lambda value: _form(value, "x"), f"the leaves of a sample, of at most {LARGEST_SAMPLE} numbers"
+    ),
+    "y": Entry(
+        lambda value: _form(value, "y"), f"the leaves of a target, of at most {LARGEST_SAMPLE} numbers"
+    ),
     "classes": Entry(_classes, f"null or a number of at most {MOST_CLASSES} classes"),
     "labels": Entry(_labels, "null or the different printable texts that name the classes"),
     "hash": Entry(_text, "a text"),
     "process": Entry(_text, "a text"),
 }
 """An introduction: every entry that it has, and no other."""
-NORMALISED = {**INTRODUCTION, "number": Entry(lambda value: _whole(value, 0, 2**60), "a whole number")}
+NORMALISED = {**INTRODUCTION, "number": Entry(_numbers, "a whole number for each leaf")}
 """One that goes with the moments of the samples."""
 
 
@@ -201,7 +253,10 @@ def introduction_of(header: Mapping[str, Any], groups: Groups, normalised: bool)
             raise _wrong(f"{readable(key, 50)!r}: nobody asked for that")
         if not entries[key].good(header[key]):
             raise _wrong(f"{key}: expected {entries[key].words}, got {reprlib.repr(header[key])}")
-    names, counts, shape = tuple(header["names"]), header["counts"], tuple(header["shape"])
+    names, counts = tuple(header["names"]), header["counts"]
+    x, y = (
+        {path: (dtype, tuple(shape)) for path, (dtype, shape) in header[part].items()} for part in ("x", "y")
+    )
     for part, held in counts.items():
         if len(held) != len(names):
             raise _wrong(f"counts: {len(held)} for {part}, but there are {len(names)} clients")
@@ -210,20 +265,49 @@ def introduction_of(header: Mapping[str, Any], groups: Groups, normalised: bool)
         raise _wrong(f"labels: {len(labels)} for {header['classes']} classes")
     moments = None
     if normalised:
-        like = {"mean": ("float64", shape[:1]), "squares": ("float64", shape[:1])}
-        told = groups.get("moments", {})
-        if set(groups) != {"moments"} or {name: spec_of(value) for name, value in told.items()} != like:
-            raise _wrong(f"moments: expected a mean and squares of float64 {list(shape[:1])}")
-        mean, squares = told["mean"], told["squares"]
+        moments = _moments(header["number"], x, groups)
+    elif groups:
+        raise _wrong("tensors: nobody asked for any")
+    rest = (header["classes"], header["hash"], header["process"])
+    return Introduction(names, counts, x, y, *rest, moments, labels)
+
+
+def _moments(numbers: dict[str, int], x: Form, groups: Groups) -> dict[str, Moments]:
+    """How the leaves of the inputs lie."""
+    if numbers.keys() != x.keys():
+        raise _wrong("number: expected one for each leaf of a sample")
+    found = {}
+    like = {
+        f"{part} {path}": ("float64", shape[:1] or (1,))
+        for path, (_, shape) in x.items()
+        for part in ("mean", "squares")
+    }
+    told = groups.get("moments", {})
+    if set(groups) != {"moments"} or {name: spec_of(value) for name, value in told.items()} != like:
+        raise _wrong("moments: expected a mean and squares of float64 for every leaf")
+    for path in x:
+        mean, squares = told[f"mean {path}"], told[f"squares {path}"]
         # A not-a-number fails each of these.
         possible = (mean.abs() < LARGEST_MOMENT) & (squares >= 0) & (squares < LARGEST_MOMENT)
         if not bool(possible.all()):
             raise _wrong("moments: not those of any samples")
-        moments = Moments(header["number"], mean, squares)
-    elif groups:
-        raise _wrong("tensors: nobody asked for any")
-    rest = (header["dtype"], header["classes"], header["hash"], header["process"])
-    return Introduction(names, counts, shape, *rest, moments, labels)
+        found[path] = Moments(numbers[path], mean, squares)
+    return found
+
+
+def sent_moments(moments: Mapping[str, Moments]) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    """Moments as they travel: numbers for the header, and tensors."""
+    tensors = {f"mean {path}": each.mean for path, each in moments.items()}
+    tensors |= {f"squares {path}": each.squares for path, each in moments.items()}
+    return {path: each.number for path, each in moments.items()}, tensors
+
+
+def received_moments(numbers: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> dict[str, Moments]:
+    """What :func:`sent_moments` has sent."""
+    return {
+        path: Moments(int(number), tensors[f"mean {path}"], tensors[f"squares {path}"])
+        for path, number in numbers.items()
+    }
 
 
 def _wrong(text: str) -> Failed:
@@ -277,8 +361,7 @@ def assemble(introductions: Mapping[int, Introduction], labels: tuple[str, ...] 
         labels = tuple(sorted({label for met in introductions.values() for label in met.labels or ()}))
     classes = classes if labels is None else len(labels)
     # One sample of zeros stands for all, so that a model can be tried on it.
-    x = torch.zeros((1, *first.shape), dtype=DTYPES[first.dtype])
-    y = torch.zeros(1, dtype=x.dtype if classes is None else torch.int64)
+    x, y = blank_of(first.x, "x"), blank_of(first.y, "y")
 
     def split(part: str) -> Split:
         counts = np.array([rows[name][0].counts[part][rows[name][1]] for name in names], dtype=np.int64)

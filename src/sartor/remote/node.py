@@ -29,7 +29,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from sartor.algorithms import registered
-from sartor.data.clients import SPLITS, ClientData, Moments, prepare, relabel
+from sartor.data.clients import SPLITS, ClientData, prepare, relabel
+from sartor.data.moments import Moments, moments_of
 from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
@@ -41,14 +42,16 @@ from sartor.federation.states import StateStore
 from sartor.federation.transforms import Transforms, read_shapes
 from sartor.files import write
 from sartor.model.networks import build_task
+from sartor.model.objectives import chosen_objective
 from sartor.model.task import Task
+from sartor.remote.admission import form_of, received_moments, sent_moments
 from sartor.remote.journal import Journal, rows_of
 from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, version
 from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
-from sartor.runs.setup import federation_settings, resolve
+from sartor.runs.setup import check_targets, federation_settings, fitted, resolve
 from sartor.settings import build, shown
 
 log = logging.getLogger(__name__)
@@ -134,7 +137,7 @@ class Node:
         self._told = ""
         self._code: dict[str, str] = {}
         self._data: ClientData | None = None
-        self._moments: Moments | None = None
+        self._moments: dict[str, Moments] | None = None
         self._experiment: Experiment | None = None
         self._run = ""
         self._hosted: Hosted | None = None
@@ -209,7 +212,7 @@ class Node:
             data = prepare(self._load(experiment), features=experiment.features.settings)
             if experiment.data.labels is not None:
                 data = relabel(data, experiment.data.labels)
-            self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
+            self._moments = moments_of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
             self._code = code
             self._run = ""
@@ -219,8 +222,8 @@ class Node:
         reply = {
             "names": list(data.names),
             "counts": {name: part.count.tolist() for name, part in held.items() if part is not None},
-            "shape": list(data.train.x.shape[1:]),
-            "dtype": str(data.train.x.dtype).removeprefix("torch."),
+            "x": form_of(data.train.x, "x"),
+            "y": form_of(data.train.y, "y"),
             "classes": data.classes,
             "labels": data.labels,
             "hash": data.hash,
@@ -229,8 +232,8 @@ class Node:
         }
         if self._moments is None:
             return reply, {}
-        moments = {"mean": self._moments.mean, "squares": self._moments.squares}
-        return {**reply, "number": self._moments.number}, {"moments": moments}
+        numbers, tensors = sent_moments(self._moments)
+        return {**reply, "number": numbers}, {"moments": tensors}
 
     def _open(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Take up a run where it stands."""
@@ -244,10 +247,6 @@ class Node:
         clients = int(header["clients"])
         if numbers.shape != (data.clients,) or numbers.min() < 0 or numbers.max() >= clients:
             raise BadMessage("malformed", "it does not number this node's clients")
-        if "moments" in groups:
-            moments = groups["moments"]
-            like = Moments(int(header["number"]), moments["mean"], moments["squares"])
-            data = prepare(data, normalise=True, like=like)
         labels = header["labels"]
         if labels is not None and not (type(labels) is list and all(type(label) is str for label in labels)):
             raise BadMessage("malformed", "its labels are no texts")
@@ -255,8 +254,13 @@ class Node:
         data = replace(data, classes=header["classes"])
         task = self._given_task
         if task is None:
-            shape = tuple(data.train.x.shape[1:])
-            task = build_task(experiment.model, shape, data.classes, experiment.seed)
+            objective = chosen_objective(experiment.objective)
+            x, y = data.train.x, data.train.y
+            task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
+        like = received_moments(header["number"], groups["moments"]) if "moments" in groups else None
+        data = fitted(data, task, normalise=like is not None, like=like)
+        check_targets(data, task)
+        task = task.suited(data.train.x, data.train.y, data.classes)
         hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device)
         if run != self._run or self._folder is not None:
             self._check_method(run, experiment.algorithm)

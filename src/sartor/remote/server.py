@@ -28,7 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.data.clients import ClientData, Moments, Split
+from sartor import nests
+from sartor.data.clients import ClientData, Split
+from sartor.data.moments import Moments
 from sartor.engines.loop import LoopEngine
 from sartor.errors import SartorError
 from sartor.federation.clock import EventQueue, Job
@@ -40,7 +42,7 @@ from sartor.federation.states import StateStore
 from sartor.federation.transforms import inner_function, plain_shapes
 from sartor.kernels.device import to_device
 from sartor.model.task import Task
-from sartor.remote.admission import Admission, Introduction, unknown_label
+from sartor.remote.admission import Admission, Introduction, sent_moments, unknown_label
 from sartor.remote.messages import DTYPES, Expected, Groups, Spec, encode, spec_of
 from sartor.remote.node import hyper_values
 from sartor.remote.requests import PARTING, PAUSE, EarlierRequest, Failed, Grid, Request, Requests
@@ -85,7 +87,7 @@ class RemoteEngine(Distant):
         self.names = tuple(data.names)
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         self.counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
-        self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
+        self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1], device=self.device), data.train.x)
         self.noted, self.round = Counter(), 0
         self.policy = settings.buffers
         self.requests, self.quorum, self.unit = Requests(grid, deadline), quorum, unit
@@ -96,10 +98,12 @@ class RemoteEngine(Distant):
         self._known = dict(met)
         for node, introduction in met.items():
             self._hosts |= {self._number[name]: node for name in introduction.names}
-        moments = [introduction.moments for introduction in met.values()]
-        self._moments: Moments | None = None
-        for part in sorted((part for part in moments if part is not None), key=lambda part: part.number):
-            self._moments = part if self._moments is None else self._moments + part
+        moments = [introduction.moments for introduction in met.values() if introduction.moments is not None]
+        self._moments: dict[str, Moments] | None = None
+        for part in sorted(moments, key=lambda part: sum(each.number for each in part.values())):
+            self._moments = (
+                {path: self._moments[path] + part[path] for path in part} if self._moments else part
+            )
         self._admission = Admission(self.requests, experiment)
         self._warned: set[tuple[int, int]] = set()
         """Rounds and nodes whose forgeries the log has told of."""
@@ -238,8 +242,7 @@ class RemoteEngine(Distant):
         }
         groups: dict[str, dict[str, Tensor]] = {}
         if self._moments is not None:
-            groups["moments"] = {"mean": self._moments.mean, "squares": self._moments.squares}
-            header["number"] = self._moments.number
+            header["number"], groups["moments"] = sent_moments(self._moments)
         request = self._send(node, header, groups, expected={})
         self.requests.wait(request)
         self._received(request)
@@ -619,8 +622,8 @@ def _tolerant(node: int, note: Callable[[int, Failed], None] | None = None) -> A
 
 def _one_client(task: Task, data: ClientData, settings: FederationSettings) -> LoopEngine:
     """A client of two samples of zeros, on which the server finds out what a client function replies."""
-    x, y = data.train.x[:1].expand(2, *data.train.x.shape[1:]), data.train.y[:1].expand(2)
-    split = Split(x.contiguous(), y.contiguous(), np.zeros(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
+    x, y = nests.rows((data.train.x, data.train.y), torch.zeros(2, dtype=torch.int64))
+    split = Split(x, y, np.zeros(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
     tried = replace(
         data,
         names=("model",),

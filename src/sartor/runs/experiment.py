@@ -40,6 +40,7 @@ from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
 from sartor.federation.transforms import TRANSFORMS, Transforms
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
+from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
@@ -67,6 +68,7 @@ class Experiment:
     partition: PartitionChoice
     features: FeaturesChoice
     model: ModelChoice
+    objective: ObjectiveChoice
     local: Local
     cohort: Cohort
     availability: AvailabilityChoice
@@ -96,6 +98,11 @@ class Experiment:
             raise SettingError(
                 f"model.path = {shown(self.model.path)}: expected a function in a file, as in net.py:build"
             )
+        if self.objective.path is not None and function_file(self.objective.path) is None:
+            raise SettingError(
+                f"objective.path = {shown(self.objective.path)}: expected a function or class in a file, as "
+                "in mine.py:loss"
+            )
         if self.stop.wanted and self.evaluate.every == 0:
             raise SettingError(
                 "stop: with evaluate.every = 0 only the last round is evaluated; give evaluate.every too"
@@ -123,6 +130,7 @@ _SECTIONS: dict[str, type] = {
     "partition": PartitionChoice,
     "features": FeaturesChoice,
     "model": ModelChoice,
+    "objective": ObjectiveChoice,
     "local": Local,
     "cohort": Cohort,
     "availability": AvailabilityChoice,
@@ -134,7 +142,9 @@ _SECTIONS: dict[str, type] = {
     "engine": Engine,
     "tracking": Tracking,
 }
-_CHOICES = ("partition", "features", "model", "availability", "delay")
+_CHOICES = ("partition", "features", "model", "objective", "availability", "delay")
+_CODE = ("model", "objective", "data")
+"""Sections whose ``path`` may name a function in a file."""
 
 
 def _registry(section: str) -> Mapping[str, Any]:
@@ -145,6 +155,7 @@ def _registry(section: str) -> Mapping[str, Any]:
         "partition": PARTITIONS,
         "features": FEATURES,
         "model": MODELS,
+        "objective": OBJECTIVES,
         "availability": AVAILABILITY,
         "delay": DELAYS,
     }
@@ -154,7 +165,7 @@ def _registry(section: str) -> Mapping[str, Any]:
 def load(path: Path | str | None = None, overrides: Sequence[str] = (), **top: Any) -> Experiment:
     """The experiment of a TOML file (none: the defaults), changed by ``key=value`` texts and by keywords.
 
-    Code that it names (``imports``, ``model.path``, ``data.path``) is imported first.
+    Code that it names (``imports``, ``model.path``, ``objective.path``, ``data.path``) is imported first.
 
     A keyword is a key with its value, a dotted one given as ``**{"data.clients": 5}``; None means not given.
 
@@ -207,7 +218,7 @@ def anchored(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
     if isinstance(result.get("imports"), (list, tuple)):
         result["imports"] = list(dict.fromkeys(map(anchor, result["imports"])))
-    for section in ("model", "data"):
+    for section in _CODE:
         table = result.get(section)
         if isinstance(table, dict) and function_file(table.get("path")) is not None:
             table["path"] = anchor(table["path"])
@@ -218,7 +229,7 @@ def code_named(mapping: Mapping[str, Any]) -> list[str]:
     """The files and modules of code that settings name."""
     imports = mapping.get("imports") or ()
     imports = check(imports, tuple[str, ...], Meaning(""), "imports")
-    tables = [_table(mapping, section) for section in ("model", "data")]
+    tables = [_table(mapping, section) for section in _CODE]
     files = [function_file(table.get("path")) for table in tables]
     return list(dict.fromkeys([*imports, *(file for file in files if file is not None)]))
 
@@ -242,7 +253,7 @@ def portable(experiment: Experiment) -> dict[str, Any]:
     """The settings as another machine may read them: code is named without the folder it lies in here."""
     mapping = to_mapping(experiment)
     mapping["imports"] = [code_name(source) for source in mapping["imports"]]
-    for section in ("model", "data"):
+    for section in _CODE:
         path = mapping[section].get("path")
         if function_file(path) is not None:
             mapping[section]["path"] = os.path.basename(path)
@@ -271,6 +282,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
     tables = {section: _table(mapping, section) for section in (*_SECTIONS, "hyper")}
     if tables["model"].get("path") is not None and tables["model"].setdefault("name", CUSTOM) != CUSTOM:
         raise SettingError("model.name: the network is that of model.path; give one of them")
+    if tables["objective"].get("path") is not None and tables["objective"].setdefault("name", OWN) != OWN:
+        raise SettingError("objective.name: the objective is that of objective.path; give one of them")
     names = {section: _name(tables[section].get("name"), section) for section in _CHOICES}
     names["algorithm"] = _name(mapping.get("algorithm"), "algorithm")
     kinds = {section: _registry(section)[names[section]] for section in _CHOICES}

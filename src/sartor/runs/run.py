@@ -14,7 +14,16 @@ from torch import Tensor
 from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.runs.checkpoint import Checkpoint
-from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of, personal_models
+from sartor.runs.evaluation import (
+    CELLS,
+    Cell,
+    evaluate,
+    evaluated_clients,
+    measured_in,
+    model_of,
+    personal_models,
+)
+from sartor.runs.metrics import more_is_better
 from sartor.runs.record import RunFolder, hash_of
 from sartor.runs.result import Result
 from sartor.runs.setup import Setup
@@ -66,6 +75,15 @@ class Run:
     def round(self) -> int:
         """The number of the last round that was begun; 0 before the first."""
         return self.federation.round
+
+    @property
+    def headline(self) -> str:
+        """The metric that models are judged by."""
+        return measured_in(self.federation, self.experiment.evaluate).headline
+
+    @property
+    def _sign(self) -> float:
+        return 1.0 if more_is_better(self.headline, self.task.objective) else -1.0
 
     @property
     def seconds(self) -> float:
@@ -166,11 +184,12 @@ class Run:
         }
         for name, cell in cells.items():
             if len(cell.n) == len(clients) and name != "shared_pooled":
-                # A client without samples has no result, rather than a result of zero.
+                # A client without samples, or with one class, has no result rather than a result of zero.
                 measured = {"loss": cell.loss, **cell.scores}
                 for score, values in measured.items():
                     columns[f"{name}_{score}"] = [
-                        float(value) if n > 0 else None for value, n in zip(values, cell.n, strict=True)
+                        float(value) if n > 0 and math.isfinite(value) else None
+                        for value, n in zip(values, cell.n, strict=True)
                     ]
         for column, values in columns.items():
             self.clients.setdefault(column, []).extend(values)
@@ -236,28 +255,53 @@ class Run:
             "device": experiment.engine.device,
             "partition_hash": self.data.hash,
             "buffers": experiment.model.buffers if federation.task.buffer_size else None,
+            "objective": experiment.objective.name,
+            "headline": self.headline,
+            "more_is_better": self._sign > 0,
             "accuracy": {name: last.get(name, {}).get("accuracy") for name in CELLS},
             "last": {name: last.get(name) for name in CELLS},
             "best_by_validation": {name: self._best(name, validated=True) for name in CELLS},
             "best_on_test": {name: self._best(name, validated=False) for name in CELLS},
+            "notes": self._notes(last),
             "model_sha256": hash_of(self.final),
             "bytes_down": federation.traffic.down,
             "bytes_up": federation.traffic.up,
             "seconds": seconds,
         }
 
+    def _notes(self, last: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """What a reader of the numbers has to know: models that answer the same class whatever they see."""
+        notes = []
+        for name in CELLS:
+            found = last.get(name, {}).get("constant")
+            if found is None or (name != "shared_pooled" and 2 * found["constant"] <= found["of"]):
+                continue
+            said = ""
+            if "answer" in found:
+                number, labels = found["answer"], self.data.labels
+                known = labels is not None and number < len(labels)
+                said = f", {labels[number]!r}" if known and labels is not None else f", {number}"
+            who = "the model always answers"
+            if name != "shared_pooled":
+                who = (
+                    f"at {found['constant']} of {found['of']} clients with several classes the model answers"
+                )
+            notes.append(f"{name}: {who} the same class{said}")
+        return notes
+
     def _best(self, name: str, validated: bool) -> dict[str, Any] | None:
-        """Accuracy and round of a cell where it, or its model on validation data, was highest first."""
+        """Headline and round of a cell where it, or its model on validation data, was best first."""
+        score = self.headline
         judge = name.split("_")[0] + "_validation" if validated else name
         judged = {
-            round: cells[judge]["accuracy"]
+            round: self._sign * cells[judge][score]
             for round, cells in self.evaluations.items()
-            if name in cells and cells.get(judge, {}).get("accuracy") is not None
+            if name in cells and cells.get(judge, {}).get(score) is not None
         }
         if not judged:
             return None
         best = max(judged, key=lambda round: (judged[round], -round))
-        return {"accuracy": self.evaluations[best][name]["accuracy"], "round": best}
+        return {score: self.evaluations[best][name][score], "round": best}
 
 
 def _spread_out(rows: Tensor, places: np.ndarray, count: int) -> Tensor:

@@ -15,6 +15,7 @@ from sartor.errors import SartorError
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Pass
+from sartor.nests import Nest
 
 LEAST = 1e-6
 """Stands for the count of a class that the client does not have, whose logarithm is needed."""
@@ -51,9 +52,10 @@ def both_heads(client: Client, hyper: Hyper, w: Tensor, p_i: Tensor) -> Reply:
     """Predict by G(z) + P(z)."""
     task, buffers = client.task, client.buffers
 
-    def predict(x: Tensor) -> Tensor:
+    def predict(x: Nest) -> Tensor:
         z = task.features(w, x, buffers)
-        return task.outputs(w, x, buffers) + personal_scores(p_i, z, task.classes or 0)
+        outputs: Tensor = task.outputs(w, x, buffers)
+        return outputs + personal_scores(p_i, z, task.classes or 0)
 
     return Reply(w=predict, head=p_i)
 

@@ -40,7 +40,7 @@ def feature_size(federation: Federation) -> int:
 
 def one_hot(batch: Batch, classes: int, dtype: torch.dtype) -> Tensor:
     """A row for every sample with 1 at its class; padding has none."""
-    hot = (batch.y[:, None] == torch.arange(classes, device=batch.y.device)).to(dtype)
+    hot: Tensor = (batch.y[:, None] == torch.arange(classes, device=batch.y.device)).to(dtype)
     return hot if batch.weight is None else hot * batch.weight[:, None].to(dtype)
 
 

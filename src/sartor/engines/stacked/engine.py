@@ -30,6 +30,7 @@ from sartor.federation.exchange import NOBODY, Outcome, Work
 from sartor.federation.settings import FederationSettings
 from sartor.kernels.device import digits, free_bytes, to_device
 from sartor.model.task import Task
+from sartor.nests import Nest
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +232,7 @@ class StackedEngine(LocalEngine):
             self.graphs.forget()
         return moved
 
-    def _data(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def _data(self) -> dict[str, tuple[Nest, Nest]]:
         return {split: (samples.x, samples.y) for split, samples in self.samples.items()}
 
     def _scan(
