@@ -314,7 +314,7 @@ def test_what_cannot_be_right_is_one_message() -> None:
         (
             {name: (x, y[:, 0]) for name, (x, y) in good.items()},
             replace(kind, objective=lambda outputs, y: (outputs[:, :1] - y).abs()),
-            r"for 3 samples the loss has shape \[3, 3\]; .*Outputs are \[3, 2\], targets \[3\]",
+            r"for 3 samples the loss has shape \[3, 3\]; .*Outputs: \[3, 2\], targets: \[3\]",
         ),
         (good, replace(kind, objective=lambda outputs, y: outputs @ y), "its loss cannot take outputs"),
         (good, replace(kind, objective=lambda outputs, y: outputs > y), "a tensor of floats is needed"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from sartor.data.streams import stream
 from sartor.errors import DataError
 from sartor.nests import Nest
 from sartor.settings import shown
+
+log = logging.getLogger(__name__)
 
 SPLITS = ("train", "test", "validation")
 POOLED_CLIENTS = 100
@@ -208,7 +211,26 @@ def from_clients(
             "give one to every client, or set validation_fraction to draw the missing ones"
         )
     data = gather(names, parts, targets=targets, labels=found, name=name)
+    _question_labels(data)
     return data if labels is None else relabel(data, labels)
+
+
+def _question_labels(data: ClientData) -> None:
+    """Say so where no two clients have a label in common: then they may not mean the same by them."""
+    if data.clients < 2 or data.classes is None or not is_class(data.train.y):
+        return
+    held = [set(data.train.of(client)[1].tolist()) for client in range(data.clients)]
+    if sum(map(len, held)) > len(set().union(*held)) or max(map(len, held)) < 2:
+        return
+    words = [[data.labels[label] if data.labels else str(label) for label in sorted(own)] for own in held[:2]]
+    log.warning(
+        "%s: no two clients share a label (%s has %s, %s has %s); are labels the same at all of them?",
+        data.name,
+        data.names[0],
+        listed(words[0]),
+        data.names[1],
+        listed(words[1]),
+    )
 
 
 def lazy_clients(

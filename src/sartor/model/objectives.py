@@ -367,27 +367,29 @@ class NextToken(Objective):
 
 @dataclass(frozen=True)
 class Own(Objective):
-    """An objective that is a loss function given in Python: an experiment can name it, but not make it."""
-
-    loss: Loss | None = None
-
-    def losses(self, outputs: Any, targets: Any) -> Tensor:
-        """What the function gives."""
-        if self.loss is None:
-            raise SettingError(
-                "objective.name = 'own': it was given in Python; pass it again as objective=..."
-            )
-        return self.loss(outputs, targets)
-
-    def predictions(self, outputs: Any) -> Any:
-        """The outputs themselves."""
-        return outputs
+    """An objective given in Python: an experiment can name it, but not make it."""
 
     metrics = Classification.metrics
+
+    def losses(self, outputs: Any, targets: Any) -> Tensor:
+        """Refuse: what was given is not in the experiment."""
+        raise SettingError("objective.name = 'own': it was given in Python; pass it again, in task=...")
 
     def headline(self, largest: float | None) -> str:
         """As for a classifier: it is measured where targets are classes and outputs their scores."""
         return Classification().headline(largest)
+
+
+class OwnLoss(Own):
+    """An objective that is a loss function."""
+
+    def __init__(self, loss: Loss) -> None:
+        object.__setattr__(self, "loss", loss)
+
+    def losses(self, outputs: Any, targets: Any) -> Tensor:
+        """What the function gives."""
+        found: Tensor = self.loss(outputs, targets)  # type: ignore[attr-defined]
+        return found
 
 
 OWN = "own"
@@ -462,7 +464,7 @@ def objective_of(given: Any, what: str = "objective") -> Objective:
         made: Objective = call(given, what)
         return made
     if callable(given) and not isinstance(given, type):
-        return Own(given)
+        return OwnLoss(given)
     raise SettingError(f"{what}: give a name, a sartor.Objective or a loss function, got {given!r}")
 
 

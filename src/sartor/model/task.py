@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from sartor import nests, random
 from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.kernels.convolution import conv2d
-from sartor.model.objectives import Classification, Loss, Objective, Own, objective_of
+from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
 from sartor.nests import Nest
 
 Penalty = Callable[[Tensor], Tensor]
@@ -145,7 +145,7 @@ class Task:
         self.name = name
         if loss is not None and objective is not None:
             raise SartorError(f"model {name}: a loss and an objective, which has one; give one of them")
-        self.objective = Own(loss) if loss is not None else objective_of(objective or Classification())
+        self.objective = OwnLoss(loss) if loss is not None else objective_of(objective or Classification())
         self.classes = self.width = classes
         """How many classes there are, and how many of them, or of labels or numbers, are counted apart."""
         self._undone: bool | None = None
@@ -582,7 +582,7 @@ class Task:
             elif len(found) != 3 or len(fewer) != 2 or (3 in found.shape[1:] and 2 in fewer.shape[1:]):
                 raise SartorError(
                     f"model {self.name}: for 3 samples the loss has shape {list(found.shape)}; it gives one "
-                    f"number per sample, or their mean. Outputs are {_shapes(outputs)}, targets {_shapes(y)}: "
+                    f"number per sample, or their mean. Outputs: {_shapes(outputs)}, targets: {_shapes(y)}; "
                     "bring them to one shape"
                 )
 

@@ -25,7 +25,7 @@ from sartor.runs.evaluation import (
 )
 from sartor.runs.metrics import more_is_better
 from sartor.runs.record import RunFolder, hash_of
-from sartor.runs.result import Result
+from sartor.runs.result import PersonalModels, Result
 from sartor.runs.setup import Setup
 
 SMALL_OBSERVATION = 256
@@ -230,11 +230,14 @@ class Run:
             clients=self.clients,
             task=self.federation.task,
             w=None if w is None else w.cpu(),
-            personal=self.final.get("personal"),
+            personal=PersonalModels.of(self.final["personal"], self.data.names)
+            if "personal" in self.final
+            else None,
             buffers=None if buffers is None else buffers.cpu(),
             personal_buffers=self.final.get("personal_buffers"),
             folder=self.folder,
             personal_stored=call is None or any(name.startswith("personal") for name in self.final),
+            names=self.data.names,
         )
 
     def summary(self) -> dict[str, Any]:
