@@ -81,6 +81,8 @@ class Objective:
 
     def outputs(self, targets: Any, classes: int | None) -> int | None:
         """How many outputs a network for such targets needs; None where that does not follow from them."""
+        if classes is None and isinstance(targets, Tensor) and targets.is_floating_point():
+            return int(targets[:1].numel())
         return classes
 
     def wrong(self, outputs: Any, targets: Any, classes: int | None) -> str | None:
@@ -238,10 +240,6 @@ class Regression(Objective):
 
     def width(self, outputs: Tensor, targets: Tensor, classes: int | None) -> int | None:
         """The numbers of a target."""
-        return int(targets[:1].numel())
-
-    def outputs(self, targets: Tensor, classes: int | None) -> int | None:
-        """One for every number of a target."""
         return int(targets[:1].numel())
 
     def wrong(self, outputs: Tensor, targets: Tensor, classes: int | None) -> str | None:
