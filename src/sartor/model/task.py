@@ -570,8 +570,8 @@ class Task:
             return
         x, y = self._few(x, y)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = self.outputs(self.initial(), nests.mapped(self._typed, x))
-            y = nests.mapped(self._typed, y)
+            outputs = self.outputs(self.initial(), self.typed(x))
+            y = self.typed(y)
             found = self._raw_losses(outputs, y)
             fewer = self._raw_losses(*nests.rows((outputs, y), slice(0, 2)))
             self._undone = False
@@ -600,8 +600,9 @@ class Task:
             )
         return found
 
-    def _typed(self, leaf: Tensor) -> Tensor:
-        return leaf.to(self.dtype) if leaf.is_floating_point() else leaf
+    def typed(self, nest: Nest) -> Nest:
+        """A nest whose floats have the model's type."""
+        return nests.mapped(lambda leaf: leaf.to(self.dtype) if leaf.is_floating_point() else leaf, nest)
 
     @staticmethod
     def _few(x: Nest, y: Nest) -> tuple[Nest, Nest]:
@@ -655,8 +656,8 @@ class Task:
         if self._undone is not False:
             return False
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = self.outputs(self.initial(), nests.mapped(self._typed, x))
-            return self.objective.losses(outputs, nests.mapped(self._typed, y)).dim() == 0
+            outputs = self.outputs(self.initial(), self.typed(x))
+            return self.objective.losses(outputs, self.typed(y)).dim() == 0
 
     def _stacks_alike(self, x: Nest, y: Nest, dtype: torch.dtype) -> bool:
         """Whether a step gives the same for a client alone and for one in a stack, padded by the last sample.

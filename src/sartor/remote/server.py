@@ -87,6 +87,7 @@ class RemoteEngine(Distant):
         self.names = tuple(data.names)
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         self.counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
+        data = data.map(task.typed, task.typed)
         self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1], device=self.device), data.train.x)
         self.noted, self.round = Counter(), 0
         self.policy = settings.buffers

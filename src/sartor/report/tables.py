@@ -90,10 +90,14 @@ def _columns(material: Material) -> list[_Column]:
         return float(sum(row.get("seconds") or 0 for row in run.rounds))
 
     cells = [cell for cell in cells_in(material.runs) if cell != OWN and not cell.endswith("validation")]
-    columns = [
-        *(_Column(CELL_WORDS.get(cell, cell), of_cell(cell, score), shown) for cell in cells),
+    cells = [] if score == "loss" else cells  # which has its column below
+    judged = [
         _Column(WORST, of_cell(OWN, f"{score}_spread", "worst_decile"), shown),
         _Column("best by validation", validated, shown),
+    ]
+    columns = [
+        *(_Column(CELL_WORDS.get(cell, cell), of_cell(cell, score), shown) for cell in cells),
+        *(judged if score != "loss" else ()),
         _Column("loss, own test data", of_cell(OWN, "loss"), lambda value: f"{value:.4f}"),
         _Column("MB sent", sent, lambda value: f"{value / 1e6:.1f}", spread=False),
         _Column("seconds of training", seconds, lambda value: f"{value:.1f}", spread=False),

@@ -28,7 +28,6 @@ from sartor.federation.settings import FederationSettings
 from sartor.model.networks import build_task
 from sartor.model.objectives import Objective, chosen_objective
 from sartor.model.task import Task
-from sartor.nests import Nest
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.metrics import measured
 
@@ -130,11 +129,7 @@ def fitted(
         return data
     # A number beyond the model's type becomes inf, which would only be seen as a loss that is not finite.
     _check_range(data, task.dtype)
-
-    def typed(nest: Nest) -> Nest:
-        return nests.mapped(lambda leaf: leaf.to(task.dtype) if leaf.is_floating_point() else leaf, nest)
-
-    return data.map(typed, typed)
+    return data.map(task.typed, task.typed)
 
 
 def _check_range(data: ClientData, dtype: torch.dtype) -> None:
