@@ -355,3 +355,32 @@ def test_whole_numbers_are_numbers_where_the_model_takes_no_others() -> None:
     x, y = torch.randint(0, 9, (20, 4)), torch.arange(20) % 2
     whole, floats = (sartor.run(data={"a": (given, y)}, rounds=2, store=False) for given in (x, x.float()))
     assert torch.equal(whole.w, floats.w)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_a_sample_that_the_model_refuses_is_named(engine: str) -> None:
+    kind = KINDS["dict of tokens, mask and number"]
+    data = samples(kind)
+    x, y = data["Bergen"]
+    ids = x["input_ids"].clone()
+    ids[:, 2] = torch.where(torch.arange(len(y)) == 5, 99, ids[:, 2])
+    split = {"train": ({**x, "input_ids": ids}, y), "test": (x, y)}
+    message = (
+        r"local_training, round 1, client 'Bergen', train: the model refuses sample 5 "
+        r"\(x.input_ids from \d to 99, x.mask from .*\): index out of range"
+    )
+    with pytest.raises(SartorError, match=message):
+        go(kind, engine, data={**data, "Bergen": split})
+
+
+def test_a_sample_whose_loss_is_not_finite_is_named() -> None:
+    kind = replace(
+        KINDS["own mean loss"], objective=lambda outputs, y: (outputs - y).abs().mean(1) / (y[:, 0] != 9)
+    )
+    data = samples(kind)
+    (a, b), y = data["Bergen"]
+    wrong = torch.where(torch.arange(len(y))[:, None] == 5, 9, y)
+    data["Bergen"] = {"train": ((a, b), y), "test": ((a, b), wrong)}
+    message = r"the loss of shared_local at 'Bergen' is not finite, first in sample 5"
+    with pytest.raises(SartorError, match=f"fedavg, round 1: {message}"):
+        go(kind, "loop", data=data)

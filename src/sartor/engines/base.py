@@ -13,6 +13,7 @@ from sartor.engines.samples import Samples, samples_of
 from sartor.federation.engine import Engine
 from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
+from sartor.nests import Nest
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,37 @@ class LocalEngine(Engine):
         train = self.samples["train"]
         self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1]), train.x)
         task.check_loss(train.x, train.y)
+
+    def refused(self, numbers: np.ndarray) -> str | None:
+        """Which sample of these clients the model cannot take, and why; None where it takes all of them."""
+        for number in numbers.tolist():
+            for split, samples in self.samples.items():
+                x, _, start = samples.of(number)
+                first = int(start[number])
+                found = self._first_refused(x, first, first + int(samples.counts[number]))
+                if found is None:
+                    continue
+                place, reason = found
+                leaves = nests.paths(nests.rows(x, slice(place, place + 1)), "x").items()
+                ranges = [
+                    f"{path} from {leaf.min()} to {leaf.max()}" for path, leaf in leaves if leaf.numel()
+                ]
+                who = (
+                    "the pooled test data" if split == "pooled" else f"client {self.names[number]!r}, {split}"
+                )
+                return f"{who}: the model refuses sample {place - first} ({', '.join(ranges)}): {reason}"
+        return None
+
+    def _first_refused(self, x: Nest, first: int, end: int) -> tuple[int, str] | None:
+        """The first of some samples that the model cannot take, found by halves."""
+        try:
+            w = self.task.initial().to(self.device)
+            with torch.no_grad():
+                if end > first:
+                    self.task.outputs(w, nests.rows(x, slice(first, end)))
+            return None
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if end - first == 1:
+                return first, next(iter(str(error).strip().splitlines()), type(error).__name__)
+        middle = (first + end) // 2
+        return self._first_refused(x, first, middle) or self._first_refused(x, middle, end)

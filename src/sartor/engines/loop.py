@@ -142,7 +142,8 @@ class LoopEngine(LocalEngine):
             raise
         except Exception as error:
             who = f"client {self.names[number]!r} (number {number})"
-            raise ClientError(f"{name_of(work.function)}, round {work.round}, {who}: {error}") from error
+            reason = self.refused(np.array([number])) or f"{who}: {error}"
+            raise ClientError(f"{name_of(work.function)}, round {work.round}, {reason}") from error
         trained = client.buffers if buffers is not None and client.buffers is not buffers else None
         return reply.sent, reply.kept, trained
 

@@ -91,7 +91,8 @@ class Result:
 class PersonalModels(Tensor):
     """Models, one row per client: a tensor whose rows are taken by a client's number or name."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed with it is a plain tensor
+    # What is computed with it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     names: Sequence[str] = ()
 
     @staticmethod

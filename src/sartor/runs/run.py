@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sartor import nests
 from sartor.errors import SartorError
 from sartor.federation import Federation
+from sartor.model.task import Batch
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.evaluation import (
     CELLS,
@@ -164,14 +166,29 @@ class Run:
     def _refuse_nonfinite(self, cells: Mapping[str, Cell]) -> None:
         clients = evaluated_clients(self.federation, self.experiment.evaluate)
         method = f"{self.algorithm.name}, round {self.round}"
-        for name, cell in cells.items():
+        # What is wrong at a client is said of the client rather than of all data together.
+        for name, cell in sorted(cells.items(), key=lambda item: item[0] == "shared_pooled"):
             bad = np.flatnonzero(~np.isfinite(cell.loss))
             if len(bad):
                 who = "the pooled data" if name == "shared_pooled" else self.data.names[clients[bad[0]]]
+                sample = "" if name == "shared_pooled" else self._bad_sample(name, int(clients[bad[0]]))
                 raise SartorError(
-                    f"{method}: the loss of {name} at {who!r} is not finite; "
+                    f"{method}: the loss of {name} at {who!r} is not finite{sample}; "
                     "a smaller learning rate (hyper.lr) is the usual cure"
                 )
+
+    def _bad_sample(self, cell: str, client: int) -> str:
+        """The first sample whose loss is not finite, where some of a client's are with the shared model."""
+        w = self.algorithm.shared(self.server)
+        split = self.data.validation if cell.endswith("validation") else self.data.test
+        if w is None or w.dim() != 1 or split is None or not self.federation.engine.pools:
+            return ""
+        buffers = self.federation.mean_buffers
+        x, y = nests.mapped(lambda leaf: leaf.cpu(), split.of(client))
+        with torch.no_grad():
+            losses = self.task.losses(w.cpu(), Batch(x, y), None if buffers is None else buffers.cpu())
+        bad = ~losses.isfinite()
+        return f", first in sample {int(bad.nonzero()[0])}" if bad.any() and not bad.all() else ""
 
     def _keep_clients(self, cells: Mapping[str, Cell]) -> None:
         """One row per client: its results on its own test data and with its model on the pooled data."""
