@@ -99,13 +99,13 @@ def vectors(dtype: torch.dtype = torch.float64) -> ClientData:
 
 # An engine runs what clients do. These differ at the server alone from another, whose clients do the same.
 SAME_CLIENTS = {
-    "sgd-sgd": ("fedadagrad", "fedadam", "fedavgm", "fedyogi", "slowmo"),
+    "sgd-sgd": ("fedadagrad", "fedadam", "fedavgm", "fedcross", "fedyogi", "pfedhn", "slowmo"),
     "fedbuff": ("fedavg-async", "fedavg-semisync", "fedavg-sync", "lga"),
     "diversifed": ("diversifed-async", "fedamp", "heurfedamp"),
     "spfl": ("spfl-async", "spfl-w"),
     "fednova": ("nova-adam",),
     "scaffold": ("scaf-yogi",),
-    "ma-fsvrg": ("ga-fsvrg",),
+    "ma-fsvrg": ("ga-fsvrg", "ma-fsvrg-async"),
 }
 SAME = [name for names in SAME_CLIENTS.values() for name in names]
 

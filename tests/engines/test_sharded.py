@@ -45,7 +45,8 @@ def federations() -> dict[str, Callable[[], Federation]]:
     def make(engine: str, **settings: Any) -> Callable[[], Federation]:
         data = settings.pop("data", None) or vectors()
         task = settings.pop("task", None) or network()
-        return lambda: federation_of(engine, task, data, local={"batch": 8}, **settings)
+        local = {"batch": 8, **settings.pop("local", {})}
+        return lambda: federation_of(engine, task, data, local=local, **settings)
 
     return {
         "loop": make("loop"),
@@ -53,6 +54,7 @@ def federations() -> dict[str, Callable[[], Federation]]:
         "loop freeze": make("loop", buffers="freeze"),
         "loop empty": make("loop", data=empty),
         "loop disk": make("loop", task=plain(), states="disk"),
+        "loop drawn": make("loop", task=plain(), local={"epochs": (1, 3)}),
         "loop transforms": make("loop", task=plain(), transforms=TRANSFORMS),
         "stacked": make("stacked", task=plain(), chunk=1),
         "stacked together": make("stacked", task=plain()),

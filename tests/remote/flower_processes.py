@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,9 @@ def _run(words: Sequence[str]) -> int:
             importlib.import_module(words[0]).main(words[1:])
     except SystemExit as end:
         return int(end.code or 0)
+    except Exception:
+        traceback.print_exc()
+        return 70
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sartor.data.labels import check_labels
 from sartor.errors import DataError, SettingError
+from sartor.extensions import function_file
 from sartor.settings import setting
 
 OWN_DATA = "own"
@@ -44,6 +45,56 @@ class Data:
                 check_labels(self.labels)
             except DataError as error:
                 raise SettingError(f"data.labels: {error}") from None
+
+
+@dataclass(frozen=True)
+class Public:
+    """Samples without labels that the server and all clients know, for methods that learn from such."""
+
+    name: str | None = setting(None, "the public data set; its training samples are taken, without labels")
+    path: str | None = setting(
+        None, "own public data instead of `name`: a function, as in mine.py:load, that gives a Source"
+    )
+    count: int = setting(0, "how many of its samples, drawn by the seed; 0: all", low=0)
+    normalise: bool = setting(True, "whether they are scaled to mean 0 and deviation 1, by themselves")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are any."""
+        return self.name is not None or self.path is not None
+
+    def __post_init__(self) -> None:
+        """One source at most, and none of a file's."""
+        if self.name is not None and self.path is not None:
+            raise SettingError("public.name: the samples are those of public.path; give one of them")
+        if self.path is not None and function_file(self.path) is None:
+            raise SettingError(
+                f"public.path = {self.path!r}: expected a function in a file, as in mine.py:load"
+            )
+        if self.count and not self.wanted:
+            raise SettingError("public.count: of no samples; give public.name or public.path too")
+
+
+@dataclass(frozen=True)
+class Expect:
+    """What the data must be, so that no client or node that has others can take part; by default anything."""
+
+    shape: tuple[int, ...] | None = setting(None, "sizes of a sample, as in [1, 28, 28]", low=1)
+    classes: int | None = setting(None, "number of classes", low=1)
+    names: tuple[str, ...] | None = setting(None, "the names of all clients")
+    samples: int | None = setting(None, "most training samples of a client", low=1)
+    low: float | None = setting(None, "smallest value in a sample, before it is normalised")
+    high: float | None = setting(None, "largest value in a sample, before it is normalised")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it is said between which values samples lie."""
+        return self.low is not None and self.high is not None
+
+    def __post_init__(self) -> None:
+        """Values between which there are some."""
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise SettingError(f"expect.low = {self.low:g}: above expect.high = {self.high:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,19 +17,31 @@ import numpy as np
 import torch
 
 from sartor.data.clients import SPLITS, ClientData, Moments, Split
+from sartor.data.expect import unexpected
 from sartor.data.labels import check_labels, listed, other_kind
+from sartor.data.public import hash_of
 from sartor.errors import DataError
 from sartor.remote.messages import DTYPES, Groups, readable, spec_of
 from sartor.remote.requests import Failed, Request, Requests
 from sartor.runs.experiment import Experiment, code_of, portable
+from sartor.runs.setup import public_samples
 from sartor.settings import shown
 
-LONGEST_TEXT = 500
+LONGEST_TEXT = 200
 """Characters of a name."""
-LARGEST_SAMPLE = 2**26
-"""Numbers of a sample."""
-MOST_CLASSES = 2**20
-LARGEST_MOMENT = 1e100
+MOST_NAMES = 2**16
+"""Clients of a node."""
+LARGEST_SAMPLE, LARGEST_UNTOLD = 2**26, 2**20
+"""Numbers of a sample; where the server was not told how large one is."""
+MOST_CLASSES, MOST_UNTOLD = 2**20, 2**10
+"""Classes; where the server was not told how many: it counts every two of them for every client."""
+LARGEST_VALUE = 1e18
+"""Of what a sample holds, by the moments: a model in float32 can still be trained on it."""
+FAR = 100.0
+"""A node's values may be so many times as far from the median of all as those of the median node."""
+ROUNDING = 1e-6
+AGAIN = ("late", "gone", "unfinished")
+"""Faults of nodes that were busy, away or slow: they are greeted again."""
 CARRIED = {"nonce", "tensors"}
 """Entries of every header, which were read when it arrived."""
 
@@ -56,13 +68,66 @@ class Introduction:
         return f"{self.dtype} {list(self.shape)} in {', '.join(sorted(self.counts))}"
 
 
+class Owners:
+    """Whose each client is: a key's, for the whole run.
+
+    ``named`` are the clients that a key may bring, as the server's owner says; a key that is not among them
+    may bring any other. ``known`` is what :meth:`record` gave when the run began: only who is meant to by
+    name may bring a client in another's place.
+
+    >>> owners = Owners({"key of north": ("north",)})
+    >>> owners.fault("key of south", ("north",), {}) is None
+    False
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Sequence[str]] | None = None,
+        known: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._named = {key: tuple(names) for key, names in (named or {}).items() if names}
+        self._known: dict[str, Any] = dict(known or {})
+
+    def fault(self, key: str, names: Sequence[str], counts: Mapping[str, Sequence[int]]) -> str | None:
+        """Why the node with this key may not bring these clients with so many samples; None where it may."""
+        mine = self._named.get(key, ())
+        others = {name for other, held in self._named.items() if other != key for name in held}
+        for place, name in enumerate(names):
+            if mine and name not in mine:
+                allowed = ", ".join(map(shown, mine[:5]))
+                return f"client {shown(name)} may not come with this node's key, which may bring {allowed}"
+            known = self._known.get(name)
+            if not mine and (name in others or (known and key and known["key"] not in ("", key))):
+                return (
+                    f"client {shown(name)} is another node's: its name goes with another key than this "
+                    "node's; join with the --key or --state folder that it came with"
+                )
+            if known and counts and known["counts"] != {part: held[place] for part, held in counts.items()}:
+                return f"client {shown(name)} has other data than at the start"
+        return None
+
+    def bind(self, key: str, met: Introduction) -> None:
+        """From now on these clients are those of this key."""
+        for place, name in enumerate(met.names):
+            counts = {part: held[place] for part, held in met.counts.items()}
+            self._known[name] = {"key": key, "counts": counts}
+
+    def record(self) -> dict[str, Any]:
+        """Whose the clients are, and how many samples they have."""
+        return dict(sorted(self._known.items()))
+
+
 class Admission:
     """Greets nodes: tells them what the experiment is, and checks what they say of themselves."""
 
-    def __init__(self, requests: Requests, experiment: Experiment) -> None:
+    def __init__(self, requests: Requests, experiment: Experiment, owners: Owners | None = None) -> None:
         self._requests, self._experiment = requests, experiment
+        self._owners = owners or Owners()
         self._code = {code.name: code.sha256 for code in code_of(experiment)}
         """What nodes must have imported, by name."""
+        public = public_samples(experiment)
+        self._public = None if public is None else hash_of(public)
+        """What the public samples are that nodes must have, too."""
         self._greetings: dict[int, Request] = {}
         self._refused: set[int] = set()
         self._told: list[Request] = []
@@ -86,10 +151,10 @@ class Admission:
                 answer = self._requests.look(request)
                 if answer is None:
                     continue
-                answers[node] = self._introduction(*answer)
+                answers[node] = self._introduction(node, *answer)
             except Failed as error:
                 answers[node] = error
-                if error.kind not in ("late", "gone"):  # one that was busy or away is greeted again
+                if error.kind not in AGAIN:
                     self.refuse(node, str(error))
             del self._greetings[node]
         return answers
@@ -98,7 +163,7 @@ class Admission:
         """Greet a node and wait for its answer; one that cannot be used refuses the node."""
         answer = self._requests.wait(self._hello(node))
         try:
-            return self._introduction(*answer)
+            return self._introduction(node, *answer)
         except Failed as error:
             self.refuse(node, str(error))
             raise
@@ -117,15 +182,24 @@ class Admission:
             return True
 
     def _hello(self, node: int) -> Request:
-        told = {"experiment": portable(self._experiment), "code": self._code}
+        told = {"experiment": portable(self._experiment), "code": self._code, "public": self._public}
         return self._requests.send(node, {"kind": "hello", **told})
 
-    def _introduction(self, header: Mapping[str, Any], groups: Groups) -> Introduction:
+    def admitted(self, node: int, met: Introduction) -> None:
+        """This node takes part: its clients are its key's from now on."""
+        self._owners.bind(self._requests.grid.key(node), met)
+
+    def _introduction(self, node: int, header: Mapping[str, Any], groups: Groups) -> Introduction:
         told = dict(header)
         if told.pop("code", {}) != self._code:
             names = ", ".join(self._code) or "nothing"
             raise Failed("malformed", f"it does not say that it has the same code, {names}")
-        return introduction_of(told, groups, self._experiment.data.normalise)
+        met = introduction_of(told, groups, self._experiment.data.normalise)
+        reason = not_expected(met, self._experiment)
+        reason = reason or self._owners.fault(self._requests.grid.key(node), met.names, met.counts)
+        if reason is not None:
+            raise Failed("stranger", reason)
+        return met
 
 
 class Entry(NamedTuple):
@@ -136,7 +210,12 @@ class Entry(NamedTuple):
 
 
 def _text(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= LONGEST_TEXT and value.isprintable()
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= LONGEST_TEXT
+        and value.isprintable()
+        and value == value.strip()
+    )
 
 
 def _whole(value: Any, least: int, end: int) -> bool:
@@ -144,9 +223,9 @@ def _whole(value: Any, least: int, end: int) -> bool:
 
 
 def _names(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(map(_text, value)) and len(set(value)) == len(value)
-    )
+    if not (isinstance(value, list) and 0 < len(value) <= MOST_NAMES):
+        return False
+    return all(map(_text, value)) and len(set(value)) == len(value)
 
 
 def _counts(value: Any) -> bool:
@@ -177,7 +256,9 @@ def _labels(value: Any) -> bool:
 
 
 INTRODUCTION = {
-    "names": Entry(_names, f"one or more different printable names of at most {LONGEST_TEXT} characters"),
+    "names": Entry(
+        _names, f"one or more different printable names, at most {MOST_NAMES} of {LONGEST_TEXT} characters"
+    ),
     "counts": Entry(_counts, "whole numbers, for each client one, for train, test and perhaps validation"),
     "shape": Entry(_shape, f"the sizes of a sample, of at most {LARGEST_SAMPLE} numbers"),
     "dtype": Entry(lambda value: isinstance(value, str) and value in DTYPES, "a type of numbers"),
@@ -214,12 +295,14 @@ def introduction_of(header: Mapping[str, Any], groups: Groups, normalised: bool)
         told = groups.get("moments", {})
         if set(groups) != {"moments"} or {name: spec_of(value) for name, value in told.items()} != like:
             raise _wrong(f"moments: expected a mean and squares of float64 {list(shape[:1])}")
-        mean, squares = told["mean"], told["squares"]
+        mean, squares, number = told["mean"], told["squares"], header["number"]
+        if number != sum(counts["train"]) * math.prod(shape[1:]):
+            raise _wrong(f"number: {number}, which is not that of its training samples")
         # A not-a-number fails each of these.
-        possible = (mean.abs() < LARGEST_MOMENT) & (squares >= 0) & (squares < LARGEST_MOMENT)
+        possible = (mean.abs() < LARGEST_VALUE) & (squares >= 0) & (squares <= LARGEST_VALUE**2 * number)
         if not bool(possible.all()):
             raise _wrong("moments: not those of any samples")
-        moments = Moments(header["number"], mean, squares)
+        moments = Moments(number, mean, squares)
     elif groups:
         raise _wrong("tensors: nobody asked for any")
     rest = (header["dtype"], header["classes"], header["hash"], header["process"])
@@ -230,19 +313,84 @@ def _wrong(text: str) -> Failed:
     return Failed("malformed", f"its introduction: {text}")
 
 
+def listed_names(names: Sequence[str], most: int) -> str:
+    """The first of some clients' names for a line of a log, quoted, as they are their nodes' to choose."""
+    return ", ".join(map(shown, names[:most])) + (", ..." if len(names) > most else "")
+
+
+def not_expected(met: Introduction, experiment: Experiment) -> str | None:
+    """Why what a node says of its data is not what the experiment expects; None where it is."""
+    expect, numbers = experiment.expect, math.prod(met.shape)
+    samples = max(met.counts["train"])
+    reason = unexpected(expect, met.names, met.shape, met.classes, samples)
+    if reason is not None:
+        return f"it has {reason}"
+    if expect.shape is None and numbers > LARGEST_UNTOLD:
+        return f"its samples have {numbers} numbers; the server must be told to expect as many (expect.shape)"
+    stated = expect.classes is not None or experiment.data.labels is not None
+    if not stated and (met.classes or 0) > MOST_UNTOLD:
+        return f"it has {met.classes} classes; the server must be told to expect as many (expect.classes)"
+    moments = met.moments
+    if moments is None or not moments.number:
+        return None
+    low = -torch.inf if expect.low is None else expect.low
+    high = torch.inf if expect.high is None else expect.high
+    room = ROUNDING * (1 + moments.mean.abs())
+    spread = (high - low) / 2 + room
+    fits = (moments.mean >= low - room) & (moments.mean <= high + room)
+    fits &= moments.squares <= moments.number * spread**2
+    if not bool(fits.all()):
+        return f"its samples do not lie between {low:g} and {high:g} (expect.low, expect.high)"
+    return None
+
+
+def far_off(met: Mapping[int, Introduction]) -> dict[int, str]:
+    """The nodes whose samples lie so far from those of the others that they cannot be of the same kind.
+
+    All are normalised by common moments, which a node with values beyond all measure would make useless. Of
+    one or two nodes nobody can say which is wrong.
+    """
+    told = {node: one.moments for node, one in met.items() if one.moments is not None and one.moments.number}
+    if len(told) < 3:
+        return {}
+    means = torch.stack([moments.mean for moments in told.values()])
+    spread = torch.stack([moments.squares / moments.number for moments in told.values()])
+    centre = means.median(dim=0).values
+    distance = (spread + (means - centre).square()).sqrt()
+    usual = distance.median(dim=0).values
+    usual = torch.where(usual > 0, usual, usual.max() if bool(usual.max() > 0) else torch.ones_like(usual))
+    far = (distance > FAR * usual).any(dim=1)
+    reason = (
+        f"its samples lie {FAR:g} times as far out as those of the others, and all are normalised together; "
+        "check their units, or tell the server what to expect (expect.low, expect.high)"
+    )
+    return {node: reason for node, wrong in zip(told, far.tolist(), strict=True) if wrong}
+
+
 def misfit(
-    met: Introduction, others: Iterable[Introduction], labels: tuple[str, ...] | None = None
+    met: Introduction, others: Collection[Introduction], labels: tuple[str, ...] | None = None
 ) -> str | None:
     """Why a node cannot take part beside others that do; None if it can. ``labels`` are set beforehand."""
     for other in others:
         taken = set(met.names) & set(other.names)
         if taken:
-            return f"client {min(taken)!r} is at another node already; give each client a name of its own"
+            return (
+                f"client {shown(min(taken))} is at another node already; give each client a name of its own"
+            )
         if met.samples != other.samples:
             return f"its samples are {met.samples}, those of the others {other.samples}"
         if (met.labels is None) != (other.labels is None):
             return unknown_label(met, other.labels)
-    return None if labels is None else unknown_label(met, labels)
+        if (met.classes is None) != (other.classes is None):
+            return "its labels are numbers of classes and those of the others are not, or the other way round"
+    if labels is not None:
+        return unknown_label(met, labels)
+    named = set(met.labels or ()).union(*(other.labels or () for other in others))
+    if len(named) > MOST_UNTOLD:
+        return (
+            f"with its labels there are {len(named)} classes; the server must be told of them (data.labels)"
+        )
+    return None
 
 
 def unknown_label(met: Introduction, labels: tuple[str, ...] | None) -> str | None:

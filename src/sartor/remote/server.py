@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,12 +39,14 @@ from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
 from sartor.federation.transforms import inner_function, plain_shapes
 from sartor.kernels.device import to_device
+from sartor.model.groups import tasks_of
 from sartor.model.task import Task
-from sartor.remote.admission import Admission, Introduction, unknown_label
+from sartor.remote.admission import Admission, Introduction, Owners, listed_names, unknown_label
 from sartor.remote.messages import DTYPES, Expected, Groups, Spec, encode, spec_of
 from sartor.remote.node import hyper_values
 from sartor.remote.requests import PARTING, PAUSE, EarlierRequest, Failed, Grid, Request, Requests
 from sartor.runs.experiment import Experiment
+from sartor.settings import shown
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,10 @@ REMIND = 30.0
 """Seconds between two reminders that the server waits for nodes."""
 RETURNING = ("gone", "closed")
 """Faults of nodes that were started anew, or may be: they are asked again when they are back."""
+SLOW = ("late", "unfinished")
+"""Faults of nodes that have not answered in time."""
+MISSES = 3
+"""Requests that a node may leave unanswered, one after the other, until it is left out."""
 
 
 class Back(NamedTuple):
@@ -60,6 +66,20 @@ class Back(NamedTuple):
     at: int
     without: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
+
+
+@dataclass
+class Silence:
+    """A node that leaves requests unanswered."""
+
+    misses: int = 0
+    """Requests in a row."""
+    times: int = 0
+    """How often it was left out."""
+    until: float = 0.0
+    """While it is left out: when it may report back, at the earliest."""
+    process: str = ""
+    """Which process of the node it was; another one may report back at once."""
 
 
 class RemoteEngine(Distant):
@@ -80,12 +100,15 @@ class RemoteEngine(Distant):
         deadline: float = 600.0,
         quorum: int = 1,
         unit: float = 1.0,
+        owners: Owners | None = None,
     ) -> None:
         self.device = torch.device(settings.device)
         self.names = tuple(data.names)
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         self.counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
         self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
+        if data.public_x is not None:
+            self.public = data.public_x.to(self.device)
         self.noted, self.round = Counter(), 0
         self.policy = settings.buffers
         self.requests, self.quorum, self.unit = Requests(grid, deadline), quorum, unit
@@ -100,7 +123,11 @@ class RemoteEngine(Distant):
         self._moments: Moments | None = None
         for part in sorted((part for part in moments if part is not None), key=lambda part: part.number):
             self._moments = part if self._moments is None else self._moments + part
-        self._admission = Admission(self.requests, experiment)
+        self._admission = Admission(self.requests, experiment, owners)
+        self._silent: dict[int, Silence] = {}
+        """Nodes that have left requests unanswered."""
+        self._needed = False
+        """Whether too few have answered: whoever reports back is taken at once."""
         self._warned: set[tuple[int, int]] = set()
         """Rounds and nodes whose forgeries the log has told of."""
         self._opened: set[int] = set()
@@ -121,17 +148,17 @@ class RemoteEngine(Distant):
         self._in_flight: dict[int, Request] = {}
         """What clients at work were asked, by client."""
         self._specs: dict[Any, tuple[dict[str, Spec], bool]] = {}
-        self._model = _one_client(task, data, replace(settings, workers=1))
-        self._model_states = StateStore(1, self.device)
-        if task.buffer_size and self.policy == "local":
-            self._model_states.declare("buffers", task.initial_buffers(self.device))
+        self._groups = task.groups
+        self._models = [_Model(own, data, settings, group) for group, own in enumerate(tasks_of(task))]
+        """What a client of each group replies, tried here."""
         self._begun = time.monotonic()
 
     # What the federation tells --------------------------------------------------------------------
 
     def declare(self, name: str, initial: Tensor) -> None:
         """Give every client a state of this name and initial value; nodes are told with the next message."""
-        self._model_states.declare(name, initial.to(self.device))
+        for model in self._models:
+            model.states.declare(name, initial.to(self.device))
         self._declared[name] = initial.detach().cpu()
         for delivered in self._delivered.values():
             delivered.discard(name)
@@ -151,41 +178,80 @@ class RemoteEngine(Distant):
         if request is not None:
             self._drop(request)
 
-    def farewell(self, patience: float = PARTING) -> None:
-        """Tell all nodes that the run is over."""
-        requests = []
-        for node in self._present():  # those too that were not asked, as nothing was left to do
-            with _tolerant(node):
-                requests.append(self._send(node, {"kind": "end"}, expected={}))
-        self.requests.deliver(requests, patience)
+    def farewell(self, linger: float = PARTING) -> None:
+        """Tell all nodes that the run is over; those that are not there, if they come back for so long."""
+        end, told = time.monotonic() + linger, set[int]()
+        first = True
+        while first or (set(self._known) - told and time.monotonic() < end):
+            requests = []
+            for node in self.requests.grid.nodes() - told:  # also who was not asked, or has just come
+                told.add(node)
+                with _tolerant(node):
+                    requests.append(self._send(node, {"kind": "end"}, expected={}))
+            self.requests.deliver(requests, PARTING if first else max(end - time.monotonic(), PAUSE))
+            first = False
+            time.sleep(PAUSE)
 
     # Nodes ----------------------------------------------------------------------------------------
 
     def _present(self) -> set[int]:
-        """The nodes that are there and host clients of this run; newcomers are greeted."""
+        """The nodes that are there and host clients of this run; newcomers are greeted.
+
+        Those that were left out are greeted too, and are there again when they have answered.
+        """
         there = self.requests.grid.nodes()
+        left_out = {node for node, silence in self._silent.items() if silence.until}
         for node, error in self.requests.caught():
             if (self.round, node) in self._warned:  # a node may try it as often as it likes
                 self.noted[error.kind] += 1
             else:
                 self._note(node, error)
                 self._warned = {(self.round, node), *(seen for seen in self._warned if seen[0] == self.round)}
-        for node, met in self._admission.met(there - set(self._known)).items():
+        for node, met in self._admission.met(there - (set(self._known) - left_out)).items():
             if isinstance(met, Failed):
-                self._note(node, met)
+                if node not in left_out:
+                    self._note(node, met)
+                continue
+            if node in left_out:
+                self._reported(node, met)
                 continue
             try:
                 self._admit(node, met, there)
             except Failed as error:
                 self._note(node, error)
                 self._admission.refuse(node, str(error))
-        return there & set(self._known)
+        left_out = {node for node, silence in self._silent.items() if silence.until}
+        return there & set(self._known) - left_out
+
+    def _missed(self, node: int) -> None:
+        """A node has left a request unanswered: after some it is not asked any more until it reports back.
+
+        The first time it may miss a few; who falls silent again and again is asked ever more seldom.
+        """
+        silence = self._silent.setdefault(node, Silence())
+        silence.misses += 1
+        if silence.misses >= (1 if silence.times else MISSES):
+            silence.times, silence.misses = silence.times + 1, 0
+            silence.until = time.monotonic() + self.requests.deadline * 2 ** (silence.times - 1)
+            silence.process = self._known[node].process
+            self._opened.discard(node)
+            told = "round %d, node %d (%s): left out until it reports back, as it does not answer"
+            log.warning(told, self.round, node, listed_names(self._known[node].names, 3))
+
+    def _reported(self, node: int, met: Introduction) -> None:
+        """A node that was left out has answered a greeting."""
+        silence = self._silent[node]
+        if met.process != silence.process or time.monotonic() > silence.until or self._needed:
+            silence.until = 0.0
+            log.warning("round %d, node %d: is back", self.round, node)
 
     def _admit(self, node: int, met: Introduction, there: set[int]) -> None:
         """Let a node that is new here take over its clients, if theirs is gone."""
         unknown = [name for name in met.names if name not in self._number]
         if unknown:
-            raise Failed("stranger", f"client {unknown[0]!r} is not in this run, which has begun without it")
+            raise Failed(
+                "stranger", f"client {shown(unknown[0])} is not in this run, which has begun without it"
+            )
         reason = unknown_label(met, self._data.labels)
         if reason is not None:
             raise Failed("stranger", reason)
@@ -194,7 +260,7 @@ class RemoteEngine(Distant):
         }
         taken = [number for number in mine if self._hosts.get(number) in there]
         if taken:
-            raise Failed("stranger", f"client {self.names[taken[0]]!r} is at another node already")
+            raise Failed("stranger", f"client {shown(self.names[taken[0]])} is at another node already")
         like = next(iter(self._known.values()))
         if met.samples != like.samples:
             raise Failed("stranger", f"its samples are {met.samples}, those of the others {like.samples}")
@@ -205,11 +271,12 @@ class RemoteEngine(Distant):
                 ]
                 if wrong:
                     raise Failed(
-                        "stranger", f"client {self.names[wrong[0]]!r} has other data than at the start"
+                        "stranger", f"client {shown(self.names[wrong[0]])} has other data than at the start"
                     )
         old = {self._hosts[number] for number in mine if number in self._hosts}
         self._hosts |= dict.fromkeys(mine, node)
         self._known[node] = met
+        self._admission.admitted(node, met)
         for gone in old - set(self._hosts.values()):
             self._known.pop(gone, None)
         log.info("node %d has taken over %d clients", node, len(mine))
@@ -232,6 +299,7 @@ class RemoteEngine(Distant):
             "numbers": numbers,
             "classes": self._data.classes,
             "labels": self._data.labels,
+            **self._groups_told(numbers),
             "at": min((one.at for one in back), default=self._exchange),
             "without": sorted({exchange for one in back for exchange in one.without}),
             "keep": sorted({exchange for one in back for exchange in one.keep}),
@@ -247,6 +315,12 @@ class RemoteEngine(Distant):
         self._delivered[node] = set()
         for number in numbers:
             self._back.pop(number, None)
+
+    def _groups_told(self, numbers: list[int]) -> dict[str, Any]:
+        """The group of each of these clients, and what groups there are, if any."""
+        if self._groups is None:
+            return {}
+        return {"groups": self._groups.of[numbers].tolist(), "entries": list(self._groups.entries)}
 
     def _send(
         self,
@@ -273,6 +347,8 @@ class RemoteEngine(Distant):
 
     def _received(self, request: Request) -> None:
         """A node has answered, so it has read what it was told."""
+        if request.node in self._silent:
+            self._silent[request.node].misses = 0
         for exchange in request.settled:
             self._settled.pop(exchange, None)
         if request.declared:
@@ -280,9 +356,11 @@ class RemoteEngine(Distant):
 
     def _note(self, node: int, error: Failed) -> None:
         """A fault of a node: a line in the log and a number in the round's notes."""
-        who = ", ".join(self._known[node].names[:3]) if node in self._known else "unknown clients"
+        who = listed_names(self._known[node].names, 3) if node in self._known else "unknown clients"
         log.warning("round %d, node %d (%s): %s: %s", self.round, node, who, error.kind, error)
         self.noted[error.kind] += 1
+        if error.kind in SLOW and node in self._known:
+            self._missed(node)
 
     # An exchange ----------------------------------------------------------------------------------
 
@@ -319,6 +397,7 @@ class RemoteEngine(Distant):
         failed: Failed | None = None
         first, reminded = True, time.monotonic()
         while first or waiting or closed or len(answers) < enough:
+            self._needed = not waiting and not first
             there = self._present()
             # Whoever is back is asked again only where the others are too few to go on.
             again = absent if first or len(answers) < enough else closed
@@ -356,14 +435,15 @@ class RemoteEngine(Distant):
                 log.warning("round %d: waiting for %d of %d nodes", self.round, len(absent), len(asked))
             if waiting or len(answers) < enough:
                 self.requests.grid.rest(PAUSE)
+        self._needed = False
         return answers
 
     def _faulty(self, node: int, error: Failed, absent: set[int]) -> None:
-        """Note a fault; the node may be asked again if it was only gone or late."""
+        """Note a fault; the node may be asked again if it was only gone or slow."""
         self._note(node, error)
         if error.kind in RETURNING:
             self._opened.discard(node)
-        if error.kind in (*RETURNING, "late"):
+        if error.kind in (*RETURNING, *SLOW):
             absent.add(node)
 
     def _ask(self, node: int, work: Work, places: np.ndarray) -> Request:
@@ -444,15 +524,15 @@ class RemoteEngine(Distant):
         """
         given = tuple((name, spec_of(value)) for name, value in sorted(work.shared.items()))
         own = tuple((name, spec_of(value[0])) for name, value in sorted(work.own.items()) if len(value))
-        key = (work.function, work.hyper, given, own)
+        group = 0 if self._groups is None or not len(work.numbers) else int(self._groups.of[work.numbers[0]])
+        key = (work.function, work.hyper, given, own, group)
         if key not in self._specs:
             one = np.zeros(1, dtype=np.int64)
             first = {name: value[:1] for name, value in work.own.items()}
             buffers = work.buffers
             start = buffers if buffers is None or buffers.dim() == 1 else buffers[:1]
             tried = replace(work, numbers=one, rounds=one + self.round, own=first, buffers=start)
-            outcome = self._model.run(self._model_states.attached(tried, self.policy))
-            self._model_states.check(work.function, outcome)
+            outcome = self._models[group].run(tried)
             sent = {name: spec_of(value[0]) for name, value in outcome.sent.items()}
             self._specs[key] = (sent, outcome.buffers is not None)
         return self._specs[key]
@@ -491,12 +571,15 @@ class RemoteEngine(Distant):
                     self._in_flight[job.client] = self._ask(node, work, np.zeros(1, dtype=np.int64))
 
     def due(self, queue: EventQueue, count: float, end: float, hyper: Any) -> tuple[list[Job], list[Job]]:
-        """The jobs that arrive next in real time, and those that will not."""
+        """The jobs that arrive next in real time, and those that will not; what is found at once arrives at
+        one instant.
+        """
         jobs: list[Job] = []
         lost: list[Job] = []
         reminded = time.monotonic()
         while len(queue) and not jobs:
             self.send(queue, hyper)
+            now = max(min(self.now(), end), queue.now)
             for job in list(queue):
                 request = self._in_flight.get(job.client)
                 if request is None or len(jobs) >= count:
@@ -519,14 +602,14 @@ class RemoteEngine(Distant):
                 del self._in_flight[job.client]
                 self._received(request)
                 queue.cancel(job.client)
-                job.finish = max(self.now(), queue.now)
+                job.finish = now
                 groups = answer[1]
                 sent = {name: value[0].to(self.device) for name, value in groups.get("sent", {}).items()}
                 trained = groups.get("buffers", {}).get("buffers")
                 buffers = None if trained is None else trained[0].to(self.device)
                 job.result = Outcome(np.array([job.client]), sent, {}, buffers)
                 jobs.append(job)
-            queue.wait_until(min(self.now(), max(end, queue.now)))
+            queue.wait_until(now)
             if self.now() > end:
                 break
             if not jobs:
@@ -615,6 +698,23 @@ def _tolerant(node: int, note: Callable[[int, Failed], None] | None = None) -> A
     except Failed as error:
         if note is not None:
             note(node, error)
+
+
+class _Model:
+    """A client of a group, on which the server finds out what a client function replies."""
+
+    def __init__(self, task: Task, data: ClientData, settings: FederationSettings, group: int) -> None:
+        self._engine, self._policy = _one_client(task, data, replace(settings, workers=1)), settings.buffers
+        device = self._engine.device
+        self.states = StateStore(1, device, groups=np.array([group]))
+        if task.buffer_size and self._policy == "local":
+            self.states.declare("buffers", task.initial_buffers(device))
+
+    def run(self, work: Work) -> Outcome:
+        """What it replies and keeps, checked."""
+        outcome = self._engine.run(self.states.attached(work, self._policy))
+        self.states.check(work.function, outcome)
+        return outcome
 
 
 def _one_client(task: Task, data: ClientData, settings: FederationSettings) -> LoopEngine:

@@ -10,8 +10,9 @@ one's accuracy and their mean beside it.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from sartor.federation.federation import Federation
 from sartor.federation.functions import maker, name_of
 from sartor.runs.metrics import scores, spread
 from sartor.runs.settings import Evaluate
+
+log = logging.getLogger(__name__)
 
 CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
 POOLED_BUDGET = 10**11
@@ -133,6 +136,8 @@ def measured_scores(classes: int | None) -> tuple[str, ...]:
 
 def shared_model(client: Client, hyper: Any, w: Tensor, statistics: Tensor | None = None) -> Reply:
     """The shared model; ``statistics`` stand in for buffers that clients keep to themselves."""
+    if client.task.common is not client.task:  # clients with models of their own evaluate this one too
+        return Reply(w=partial(client.task.common.outputs, w))
     if statistics is not None:
         client.buffers = statistics
     return Reply(w=w)
@@ -206,13 +211,32 @@ def _answers(federation: Federation, call: Call, clients: np.ndarray, split: str
     """What clients count on a split, one row each; a client that is gone has counted nothing."""
     replies = federation.ask(evaluation_of(call.function, split), clients, call.shared, call.each)
     answers = {name: value.double().cpu().numpy() for name, value in replies.values.items()}
-    if len(replies) == len(clients):
+    counted = replies.clients
+    if not federation.engine.pools:  # what clients elsewhere say that they have counted may be anything
+        good = _possible(answers, federation.engine.counts[split][counted])
+        for number in counted[~good].tolist():
+            log.warning(
+                "client %r: counts of its evaluation are no counts; left out", federation.names[number]
+            )
+        answers, counted = {name: rows[good] for name, rows in answers.items()}, counted[good]
+    if len(counted) == len(clients):
         return answers
-    places = np.flatnonzero(np.isin(clients, replies.clients))
+    places = np.flatnonzero(np.isin(clients, counted))
     filled = {name: np.zeros((len(clients), *rows.shape[1:])) for name, rows in answers.items()}
     for name, rows in answers.items():
         filled[name][places] = rows
     return filled
+
+
+def _possible(answers: dict[str, np.ndarray], samples: np.ndarray) -> np.ndarray:
+    """Which clients have counted as many samples as they have, each once."""
+    good: np.ndarray = answers["n"] == samples
+    if "confusion" in answers:
+        confusion = answers["confusion"]
+        whole = (confusion >= 0).all(axis=(1, 2)) & (confusion == np.round(confusion)).all(axis=(1, 2))
+        # Numbers beyond 2^24 are rounded in single precision.
+        good &= whole & (np.abs(confusion.sum(axis=(1, 2)) - samples) <= samples * 1e-6)
+    return good
 
 
 def _cell(answers: dict[str, np.ndarray]) -> Cell:

@@ -95,10 +95,13 @@ class Program:
 
 
 class Tracer:
-    """Runs programs up to their scans, and single steps of those; ``norms``: with the norms of results."""
+    """Runs programs up to their scans, and single steps of those; ``norms``: with the norms of results.
 
-    def __init__(self, task: Task, settings: FederationSettings, norms: bool) -> None:
-        self.task, self.settings, self.norms = task, settings, norms
+    ``most`` is the largest number of samples that a client has of each split.
+    """
+
+    def __init__(self, task: Task, settings: FederationSettings, most: dict[str, int], norms: bool) -> None:
+        self.task, self.settings, self.most, self.norms = task, settings, most, norms
         self.device = torch.device(settings.device)
 
     def advance(
@@ -271,6 +274,7 @@ class Tracer:
             buffers=buffers,
             frozen=self.settings.buffers == "freeze",
             evaluation_batch=self.settings.evaluation_batch,
+            most=self.most,
             seed=rows.origins[1] if rows.origins else self.settings.seed,
         )
         result = program.function(client, program.hyper, **fixed.arguments, **rows.arguments)
