@@ -327,7 +327,10 @@ def test_personal_models_that_both_sides_allow_are_counted(nursery: Nursery, fol
     stops = ("rounds=40", "hyper.lr=2.0", "stop.patience=1", "stop.metric=shared_pooled.loss")
     settings = (*stops, "evaluate.personal_models=yes")
     federation = Federation(nursery, "fedupdate", *settings, nodes=0)
-    reason = "outside this node's policy: the server asks for personal models .*which stay at this node; `sartor join --allow-personal"
+    reason = (
+        "outside this node's policy: the server asks for personal models .*which stay at this "
+        "node; `sartor join --allow-personal"
+    )
     keeping = federation.join(0)
     assert keeping.wait() == 2, keeping.output
     said = [line for line in keeping.output.splitlines() if "joined" not in line]
