@@ -335,7 +335,7 @@ def test_personal_models_that_both_sides_allow_are_counted(nursery: Nursery, fol
     assert len(said) == 1, keeping.output
     assert re.search(f"this node cannot take part: {reason}", said[0]), said
     federation.server.wait_for("the server asks for personal models")
-    assert re.search(f"node .*: failed: {reason}", federation.server.output), federation.server.output
+    assert re.search(f"node .*: refused: {reason}", federation.server.output), federation.server.output
     federation.nodes = [federation.join(node, "--allow-personal-models") for node in range(3)]
     expected, summary = simulated(folder, "fedupdate", *settings)
     assert_equal(federation.done(), expected)

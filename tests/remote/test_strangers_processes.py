@@ -21,7 +21,7 @@ from sartor.runs.experiment import Experiment, load
 from sartor.runs.setup import open_federation
 
 pytest.importorskip("flwr")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
+pytestmark = pytest.mark.slow
 
 __all__ = ["folder"]
 
