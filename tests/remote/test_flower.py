@@ -499,6 +499,7 @@ BY_ARRIVAL = ("fedasync",)
 NEEDS = {
     "fedbuff": ("hyper.buffer=6",),
     "fedfomo": ("data.validation=0.2",),
+    **dict.fromkeys(("fedmd", "feddf"), ("public.name=digits", "public.count=40")),
     **dict.fromkeys(BY_THE_CLOCK, ("hyper.deadline=600",)),
 }
 NORMALISED = (*(text for text in SETTINGS if "model." not in text), "model.name=resnet8", "model.norm=batch")
@@ -586,6 +587,12 @@ def test_nodes_that_train_one_client_on_the_fast_engine(nursery: Nursery, folder
     found = federation.done()
     for key, value in load_file(out / "models.safetensors").items():
         assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-6), key
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["fml", "heterofl", "fedmd"])
+def test_groups_come_through_kills(nursery: Nursery, folder: Path, name: str) -> None:
+    through_kills(nursery, folder, name, common=(*SETTINGS, 'models=[{name="mlp", hidden=8, every=2}]'))
 
 
 @pytest.mark.nightly
