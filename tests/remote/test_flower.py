@@ -531,6 +531,7 @@ BY_ARRIVAL = ("fedasync", "fedbuff")
 """Methods whose result depends on it all the same."""
 NEEDS = {
     "fedfomo": ("data.validation=0.2",),
+    **dict.fromkeys(("fedmd", "feddf"), ("public.name=digits", "public.count=40")),
     **dict.fromkeys(BY_THE_CLOCK, ("hyper.deadline=600",)),
 }
 NORMALISED = (*(text for text in SETTINGS if "model." not in text), "model.name=resnet8", "model.norm=batch")
@@ -618,6 +619,12 @@ def test_methods_that_differ_come_through_kills(
 
 def test_buffers_come_through_kills(nursery: Nursery, folder: Path) -> None:
     through_kills(nursery, folder, "fedbn", common=NORMALISED)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["fml", "heterofl", "fedmd"])
+def test_groups_come_through_kills(nursery: Nursery, folder: Path, name: str) -> None:
+    through_kills(nursery, folder, name, common=(*SETTINGS, 'models=[{name="mlp", hidden=8, every=2}]'))
 
 
 @pytest.mark.nightly
