@@ -168,7 +168,8 @@ def curve(name: str) -> str:
 
 def _variant(variant: str) -> str:
     """The network and the cohort of a variant of the setting."""
-    network = "an MLP with BatchNorm" if variant == "BatchNorm" else "an MLP"
+    networks = {"BatchNorm": "an MLP with BatchNorm", "two widths": "MLPs of 64 units, every other of 16"}
+    network = networks.get(variant, "an MLP")
     return f"{network}, {'all of them' if variant == 'everyone' else '10 of them'}"
 
 

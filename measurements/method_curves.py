@@ -23,14 +23,19 @@ import statistics
 import tempfile
 import time
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import sartor
 from sartor.algorithms import registered
+from sartor.data import Source
+from sartor.data.named import register_data
+from sartor.data.sources import load_source
 from sartor.errors import SartorError
 from sartor.model.networks import seeded
 from sartor.model.task import Task
@@ -57,23 +62,66 @@ RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 STEPS, SAMPLES = 8, 57
 """Of a client in a round: its mean number of steps, and of training samples."""
-FACTORS = {"fsvrg": STEPS, "a-fsvrg": SAMPLES, "ma-fsvrg": SAMPLES, "ga-fsvrg": SAMPLES}
+FACTORS = {
+    "fsvrg": STEPS,
+    "a-fsvrg": SAMPLES,
+    "ma-fsvrg": SAMPLES,
+    "ma-fsvrg-async": SAMPLES,
+    "ga-fsvrg": SAMPLES,
+}
 """How many times the rate of a step ``lr`` is, where it is divided by a client's steps or samples."""
 
-OWN: dict[str, dict[str, Any]] = {"fedasync": {"arrivals": 0, "deadline": 1.0}, "fedbuff": {"buffer": 5}}
-"""Hyper-parameters of asynchronous methods that would be none here: the default is one answer in a round, or
-ten of the ten clients at work.
+OWN: dict[str, dict[str, Any]] = {
+    "fedasync": {"arrivals": 0, "deadline": 1.0},
+    "fedbuff": {"buffer": 5},
+    "pfedhn": {"server_lr": 0.1},
+}
+"""Hyper-parameters whose defaults would be none here: one answer in a round, or ten of the ten clients at
+work, and for pFedHN a step of the server that is for thousands of rounds.
 """
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "BatchNorm": {},  # its network is made in Python
     "everyone": {"cohort": {"fraction": 1.0}},
+    "two widths": {"models": [{"name": "mlp", "hidden": 16, "every": 2}]},
 }
 """What differs from the setting for methods that cannot show themselves in it."""
-NEEDS = {"fedbn": "BatchNorm", "vrl-sgd": "everyone"}
+NEEDS = {
+    "fedbn": "BatchNorm",
+    "vrl-sgd": "everyone",
+    **dict.fromkeys(("heterofl", "fedrolex", "fml", "fedkd", "fedmd", "feddf"), "two widths"),
+}
 """The variant that a method needs; what it is compared with is measured there too."""
 REFERENCES = ("fedavg", "separate")
+SMALL = {"model": {"hidden": 16}}
+"""The network that all clients can hold, where they have two widths: FedAvg's, or shared beside their own."""
+WIDE = {"models": [{"name": "mlp", "hidden": 64, "every": 2, "first": 1}]}
+SMALL_SHARED = ("fml", "fedkd")
+PUBLIC = {"public": {"name": "mnist-8x8", "count": 500}}
+"""For methods that learn from public samples."""
+
+
+@register_data("mnist-8x8")
+def small_mnist(folder: Path) -> Source:
+    """MNIST without its margin, as small as the embedded digits."""
+    mnist = load_source("mnist", folder)
+    train, test = (
+        functional.interpolate(x[:, :, 4:24, 4:24], size=(8, 8), mode="area")
+        for x in (mnist.train_x, mnist.test_x)
+    )
+    return replace(mnist, name="mnist-8x8", train_x=train, test_x=test)
+
+
+def setting(algorithm: str, variant: str) -> dict[str, Any]:
+    """The experiment of a method in a variant of the setting."""
+    if registered()[algorithm].public:
+        return {**SETTING, **VARIANTS[variant], **PUBLIC}
+    if variant == "two widths" and not registered()[algorithm].own_models:
+        return {**SETTING, **SMALL}
+    if variant == "two widths" and algorithm in SMALL_SHARED:
+        return {**SETTING, **SMALL, **WIDE}
+    return {**SETTING, **VARIANTS[variant]}
 
 
 def entries() -> dict[str, tuple[str, str]]:
@@ -115,7 +163,7 @@ def measure(algorithm: str, variant: str, scratch: Path) -> dict[str, Any]:
         runs = [
             sartor.run(
                 algorithm,
-                experiment={**SETTING, **VARIANTS[variant]},
+                experiment=setting(algorithm, variant),
                 model=network(variant, seed),
                 seed=seed,
                 engine=ENGINE,
@@ -152,7 +200,7 @@ def choose_rate(
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         found = sartor.search(
             {algorithm: {**{key: [value] for key, value in fixed.items()}, "lr": rates}},
-            experiment={**SETTING, **VARIANTS[variant], "evaluate": {"every": 0, "personal_pooled": "no"}},
+            experiment={**setting(algorithm, variant), "evaluate": {"every": 0, "personal_pooled": "no"}},
             model=network(variant, SEARCH_SEED),
             method="grid",
             budget=len(rates),

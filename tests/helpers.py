@@ -49,8 +49,11 @@ plain other half, and two pairs have none.
 """
 _ALIKE = {f"{client}-{server}" for client in MECHANISMS for server in OPTIMIZERS} - set(PAIRS)
 _ALIKE |= {pair for pair, _ in NAMES.values()}
-METHODS = [name for name in sorted(registered()) if name not in _ALIKE]
-"""Every method by what differs: of ComFed's pairs those above, by their usual names where they have one."""
+METHODS = [name for name, kind in sorted(registered().items()) if name not in _ALIKE and not kind.public]
+"""Every method by what differs: of ComFed's pairs those above, by their usual names where they have one.
+
+Those that learn from public samples are tried where there are such.
+"""
 
 
 def classification(
@@ -272,3 +275,10 @@ def wait_until(happened: Callable[[], bool], started: subprocess.Popen[str]) -> 
         assert started.poll() is None, started.communicate()[1]
         assert time.monotonic() < end, "the process did not come to that"
         time.sleep(0.01)
+
+
+def personal_models(algorithm: Any, server: Any, federation: Federation) -> Tensor:
+    """Everyone's personal model."""
+    everyone = np.arange(federation.clients)
+    call = algorithm.personalize(server, everyone)
+    return federation.ask(call.function, everyone, call.shared, call.each)["w"]

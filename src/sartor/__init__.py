@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # a user's own value stays.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "run": "sartor.api",

@@ -32,9 +32,11 @@ def run(
     ``data="mine.py:load"``, ``model="net.py:build"``. ``clients``, ``rounds``, ``seed``, ``engine`` and
     ``device`` are settings of the experiment; every other one goes by section: ``hyper={"lr": 0.05}``,
     ``local={"epochs": 2}``, ``partition={"name": "dirichlet", "alpha": 0.1}``; ``engine`` is a name or such a
-    section. ``experiment`` is a TOML file or a mapping to start from; ``imports`` are files or modules of
-    your own to import first. ``store=False`` writes no run folder. ``observers`` are told what happens and
-    may stop the run: see :class:`~sartor.runs.observers.Observer`.
+    section. ``models`` are those of clients with models of their own: a list of mappings, each with a
+    ``model`` and who has it, as in ``{"model": "mlp", "hidden": 32, "every": 2}``. ``experiment`` is
+    a TOML file or a mapping to start from; ``imports`` are files or modules of your own to import first.
+    ``store=False`` writes no run folder. ``observers`` are told what happens and may stop the run:
+    see :class:`~sartor.runs.observers.Observer`.
 
     >>> import torch
     >>> x, y = torch.randn(40, 3), torch.arange(40) % 2
@@ -47,6 +49,7 @@ def run(
         inputs.experiment,
         data=inputs.data,
         task=inputs.task,
+        own=inputs.own,
         out=out,
         store=store,
         progress=progress,

@@ -220,7 +220,7 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys, runpy; sys.argv = ['sartor', '--help']\n"
         "try: runpy.run_module('sartor', run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end.code\n"
-        "heavy = {'torch', 'numpy', 'pyarrow', 'sklearn', 'matplotlib', 'pooch', 'safetensors'}\n"
+        "heavy = {'torch', 'numpy', 'pyarrow', 'sklearn', 'matplotlib', 'plotly', 'safetensors'}\n"
         "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or 0)\n"
     )
     done = completed([sys.executable, "-c", code])

@@ -442,15 +442,15 @@ class Sites:
     def refused(self, table: Path, state: str | None = None) -> str:
         """Why a node with this table cannot take part, which is all that it says."""
         node = self.join(table, state)
-        assert node.wait(60) == 2, node.output
+        assert node.wait() == 2, node.output
         said = [line for line in node.output.splitlines() if "joined" not in line]
         assert len(said) == 1, node.output
         return said[0].partition("cannot take part: ")[2]
 
     def done(self, nodes: Sequence[Child]) -> dict[str, Tensor]:
-        assert self.server.wait(120) == 0, self.server.output
+        assert self.server.wait() == 0, self.server.output
         for node in nodes:
-            assert node.wait(30) == 0, node.output
+            assert node.wait() == 0, node.output
         assert "Traceback" not in self.server.output
         return load_file(self.run / "models.safetensors")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from sartor.model.task import Task
 from sartor.remote.admission import Admission, assemble
 from sartor.remote.messages import Parts, read_header
 from sartor.remote.node import Node
+from sartor.remote.policy import Policy
 from sartor.remote.requests import Failed, Requests
 from sartor.remote.server import RemoteEngine
 from sartor.runs.experiment import from_mapping
@@ -68,6 +70,9 @@ class HereGrid:
         if sum(map(len, tensors)) > self.most[message]:
             raise Failed("oversized", "too large")
         return reply
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(min(seconds, 0.005))
 
     def forget(self, message: str) -> None:
         self.requests.pop(message, None)
@@ -147,7 +152,7 @@ def nodes_of(
             loads(block),
             None if folder is None else folder / str(place),
             task=task,
-            sends_personal=sends_personal,
+            policy=Policy(personal_models=sends_personal),
         )
         for place, block in enumerate(blocks, 1)
     }

@@ -37,7 +37,7 @@ KINDS = {section: dict(module._registry(section)) for section in CHOICES}
 KINDS["algorithm"] = {name: algorithm.Hyper for name, algorithm in module.registered().items()}
 ROWS = describe_settings()
 KEYS = sorted({row.key for row in ROWS})
-quick = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=20, suppress_health_check=list(HealthCheck))
 
 
 # -- what the settings allow, as strategies ---------------------------------------------------------
@@ -83,7 +83,9 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
     """Experiments as a user may write them, right in every setting."""
     algorithm = draw(st.sampled_from(ALGORITHMS))
     mapping: dict[str, Any] = {"algorithm": algorithm, "hyper": draw(tables(KINDS["algorithm"][algorithm]))}
-    mapping |= draw(tables(Experiment, skip=("algorithm", "imports", "transforms", *SECTIONS, "hyper")))
+    mapping |= draw(
+        tables(Experiment, skip=("algorithm", "imports", "transforms", "models", *SECTIONS, "hyper"))
+    )
     for section, cls in module._SECTIONS.items():
         code = ("path", "head") if section == "model" else ()  # which would have to be there
         table = draw(tables(cls, skip=("name", "settings", *code) if section != "engine" else ()))
@@ -93,6 +95,10 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
         mapping[section] = table
     names = draw(st.lists(st.sampled_from(["clip", "scale"]), max_size=3))
     mapping["transforms"] = [{"name": name, **draw(tables(TRANSFORMS[name]))} for name in names]
+    every = draw(st.lists(st.integers(1, 9), max_size=2))
+    mapping["models"] = [
+        {"name": "mlp", **draw(tables(KINDS["model"]["mlp"])), "every": number} for number in every
+    ]
     return mapping
 
 
@@ -141,7 +147,7 @@ def test_a_valid_experiment_survives_being_written_and_read(
     assert fingerprint(again) == fingerprint(experiment)
     assert to_mapping(again) == to_mapping(experiment) == read_toml(path)
     for key, value in mapping.items():
-        if not isinstance(value, dict) and key != "transforms":
+        if not isinstance(value, dict) and key not in ("transforms", "models"):
             assert getattr(experiment, key) == value
     assert [type(made) for made in experiment.transforms] == [
         TRANSFORMS[entry["name"]] for entry in mapping["transforms"]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sartor import random
+from sartor.client.law import Law
 from sartor.errors import SettingError
 from sartor.model.optimizers import Optimizer, adam, chain, decay, momentum
 from sartor.model.task import Batch, Change, Frozen, Objective, Pass, Penalty, Task
@@ -29,10 +30,11 @@ Direction = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of one scan: ``steps`` of them, or ``epochs`` passes over the samples.
+    """The batches of one scan: ``steps`` of them, or ``epochs`` passes over the samples, ``times`` as many.
 
-    The last, short batch of a pass is kept. ``size`` 0 takes all samples at once. Shuffled batches come from
-    the keyed stream named ``stream``: two scans of one round that name the same see the same batches.
+    With a ``law`` the epochs of every client are drawn. The last, short batch of a pass is kept. ``size`` 0
+    takes all samples at once. Shuffled batches come from the keyed stream named ``stream``: two scans of one
+    round that name the same see the same batches.
     """
 
     split: str = "train"
@@ -41,6 +43,8 @@ class Batches:
     steps: int = 0
     shuffled: bool = False
     stream: str = "batch"
+    times: int = 1
+    law: Law | None = None
 
     def width(self, most: int) -> int:
         """Samples per batch, where the largest client has ``most``."""
@@ -50,12 +54,13 @@ class Batches:
         """Batches of one pass over n samples; for integers, arrays and tensors."""
         return (n + width - 1) // width
 
-    def count(self, n: Any) -> Any:
-        """Steps that a client with n samples takes: none without samples."""
+    def count(self, n: Any, epochs: Any = None) -> Any:
+        """Steps that a client with n samples takes: none without samples. ``epochs`` are those drawn."""
         width = self.size
         if self.steps:
-            return self.steps * (n > 0)
-        return self.epochs * (self.per_epoch(n, width) if width else 1 * (n > 0))
+            return self.times * self.steps * (n > 0)
+        epochs = self.epochs if epochs is None else epochs
+        return self.times * epochs * (self.per_epoch(n, width) if width else 1 * (n > 0))
 
 
 class Scan(Protocol):
@@ -68,7 +73,15 @@ class Scan(Protocol):
 
 
 class Client:
-    """One client, as a client function sees it: its number, its samples through methods, nothing else."""
+    """One client, as a client function sees it: its number, its samples through methods, nothing else.
+
+    >>> def train(client, hyper, w, mine):  # mine is not sent: it is what this client kept
+    ...     def direction(w_k, batch):
+    ...         return client.grad(w_k, batch) + 0.1 * (w_k - mine)
+    ...
+    ...     w_k = client.descend(w, direction, lr=hyper.lr)
+    ...     return Reply(w=w_k).keep(mine=w_k)
+    """
 
     def __init__(
         self,
@@ -82,6 +95,7 @@ class Client:
         buffers: Tensor | None,
         frozen: bool,
         evaluation_batch: int,
+        most: dict[str, int],
         seed: int | Tensor = 0,
     ) -> None:
         self.task = task
@@ -93,6 +107,8 @@ class Client:
         self._frozen = frozen
         self._scan = scan
         self._evaluation_batch = evaluation_batch
+        self._most = most
+        """Of each split, the most samples that a client has which runs in one batch with this one."""
         self._seed = seed
 
     @property
@@ -166,6 +182,36 @@ class Client:
 
         return self.scan(add, torch.zeros_like(like), Batches(split, self._evaluation_batch))
 
+    def gather(
+        self,
+        quantity: Callable[[Batch], Tensor],
+        like: Tensor,
+        split: str = "train",
+        *,
+        most: int = 0,
+        stream: str = "",
+    ) -> tuple[Tensor, Tensor]:
+        """A row for each sample of a split, and which rows are real: others are there to fill up.
+
+        ``quantity`` gives a row shaped as ``like`` for every sample of a batch. With ``most`` there are so
+        many rows at most, the first ones; with a ``stream`` samples come in an order that is drawn from it.
+        What is made of the rows must not depend on how many fill up.
+        """
+        length = max(1, min(most or self._most[split], self._most[split]))
+
+        def add(carry: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+            rows, filled = carry
+            new = quantity(batch)
+            places = filled + torch.arange(len(new), device=new.device)
+            fits = places < length if batch.weight is None else (places < length) & (batch.weight > 0)
+            places = torch.where(fits, places, length).view(-1, *[1] * like.dim())
+            return rows.scatter(0, places.expand_as(new), new), filled + fits.sum()
+
+        empty = like.new_zeros((length + 1, *like.shape)), torch.zeros_like(self.n)
+        batches = Batches(split, self._evaluation_batch, shuffled=bool(stream), stream=stream or "batch")
+        rows, filled = self.scan(add, empty, batches)
+        return rows[:length], torch.arange(length, device=rows.device) < filled
+
     def full_gradient(self, w: Tensor) -> Tensor:
         """∇f_i(w): the gradient of the mean loss over all training samples."""
         return self.mean(lambda batch: self.grad(w, batch, track=False), like=w)
@@ -205,16 +251,29 @@ class Client:
     # The local loop -------------------------------------------------------------------------------
 
     def batches(
-        self, *, epochs: int | None = None, steps: int | None = None, stream: str = "batch"
+        self,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        stream: str = "batch",
+        split: str = "train",
+        times: int = 1,
     ) -> Batches:
         """The shuffled training batches of the ``local`` settings, or so many epochs or steps of them."""
+        law = None
         if epochs is None and steps is None:
-            epochs, steps = self.local.epochs, self.local.steps
-        return Batches("train", self.local.batch, epochs or 0, steps or 0, shuffled=True, stream=stream)
+            epochs, steps, law = self.local.most_epochs, self.local.steps, self.local.law
+        size = self.local.batch
+        return Batches(split, size, epochs or 0, steps or 0, True, stream, times, law)
+
+    def epochs(self, batches: Batches) -> Tensor | None:
+        """The epochs that are drawn for this client in this round; None where all do as many."""
+        return None if batches.law is None else batches.law.epochs(self._seed, self.round, self.number)
 
     def steps(self, *, epochs: int | None = None, steps: int | None = None) -> Tensor:
         """K_i: how many steps :meth:`descend` takes with these arguments."""
-        count: Tensor = self.batches(epochs=epochs, steps=steps).count(self.n)
+        batches = self.batches(epochs=epochs, steps=steps)
+        count: Tensor = batches.count(self.n, self.epochs(batches))
         return count
 
     def rate(self, lr: float | Tensor) -> float | Tensor:
@@ -241,13 +300,15 @@ class Client:
         updates: int = 1,
         only: Tensor | None = None,
         stream: str = "batch",
+        split: str = "train",
     ) -> Tensor:
         """Local training from ``w``: K_i steps against ``direction(w_k, batch)``, by default the gradient.
 
         The ``local`` settings say how many steps, which optimiser, momentum and weight decay; ``epochs`` or
         ``steps`` override the amount. ``updates`` steps are taken on every batch. ``only`` is a boolean
         vector: what is false in it does not move, not by momentum or weight decay either. The optimiser
-        starts afresh each time.
+        starts afresh each time. ``split`` says on which samples; ``union`` is for
+        :meth:`~sartor.federation.federation.Federation.together` alone.
         """
         follow = direction or self.grad
 
@@ -255,7 +316,16 @@ class Client:
             return follow(w_k, batch), memory
 
         return self.descend_with(
-            w, plain, (), lr=lr, epochs=epochs, steps=steps, updates=updates, only=only, stream=stream
+            w,
+            plain,
+            (),
+            lr=lr,
+            epochs=epochs,
+            steps=steps,
+            updates=updates,
+            only=only,
+            stream=stream,
+            split=split,
         )[0]
 
     def descend_with(
@@ -270,8 +340,13 @@ class Client:
         updates: int = 1,
         only: Tensor | None = None,
         stream: str = "batch",
+        times: int = 1,
+        split: str = "train",
     ) -> tuple[Tensor, Carry]:
-        """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned."""
+        """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned.
+
+        ``times`` multiplies the number of steps, for methods that need several batches for one.
+        """
         rate = self.rate(lr)
         optimizer = _optimizer(self.local)
         carry: dict[str, Any] = {"w": w, "slots": optimizer.init(w), "memory": memory}
@@ -289,7 +364,8 @@ class Client:
             after = {"w": w_k, "slots": slots, "memory": memory}
             return after if self.buffers is None else {**after, "buffers": self.buffers}
 
-        carry = self.scan(body, carry, self.batches(epochs=epochs, steps=steps, stream=stream))
+        batches = self.batches(epochs=epochs, steps=steps, stream=stream, split=split, times=times)
+        carry = self.scan(body, carry, batches)
         self.buffers = carry.get("buffers")
         return carry["w"], carry["memory"]
 

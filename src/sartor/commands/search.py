@@ -82,7 +82,7 @@ def search(
         experiment=experiment,
         budget=budget,
         method=method,
-        seeds=parse_seeds(seeds),
+        seeds=parse_seeds(seeds, experiment.get("search"), seed),
         together=together,
         out=out,
         progress=sys.stderr.isatty(),

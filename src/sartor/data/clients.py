@@ -26,6 +26,8 @@ from sartor.errors import DataError
 from sartor.settings import shown
 
 SPLITS = ("train", "test", "validation")
+MOST_CLASSES = 2**20
+"""Labels are below this: a model has an output for each class."""
 POOLED_CLIENTS = 100
 """Lazy clients whose test samples are the pooled test set where none is given."""
 Samples: TypeAlias = "tuple[Any, Any]"
@@ -54,6 +56,10 @@ class Split:
         """The same samples with a function applied to ``x``."""
         return dataclasses.replace(self, x=function(self.x))
 
+    def some(self, clients: np.ndarray) -> Split:
+        """Those of some clients, in this order."""
+        return dataclasses.replace(self, start=self.start[clients], count=self.count[clients])
+
 
 @dataclass(frozen=True, eq=False)
 class LazySplit(Split):
@@ -79,6 +85,15 @@ class LazySplit(Split):
 
         return dataclasses.replace(self, x=function(self.x), fetch=fetch)
 
+    def some(self, clients: np.ndarray) -> Split:
+        """Those of some clients, in this order."""
+        return dataclasses.replace(
+            self,
+            start=self.start[clients],
+            count=self.count[clients],
+            fetch=lambda client: self.fetch(int(clients[client])),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
@@ -99,6 +114,8 @@ class ClientData:
     hash: str
     name: str
     labels: tuple[str, ...] | None = None
+    public_x: torch.Tensor | None = None
+    """Samples without labels that server and clients know, where there are any."""
 
     @property
     def clients(self) -> int:
@@ -114,6 +131,17 @@ class ClientData:
             validation=None if self.validation is None else self.validation.to(device),
             pooled_x=self.pooled_x.to(device),
             pooled_y=self.pooled_y.to(device),
+            public_x=None if self.public_x is None else self.public_x.to(device),
+        )
+
+    def some(self, clients: np.ndarray) -> ClientData:
+        """Some of the clients, in this order."""
+        return dataclasses.replace(
+            self,
+            names=tuple(self.names[number] for number in clients.tolist()),
+            train=self.train.some(clients),
+            test=self.test.some(clients),
+            validation=None if self.validation is None else self.validation.some(clients),
         )
 
 
@@ -577,13 +605,12 @@ def tensor_y(
         return torch.from_numpy(np.searchsorted(np.array(labels), array).astype(np.int64))
     with np.errstate(invalid="ignore"):  # nan is reported as not whole
         whole = array == np.trunc(array)
-    wrong = ~(whole & (array >= 0) & (array < 2**31))
+    wrong = ~(whole & (array >= 0) & (array < MOST_CLASSES))
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise DataError(
-            f"{where}: labels are whole numbers from 0, got {array[row]} in sample {row}; "
-            "use regression=True for targets"
-        )
+        beyond = whole[row] and array[row] > 0
+        cure = f"there are at most {MOST_CLASSES} classes" if beyond else "use regression=True for targets"
+        raise DataError(f"{where}: labels are whole numbers from 0, got {array[row]} in sample {row}; {cure}")
     return torch.from_numpy(array.astype(np.int64))
 
 

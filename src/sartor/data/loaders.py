@@ -17,7 +17,7 @@ import torch
 from sartor.data.apportion import cut
 from sartor.data.clients import SPLITS, ClientData, Samples, from_clients, relabel, tensor_x, tensor_y
 from sartor.data.partitions import Partition, apply, make_partition
-from sartor.data.readers import read_npz
+from sartor.data.readers import check_file, check_fits, read_npz
 from sartor.data.schemes import Scheme
 from sartor.data.sources import Source
 from sartor.data.streams import stream
@@ -220,8 +220,12 @@ def _read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
     import pyarrow
     from pyarrow import csv, parquet
 
+    check_file(path)
+    check_fits(path, path.stat().st_size)
     try:
         if path.suffix.lower() in (".parquet", ".pq"):
+            groups = parquet.read_metadata(path)
+            check_fits(path, sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)))
             table = parquet.read_table(path)
         elif path.suffix.lower() == ".csv":
             types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
@@ -229,8 +233,6 @@ def _read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
         else:
             raise DataError(f"{path}: expected a name that ends in .csv or .parquet")
         names = list(table.column_names)
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a table ({' '.join(str(error).split())[:200]})") from None
     twice = {name for name in names if names.count(name) > 1}

@@ -7,6 +7,7 @@ from typing import Any
 
 from sartor.data.labels import check_labels
 from sartor.errors import DataError, SettingError
+from sartor.extensions import function_file
 from sartor.settings import setting
 
 OWN_DATA = "own"
@@ -44,6 +45,34 @@ class Data:
                 check_labels(self.labels)
             except DataError as error:
                 raise SettingError(f"data.labels: {error}") from None
+
+
+@dataclass(frozen=True)
+class Public:
+    """Samples without labels that the server and all clients know, for methods that learn from such."""
+
+    name: str | None = setting(None, "the public data set; its training samples are taken, without labels")
+    path: str | None = setting(
+        None, "own public data instead of `name`: a function, as in mine.py:load, that gives a Source"
+    )
+    count: int = setting(0, "how many of its samples, drawn by the seed; 0: all", low=0)
+    normalise: bool = setting(True, "whether they are scaled to mean 0 and deviation 1, by themselves")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are any."""
+        return self.name is not None or self.path is not None
+
+    def __post_init__(self) -> None:
+        """One source at most, and none of a file's."""
+        if self.name is not None and self.path is not None:
+            raise SettingError("public.name: the samples are those of public.path; give one of them")
+        if self.path is not None and function_file(self.path) is None:
+            raise SettingError(
+                f"public.path = {self.path!r}: expected a function in a file, as in mine.py:load"
+            )
+        if self.count and not self.wanted:
+            raise SettingError("public.count: of no samples; give public.name or public.path too")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ too. A download has a temporary name until it is checked, so a file with its pro
 from __future__ import annotations
 
 import gzip
+import http.client
 import importlib.util
 import os
 import shutil
@@ -25,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from sartor.data.apportion import apportion
+from sartor.data.download import fetch, user_cache
 from sartor.data.readers import Bytes, read_cifar, read_idx, read_npz
 from sartor.data.streams import stream
 from sartor.errors import DataError
@@ -128,9 +130,7 @@ def data_folder(folder: str | Path | None = None) -> Path:
     """The folder for data files: the given one, else ``SARTOR_DATA``, else the user's cache."""
     if folder or os.environ.get("SARTOR_DATA"):
         return Path(folder or os.environ["SARTOR_DATA"]).expanduser()
-    import pooch
-
-    return Path(pooch.os_cache("sartor"))
+    return user_cache()
 
 
 def load_source(name: str, folder: str | Path | None = None) -> Source:
@@ -355,6 +355,17 @@ SOURCES: Registry[Origin | Loader] = Registry("sartor.data", "data set", _PUBLIC
 """The data sets by name, those of users and of installed packages included."""
 
 
+_FAILURES = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    http.client.HTTPException,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+)
+
+
 def _download(name: str, origin: Origin, folder: Path) -> None:
     """Fetch the missing files into the data folder, or say which files are wanted and where to put them."""
     missing = [file for file in origin.files if origin.find(folder, file) is None]
@@ -364,7 +375,7 @@ def _download(name: str, origin: Origin, folder: Path) -> None:
             continue
         try:
             _retrieve(name, download, folder)
-        except (OSError, ValueError, tarfile.TarError, zipfile.BadZipFile, KeyError, EOFError) as error:
+        except _FAILURES as error:
             reason = " ".join(str(error).split())[:300]
             still = [file for file in origin.files if origin.find(folder, file) is None]
             raise DataError(
@@ -376,25 +387,18 @@ def _download(name: str, origin: Origin, folder: Path) -> None:
 
 def _retrieve(name: str, download: Download, folder: Path) -> None:
     """Download one file, check it, and unpack the members if it is an archive."""
-    import pooch
-
     place = folder / download.file
-    pooch.get_logger().setLevel("WARNING")
-    downloader = pooch.HTTPDownloader(progressbar=_Bar(name), chunk_size=1 << 16, timeout=30)
     if not download.members:
         with _made(place.parent):
-            pooch.retrieve(
-                download.url, f"md5:{download.md5}", place.name, place.parent, downloader=downloader
-            )
+            fetch(download.url, download.md5, place, f"downloading {name}")
         return
     with (
         _made(place.parent),
         tempfile.TemporaryDirectory(dir=place.parent, prefix=".download-") as temporary,
     ):
-        path = pooch.retrieve(
-            download.url, f"md5:{download.md5}", place.name, temporary, downloader=downloader
-        )
-        with _Archive(Path(path)) as archive:
+        path = Path(temporary) / place.name
+        fetch(download.url, download.md5, path, f"downloading {name}")
+        with _Archive(path) as archive:
             for file, member in download.members:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 with (
@@ -440,34 +444,3 @@ class _Archive:
         if content is None:
             raise KeyError(f"{member} is not a file in the archive")
         return content
-
-
-class _Bar:
-    """A progress bar in the shape pooch asks for; silent where the output is no terminal."""
-
-    def __init__(self, name: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self.task = self.progress.add_task(f"downloading {name}", total=None)
-        self.total = 0
-        self.done = 0
-
-    def update(self, number: int) -> None:
-        """Some bytes more."""
-        if self.done == 0:
-            self.progress.start()
-        self.done += number
-        self.progress.update(self.task, completed=min(self.done, self.total), total=self.total or None)
-
-    def reset(self) -> None:
-        """Begin to count again."""
-        self.done = 0
-
-    def close(self) -> None:
-        """The download is over."""
-        with suppress(RuntimeError):
-            self.progress.stop()

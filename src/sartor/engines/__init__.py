@@ -6,21 +6,24 @@ Imports the federation's contract and what lies below it. No algorithm imports a
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
+from sartor.engines.grouped import GroupedEngine
 from sartor.engines.loop import LoopEngine
 from sartor.engines.sharded import ShardedEngine, world
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.federation.engine import Engine
 from sartor.federation.federation import Answers, Federation
+from sartor.federation.grouped import GroupedFederation
 from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
 
-__all__ = ["choose_engine", "make_engine", "make_federation"]
+__all__ = ["choose_engine", "federation_of", "make_engine", "make_federation"]
 
 ENGINES: dict[str, type[LocalEngine]] = {"loop": LoopEngine, "stacked": StackedEngine}
 
@@ -36,6 +39,9 @@ def choose_engine(name: str, task: Task, device: str, x: Tensor, y: Tensor) -> s
     grouped. A model that cannot be stacked at all runs on the loop engine everywhere, which is said; where
     ``stacked`` was asked for, that is an error.
     """
+    if task.groups is not None:  # one for all groups that have clients: the loop where one of them needs it
+        own = [choose_engine(name, task.groups.tasks[group], device, x, y) for group in set(task.groups.of)]
+        return "loop" if "loop" in own else own[0]
     if name == "stacked":
         task.require_stackable(x, y)
     if name != "auto":
@@ -53,7 +59,8 @@ def make_engine(
     name: str, task: Task, data: ClientData, settings: FederationSettings, origins: Origins | None = None
 ) -> Engine:
     """The named engine, over all processes of a run."""
-    engine = ENGINES[name](task, data, settings, origins)
+    make = ENGINES[name] if task.groups is None else partial(GroupedEngine, ENGINES[name])
+    engine = make(task, data, settings, origins)
     return ShardedEngine(engine) if world() > 1 else engine
 
 
@@ -62,4 +69,12 @@ def make_federation(
 ) -> Federation:
     """A federation on the named engine; ``settings`` are those of :class:`FederationSettings`."""
     made = FederationSettings(**settings)
-    return Federation(task, make_engine(engine, task, data, made), made, answers=answers)
+    return federation_of(task, make_engine(engine, task, data, made), made, answers=answers)
+
+
+def federation_of(
+    task: Task, engine: Engine, settings: FederationSettings, *, answers: Answers | None = None
+) -> Federation:
+    """The federation over an engine, of the kind that the clients' models need."""
+    kind = Federation if task.groups is None else GroupedFederation
+    return kind(task, engine, settings, answers=answers)

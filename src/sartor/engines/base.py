@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sartor.data.clients import ClientData, Split
+from sartor.data.clients import ClientData, LazySplit, Split
 from sartor.engines.samples import Samples, samples_of
 from sartor.federation.engine import Engine
 from sartor.federation.settings import FederationSettings
@@ -22,6 +22,13 @@ class Origins:
     """Each client's number in its run: what keys its randomness."""
     seeds: np.ndarray
     """The seed of its run."""
+
+
+def union_size(data: ClientData) -> int:
+    """How many training samples all clients have together, which lie in one piece; 0 where they do not."""
+    train = data.train
+    here = not isinstance(train, LazySplit) and int(train.count.sum()) == len(train.y)
+    return len(train.y) if here else 0
 
 
 class LocalEngine(Engine):
@@ -44,5 +51,17 @@ class LocalEngine(Engine):
         everyone = np.zeros(data.clients, dtype=np.int64)
         pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + len(data.pooled_y))
         self.samples["pooled"] = samples_of(pooled, self.device)
+        train = self.samples["train"]
+        if origins is None and union_size(
+            data
+        ):  # clients of several runs, or at a node, are not to be joined
+            whole = Split(train.x, train.y, everyone, everyone + union_size(data))
+            self.samples["union"] = samples_of(whole, self.device)
+        if data.public_x is not None:
+            # In place of labels the places of samples: what is known of each is found by them.
+            places = torch.arange(len(data.public_x))
+            public = Split(data.public_x, places, everyone, everyone + len(places))
+            self.samples["public"] = samples_of(public, self.device)
+            self.public = self.samples["public"].x
         self.counts = {name: samples.counts for name, samples in self.samples.items()}
         self.blank = torch.zeros_like(self.samples["train"].x[:1])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sartor.data.clients import ClientData, Split
-from sartor.engines.base import Origins
+from sartor.engines.base import Origins, union_size
 from sartor.engines.samples import Samples
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.federation.engine import Engine
@@ -47,6 +47,8 @@ class SeedEngine(Engine):
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
         self.counts = {**counts, "pooled": np.full(data.clients, len(data.pooled_y), dtype=np.int64)}
+        if union_size(data):
+            self.counts["union"] = np.full(data.clients, union_size(data), dtype=np.int64)
         self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
         self.first = 0
         """The number of its first client in the shared engine."""
@@ -195,6 +197,8 @@ class _Shared:
         origins = Origins(numbers, np.repeat(seeds, counts))
         self._engine = StackedEngine(first.task, _one_after_the_other(data), first.settings, origins)
         self._engine.samples["pooled"] = _pooled(data, first.device)
+        if all(map(union_size, data)):
+            self._engine.samples["union"] = _unions(data, self._engine.samples["train"], first.device)
 
     def answers(self, asked: Sequence[tuple[SeedEngine, Work]]) -> list[Outcome]:
         """Do what several runs ask for in one call."""
@@ -266,6 +270,13 @@ def _pooled(every: Sequence[ClientData], device: torch.device) -> Samples:
         np.repeat([len(data.pooled_y) for data in every], clients),
     )
     return Samples(pooled, device)
+
+
+def _unions(every: Sequence[ClientData], train: Samples, device: torch.device) -> Samples:
+    """The training data of all clients of each client's own run, where they lie one run after the other."""
+    clients, sizes = [data.clients for data in every], [union_size(data) for data in every]
+    start = np.repeat(np.cumsum([0, *sizes[:-1]]), clients)
+    return Samples(Split(train.x, train.y, start, np.repeat(sizes, clients)), device)
 
 
 def _same_pool(one: ClientData, other: ClientData) -> bool:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sartor.engines.base import LocalEngine
 from sartor.errors import SartorError, SettingError
 from sartor.federation.engine import Engine
 from sartor.federation.exchange import NOBODY, Outcome, Work
@@ -110,10 +109,10 @@ def first_said(text: str | None) -> str | None:
 class ShardedEngine(Engine):
     """Trains this rank's share of the clients by another engine, and receives the rest from the others."""
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.inner = engine
         self.name, self.device, self.names = engine.name, engine.device, engine.names
-        self.counts, self.blank = engine.counts, engine.blank
+        self.counts, self.blank, self.public = engine.counts, engine.blank, engine.public
 
     def run(self, work: Work) -> Outcome:
         """Run a share of the work here, and gather what the ranks have done."""

@@ -33,6 +33,8 @@ class Engine(ABC):
     """How many samples every client has in each split; ``pooled`` are the same for all."""
     blank: Tensor
     """One sample of zeros."""
+    public: Tensor | None = None
+    """Samples without labels that server and clients know, where there are any."""
     pools = True
     """Whether the pooled test data are at hand, where any client can be asked about them."""
 

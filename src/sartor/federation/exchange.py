@@ -28,6 +28,10 @@ class NobodyAnswered(Exception):
     """No reply arrived in an exchange: the round ends and leaves everything as it was."""
 
 
+class PerGroup(tuple[Any, ...]):
+    """A value for each group of clients, where they have models of their own: by the group's number."""
+
+
 class Reply:
     """What a client sends back; :meth:`keep` adds what stays with it.
 
@@ -60,11 +64,22 @@ class Replies:
     ages: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """For collected jobs: how many rounds ago each started."""
     given: dict[str, Tensor] = field(default_factory=dict)
-    """For collected jobs: what the server had sent to each as ``shared``, one row per client."""
+    """For collected jobs: what the server had sent, as ``shared`` or as ``each``, one row per client."""
     folded: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Quantities that were added up as clients answered: the mean by p'_i, and the sum."""
+    groups: dict[int, Replies] = field(default_factory=dict)
+    """The replies of each group, where clients have models of their own."""
+
+    @property
+    def by_group(self) -> dict[int, Replies]:
+        """The replies of each group that answered, by its number; all in group 0 where there are none."""
+        return self.groups or {0: self}
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.values and any(name in part.values for part in self.groups.values()):
+            raise SartorError(
+                f"replies: {name!r} has another shape in each group of clients; take it from by_group"
+            )
         if name in self.folded:
             raise SartorError(
                 f"replies: {name!r} was added up as clients answered (fold); there are its mean() and sum() "
@@ -161,6 +176,12 @@ def personal(function: ClientFunction) -> ClientFunction:
     """Mark a client function whose reply is a client's own: its model, or what belongs to it.
 
     Nodes of a real federation evaluate such a model and do not send it, unless they were told that they may.
+
+    >>> @personal
+    ... def own_model(client, hyper, v):
+    ...     return Reply(w=v)
+    >>> is_personal(own_model)
+    True
     """
     function.personal = True  # type: ignore[attr-defined]
     return function
@@ -173,7 +194,17 @@ def is_personal(function: ClientFunction) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """A client function with what it is sent: the argument of ``map`` as a value."""
+    """A client function with what it is sent: the arguments of ``map`` as a value.
+
+    An algorithm's ``personalize`` gives one, for whoever is evaluated: ``shared`` goes to every client, of
+    ``each`` a client is sent its own row.
+
+    >>> def refined(client, hyper, w):
+    ...     return Reply(w=client.descend(w, lr=hyper.lr, epochs=1))
+    >>> call = Call(refined, shared={"w": torch.zeros(3)})
+    >>> call.function.__name__, list(call.shared), call.each
+    ('refined', ['w'], {})
+    """
 
     function: ClientFunction
     shared: Arguments = field(default_factory=dict)
@@ -353,6 +384,31 @@ def joined(parts: list[Replies]) -> Replies:
         values={name: torch.cat([part.values[name] for part in parts]) for name in first.values},
         ages=np.concatenate([part.ages for part in parts]),
         given={name: torch.cat([part.given[name] for part in parts]) for name in first.given},
+    )
+
+
+def joined_groups(parts: dict[int, Replies], numbers: np.ndarray) -> Replies:
+    """The replies of several groups as one, in the order of these clients.
+
+    Of what they sent, that of one shape in all groups; the rest is in each group's alone.
+    """
+    everyone = list(parts.values())
+    first = everyone[0]
+    alike = [
+        name
+        for name, value in first.values.items()
+        if all(part.values[name].shape[1:] == value.shape[1:] for part in everyone)
+    ]
+    clients = np.concatenate([part.clients for part in everyone])
+    place = {number: at for at, number in enumerate(numbers.tolist())}
+    order = np.argsort([place[number] for number in clients.tolist()], kind="stable")
+    index = to_device(order, first.device)
+    return replace(
+        first,
+        clients=clients[order],
+        counts=np.concatenate([part.counts for part in everyone])[order],
+        values={name: torch.cat([part.values[name] for part in everyone])[index] for name in alike},
+        groups=parts,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from sartor import random
 from sartor.client.settings import Local
-from sartor.errors import SartorError
+from sartor.errors import SartorError, SettingError
 from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
 from sartor.federation.engine import Distant, Engine
 from sartor.federation.exchange import (
@@ -33,6 +34,7 @@ from sartor.federation.exchange import (
     ClientFunction,
     NobodyAnswered,
     Outcome,
+    PerGroup,
     Replies,
     Reply,
     Sums,
@@ -47,6 +49,7 @@ from sartor.federation.passage import Passage
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
+from sartor.model.groups import tasks_of
 from sartor.model.task import Task
 
 log = logging.getLogger(__name__)
@@ -56,8 +59,8 @@ MOST_CHECKS = 256
 """Exchanges on a GPU after which the host looks whether their replies were fit to be used."""
 MOST_NAMED = 20
 """Clients of which the log says that not all of their samples count."""
-IDLE = 1.0
-"""The virtual time that passes in an exchange for which nobody is there, so that someone can come."""
+UNIT = 1.0
+"""The virtual time of an exchange for which nobody is there, so that someone can come, or with no client."""
 
 
 @dataclass
@@ -107,8 +110,10 @@ class Federation:
             self.states.declare("buffers", self.buffers)
         self._answers = answers
         self._passage = Passage(settings.transforms, self)
-        self._streams: dict[int, int] = {}
-        """What keyed each client's last job."""
+        self._streams: dict[str, int] = {}
+        """What keyed each client's last job of a client function."""
+        self._last: tuple[Call, Tensor | None] | None = None
+        """The call of the last dispatch, and the float buffers at that time."""
 
     @property
     def local(self) -> Local:
@@ -145,6 +150,8 @@ class Federation:
         if round > 1:
             self._passage.check()
         self._round, self._exchanges, self.answered = round, 0, 0
+        self.heard: np.ndarray | None = None
+        """Whose answers the last exchange that was waited for has used; None where there was none."""
         if self._distant is not None:
             self._distant.round = round
         self.notes: dict[str, Any] = {}
@@ -194,11 +201,37 @@ class Federation:
     @property
     def splits(self) -> tuple[str, ...]:
         """The parts that the clients' data have: train, test, and validation where there is any."""
-        return tuple(name for name in self.engine.counts if name != "pooled")
+        return tuple(name for name in self.engine.counts if name not in ("pooled", "union", "public"))
+
+    def union(self) -> int:
+        """How many training samples all clients have together, for :meth:`together`.
+
+        An error where they are not in one place: at real machines, or fetched client by client.
+        """
+        if "union" in self.engine.counts:
+            return int(self.engine.counts["union"][0])
+        where = "on other machines" if self._distant is not None else "fetched client by client (lazy data)"
+        raise SartorError(f"{self.method}: needs the data of all clients in one place, but they are {where}")
+
+    @property
+    def public(self) -> Tensor:
+        """The public samples, which server and clients know; an error where there are none."""
+        if self.engine.public is None:
+            raise SettingError(f"{self.method}: learns from public samples; say which, by public.name")
+        return self.engine.public
 
     def initial(self) -> Tensor:
         """The model that a run starts from."""
         return self.task.initial(self._device)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The task of each group of clients; one where all have the same model."""
+        return tasks_of(self.task)
+
+    def initial_models(self) -> Tensor | PerGroup:
+        """The model that clients start from, for each group of them where they have models of their own."""
+        return self.initial()
 
     def initial_buffers(self) -> Tensor:
         """The float buffers that a run starts from; of length 0 for a model without any."""
@@ -232,9 +265,10 @@ class Federation:
             return None if replies is None else replies["buffers"].mean(dim=0)
         return self.states["buffers"].mean(dim=0).to(self._device)
 
-    def declare(self, **initial: Tensor) -> None:
+    def declare(self, **initial: Tensor | PerGroup) -> None:
         """Give every client a state of this name and initial value; client functions take it by name."""
         for name, value in initial.items():
+            value = value[0] if isinstance(value, PerGroup) else value
             self.states.declare(name, value.to(self._device))
             if self._distant is not None:
                 self._distant.declare(name, value)
@@ -270,7 +304,7 @@ class Federation:
             replies = self._accept(function, outcome, self.buffers)
         if not len(replies):
             self._nobody()
-        self.answered = len(replies)
+        self.answered, self.heard = len(replies), replies.clients
         return replies
 
     def _block(self) -> int:
@@ -314,6 +348,27 @@ class Federation:
         if buffers and before is not None and len(replies):
             self._take_buffers(replies, before, torch.cat(buffers))
         return replies
+
+    def together(
+        self, function: ClientFunction, shared: Arguments | None = None, hyper: Any = None
+    ) -> dict[str, Tensor]:
+        """What one virtual client replies that has the training data of all, as the split ``union``.
+
+        That is a reference and no federation: nobody is away or late, no transform acts, nothing is sent, and
+        it takes a unit of virtual time.
+        """
+        self.union()  # refuses where there is none
+        shared, each, first = self._arguments([0], shared, None)
+        self._exchanges += 1
+        outcome = self._run(function, first, self._rounds(first), shared, each, self.buffers, hyper=hyper)
+        if not self._good(function, first, outcome).all():
+            self._nobody()
+        if outcome.buffers is not None:
+            self.buffers = outcome.buffers[0]
+        self.queue.wait_until(self.now + UNIT)
+        self.answered, self.updates = 1, self.updates + 1
+        self.notes |= {"time": self.now, "updates": self.updates}
+        return {name: value[0] for name, value in outcome.sent.items()}
 
     def ask(
         self,
@@ -394,16 +449,18 @@ class Federation:
             drawn = uniform(self._world, "dispatch", numbers, self.round, self._exchanges)
             idle[np.argsort(np.where(idle, drawn, np.inf), kind="stable")[room:]] = False
         started, each = self._select(numbers, each, idle)
+        name = name_of(function)
         function, shared, each = self._passage.down(function, started, shared, each)
         self._send_down(shared, each, len(started))
         durations = self.conditions.delay.durations(self._world, self.round, started)
-        call = Call(function, shared)
+        call = self._call(function, shared)
         for place, (client, duration) in enumerate(zip(started.tolist(), durations.tolist(), strict=True)):
             row = {name: value[place] for name, value in each.items()}
-            stream = self._streams.get(client, -1)
-            # A client that starts again in the same round gets batches of its own.
+            work = f"{client} {name}"
+            stream = self._streams.get(work, -1)
+            # A client that does the same work again in one round gets batches of its own.
             stream = stream + (1 << 32) if stream & 0xFFFFFFFF == self.round else self.round
-            self._streams[client] = stream
+            self._streams[work] = stream
             finish = self.now + duration
             job = Job(client, self.round, stream, self.now, finish, call, self.buffers, row)
             self.queue.start(job)
@@ -412,12 +469,30 @@ class Federation:
             self._take_notes()
         return started
 
+    def _call(self, function: ClientFunction, shared: dict[str, Tensor]) -> Call:
+        """The call of the last dispatch where it is the same one: what it sends lies there once."""
+        if self._last is not None:
+            call, buffers = self._last
+            same = call.function is function and call.shared.keys() == shared.keys()
+            if same and buffers is self.buffers and all(call.shared[name] is shared[name] for name in shared):
+                return call
+        self._last = Call(function, shared), self.buffers
+        return self._last[0]
+
     def collect(self, count: int | None = None, within: float | None = None) -> Replies:
         """Wait for the next ``count`` answers, or for those that arrive ``within`` a time; in that order.
 
         Waiting ends early when nobody is at work any more. Only now do the states of those clients move.
         """
         return joined(self.arrivals(count, within))
+
+    def collect_next(self, most: int) -> Replies:
+        """Wait for the next answer; with it come those that arrive at the same instant, at most so many."""
+        arrived = self.arrivals(1)
+        if most > 1:
+            with suppress(NobodyAnswered):
+                arrived += self.arrivals(most - 1, within=0.0)
+        return joined(arrived)
 
     def arrivals(self, count: int | None = None, within: float | None = None) -> list[Replies]:
         """What :meth:`collect` gives, piece by piece: the answers of a piece are of one client function."""
@@ -432,7 +507,7 @@ class Federation:
         if have < wanted and within is not None and len(self.queue):
             self.queue.wait_until(end)
         elif not have:
-            self.queue.wait_until(begin + (IDLE if within is None else within))
+            self.queue.wait_until(begin + (UNIT if within is None else within))
         self.notes["time"] = self.now
         arrived = [replies for replies in arrived if len(replies)]
         if not arrived:
@@ -494,7 +569,7 @@ class Federation:
             self._arrival(job, "arrivals")
         given = {}
         if jobs:
-            received = [self._passage.received(job.call) for job in jobs]
+            received = [self._passage.received(job.call, job.each) for job in jobs]
             given = {name: torch.stack([one[name] for one in received]) for name in received[0]}
         ages = np.array([self.round - job.round for job in jobs], dtype=np.int64)
         return replace(replies, ages=ages, given=given)
@@ -578,7 +653,7 @@ class Federation:
         arrived &= ~self._lost(asked, self.round, self._exchanges)
         patience = deadline if late else durations[arrived].max(initial=0.0)
         if not len(asked):
-            patience = IDLE
+            patience = UNIT
         self.queue.wait_until(self.now + float(patience))
         self.notes["time"] = self.now
         # Whoever's answer will not arrive need not be trained: neither side keeps anything of it.
@@ -702,7 +777,7 @@ class Federation:
                 raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
 
     def _nobody(self) -> NoReturn:
-        self.answered = 0
+        self.answered, self.heard = 0, np.zeros(0, dtype=np.int64)
         raise NobodyAnswered
 
     def _count(self, name: str, amount: int) -> None:
@@ -745,7 +820,7 @@ class Federation:
             "traffic": [self.traffic.down, self.traffic.up],
             "updates": self.updates,
             "now": self.now,
-            "streams": {str(client): stream for client, stream in self._streams.items()},
+            "streams": dict(self._streams),
             "calls": [self._passage.name_of_call(call.function) for call, _ in calls],
             "jobs": jobs,
         }
@@ -772,7 +847,7 @@ class Federation:
         plain = saved["plain"]
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]
-        self._streams = {int(client): stream for client, stream in plain["streams"].items()}
+        self._streams = dict(plain["streams"])
         self.queue = EventQueue()
         self.queue.wait_until(plain["now"])
         calls = [
@@ -821,6 +896,8 @@ class Federation:
         return numbers
 
     def _tensor(self, value: Any) -> Tensor:
+        if isinstance(value, PerGroup):
+            (value,) = value
         if isinstance(value, np.ndarray):
             return to_device(value, self._device)
         return as_tensor(value, self.task.dtype, self._device).to(self._device)

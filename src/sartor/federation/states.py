@@ -45,6 +45,11 @@ PIECE_BYTES = 16 << 20
 """How much of a file is in memory at once where all of it is gone through."""
 
 
+def grouped_name(name: str, group: int) -> str:
+    """The name of a state at the clients of a group, where it has another shape in each."""
+    return f"{name}@{group}"
+
+
 class StateStore:
     """Named states of all clients, each a table with one row per client.
 
@@ -58,10 +63,14 @@ class StateStore:
     [[1.0, 1.0], [0.0, 0.0]]
     """
 
-    def __init__(self, clients: int, device: torch.device, where: str = "auto") -> None:
+    def __init__(
+        self, clients: int, device: torch.device, where: str = "auto", groups: np.ndarray | None = None
+    ) -> None:
         if where not in WHERE:
             raise SartorError(f"engine.states = {where!r}: must be one of {', '.join(WHERE)}")
         self.clients, self.device, self.where = clients, device, where
+        self._groups = groups
+        """The group of every client, where states may have another shape in each."""
         self._tables: dict[str, _Table] = {}
         self._folder: Path | None = None
         self._continues = True
@@ -95,11 +104,17 @@ class StateStore:
 
     def rows(self, name: str, numbers: np.ndarray) -> Tensor:
         """The states of some clients, on the device."""
-        return self._tables[name].read(numbers).to(self.device)
+        return self._tables[self.table_of(name, numbers)].read(numbers).to(self.device)
 
     def write(self, name: str, numbers: np.ndarray, rows: Tensor) -> None:
         """Replace the states of some clients, each given once."""
-        self._tables[name].write(numbers, rows)
+        self._tables[self.table_of(name, numbers)].write(numbers, rows)
+
+    def table_of(self, name: str, numbers: np.ndarray) -> str:
+        """The name of the table that holds a state of these clients, all of one group."""
+        if name in self._tables or self._groups is None or not len(numbers):
+            return name
+        return grouped_name(name, int(self._groups[numbers[0]]))
 
     def save(self) -> dict[str, Tensor]:
         """What :meth:`load` needs, on the host: the rows ever written, or where they lie in a file.
@@ -131,6 +146,18 @@ class StateStore:
                 table = self._tables[name] = self._file_table(name, initial)
                 table.load({part: saved[f"{name}.{part}"] for part in _FileTable.INDEX}, self._folder)
 
+    @property
+    def bytes_per_client(self) -> int:
+        """What a client's states take, in the mean where they differ between groups."""
+        total = 0
+        for name, table in self._tables.items():
+            _, grouped, group = name.rpartition("@")
+            holders = self.clients
+            if grouped and self._groups is not None:
+                holders = int((self._groups == int(group)).sum())
+            total += table.initial.nbytes * holders
+        return round(total / max(1, self.clients))
+
     def names_for(self, work: Work) -> list[str]:
         """The states that a client function takes: its arguments that are not sent."""
         given = {*work.shared, *work.own}
@@ -161,7 +188,9 @@ class StateStore:
                 )
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tables
+        return name in self._tables or (
+            self._groups is not None and grouped_name(str(name), int(self._groups[0])) in self._tables
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tables)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from sartor import random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry, call, find_function
+from sartor.kernels.device import free_bytes
 from sartor.model.task import Task
 from sartor.settings import setting
 
@@ -183,10 +184,28 @@ def make_task(name: str, settings: Any, shape: Shape, classes: int | None, seed:
         raise SettingError(
             f"model.name = {name!r}: classifies, but the data has no classes; give a model of your own"
         )
+    check_size(name, settings, tuple(shape), classes)
     module = seeded(lambda: settings.build(tuple(shape), classes), seed)
     if not isinstance(module, nn.Module):
         raise SettingError(f"model {name}: build() gives a {type(module).__name__}, expected an nn.Module")
-    return Task(module, classes=classes, head=getattr(settings, "head", None), name=name)
+    task = Task(module, classes=classes, head=getattr(settings, "head", None), name=name)
+    task.drawn = True
+    return task
+
+
+def check_size(name: str, settings: Any, shape: Shape, classes: int) -> None:
+    """Refuse a network of ours that does not fit into memory, before it is made."""
+    if not type(settings).__module__.startswith("sartor."):  # whoever adds a network may count on one call
+        return
+    with torch.device("meta"):
+        module = settings.build(shape, classes)
+    needed = sum(value.nbytes for value in module.state_dict().values())
+    free = free_bytes(torch.device("cpu"))
+    if needed > free:
+        raise SettingError(
+            f"model {name}: has {needed / 1e9:.1f} GB of parameters for {classes} classes, and "
+            f"{free / 1e9:.1f} GB of memory are free; take a smaller one"
+        )
 
 
 def seeded(build: Callable[[], Built], seed: int, index: int = 0) -> Built:

@@ -16,7 +16,8 @@ import copy
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from torch.utils._pytree import tree_leaves
 from sartor import random
 from sartor.errors import NotStackable, SartorError
 from sartor.kernels.convolution import conv2d
+
+if TYPE_CHECKING:
+    from sartor.model.groups import Groups
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Penalty = Callable[[Tensor], Tensor]
@@ -135,6 +139,11 @@ class Task:
         name: str = "custom",
     ) -> None:
         self.name = name
+        self.drawn = False
+        """Whether the initial numbers were drawn for this run, and so cannot have been trained."""
+        self.groups: Groups | None = None
+        """What clients have instead, where they have models of their own."""
+        self._common: Task | None = None
         self.loss_function: Loss = loss or _cross_entropy
         self.classes = classes
         self.head_path = head
@@ -181,6 +190,21 @@ class Task:
                 f"model {name}: the stages {', '.join(stages)} do not cover all of its parameters"
             )
 
+    # Models of clients' own -----------------------------------------------------------------------
+
+    @property
+    def common(self) -> Task:
+        """The task that all clients know, where they have models of their own; else this one."""
+        return self._common or self
+
+    @common.setter
+    def common(self, task: Task) -> None:
+        self._common = task
+
+    def of_client(self, number: int) -> Task:
+        """The task of a client."""
+        return self if self.groups is None else self.groups.tasks[int(self.groups.of[number])]
+
     # The vectors ----------------------------------------------------------------------------------
 
     def initial(self, device: torch.device | str = "cpu") -> Tensor:
@@ -213,6 +237,11 @@ class Task:
         """Where each parameter lies in the vector, by its name in the module."""
         return dict(self._parameters.places)
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each parameter, by its name in the module."""
+        return dict(self._parameters.shapes)
+
     def select(self, paths: Iterable[str]) -> tuple[Part, Part]:
         """The parameters and the float buffers of some modules, named by path or as ``head``.
 
@@ -221,6 +250,11 @@ class Task:
         named = [self._declared_head() if path == "head" else path for path in paths]
         parameters = self._part("selected", named) if named else Part("selected", ())
         return parameters, self._buffers_below("selected", named)
+
+    def outside(self, paths: Iterable[str]) -> tuple[Part, Part]:
+        """The parameters and the float buffers that :meth:`select` leaves of the model."""
+        parameters, buffers = self.select(paths)
+        return self.rest(parameters), Part("rest", _gaps(buffers.slices, self.buffer_size))
 
     def norms(self) -> tuple[Part, Part]:
         """The parameters and the running statistics of all BatchNorm layers, found by their type."""
@@ -266,17 +300,10 @@ class Task:
         return Part(name, _merge(slices))
 
     def _rest(self, name: str, parts: list[Part]) -> Part:
-        taken = sorted((piece.start, piece.stop) for part in parts for piece in part.slices)
-        slices, position = [], 0
-        for start, stop in [*taken, (self.size, self.size)]:
-            if start < position and stop > start:
-                raise SartorError(
-                    f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap"
-                )
-            if start > position:
-                slices.append(slice(position, start))
-            position = max(position, stop)
-        return Part(name, tuple(slices))
+        taken = sorted((piece for part in parts for piece in part.slices), key=lambda piece: piece.start)
+        if any(piece.start < before.stop for before, piece in pairwise(taken)):
+            raise SartorError(f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap")
+        return Part(name, _gaps(taken, self.size))
 
     # The functions --------------------------------------------------------------------------------
 
@@ -607,6 +634,13 @@ class _Layout:
 def _below(key: str, path: str) -> bool:
     """Whether a name is a module's path or lies below it; the empty path is the whole module."""
     return not path or key == path or key.startswith(path + ".")
+
+
+def _gaps(slices: Iterable[slice], size: int) -> tuple[slice, ...]:
+    """What lies between slices that are sorted and apart, from 0 to ``size``."""
+    edges = [0, *(edge for piece in slices for edge in (piece.start, piece.stop)), size]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return tuple(slice(start, stop) for start, stop in pairs if start < stop)
 
 
 def _merge(slices: list[slice]) -> tuple[slice, ...]:

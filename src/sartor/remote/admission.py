@@ -20,10 +20,12 @@ import torch
 from sartor.data.clients import SPLITS, ClientData, Moments, Split
 from sartor.data.expect import unexpected
 from sartor.data.labels import check_labels, listed, other_kind
+from sartor.data.public import hash_of
 from sartor.errors import DataError
 from sartor.remote.messages import DTYPES, Groups, readable, spec_of
 from sartor.remote.requests import Failed, Request, Requests
 from sartor.runs.experiment import Experiment, code_of, portable
+from sartor.runs.setup import public_samples
 from sartor.settings import shown
 
 LONGEST_TEXT = 200
@@ -126,6 +128,9 @@ class Admission:
         self._owners = owners or Owners()
         self._code = {code.name: code.sha256 for code in code_of(experiment)}
         """What nodes must have imported, by name."""
+        public = public_samples(experiment)
+        self._public = None if public is None else hash_of(public)
+        """What the public samples are that nodes must have, too."""
         self._greetings: dict[int, Request] = {}
         self._refused: dict[int, float] = {}
         """Nodes that are not greeted, and since when."""
@@ -185,7 +190,7 @@ class Admission:
             return True
 
     def _hello(self, node: int) -> Request:
-        told = {"experiment": portable(self._experiment), "code": self._code}
+        told = {"experiment": portable(self._experiment), "code": self._code, "public": self._public}
         return self._requests.send(node, {"kind": "hello", **told})
 
     def admitted(self, node: int, met: Introduction) -> None:

@@ -148,6 +148,10 @@ NODE_PATHS = frozenset(
         "confirm-message-received",
     )
 )
+STIRRING = frozenset(
+    f"/v1/fleet/{call}" for call in ("activate-node", "deactivate-node", "push-messages", "push-object")
+)
+"""What the server waits for."""
 REFUSED = (401, 403, 404, 412, 413)
 """Answers of a server that knows what is asked of it and does not do it."""
 REASON = "sartor-refused"
@@ -222,6 +226,12 @@ class SuperLink:
         self.lasting = database is not None
         self._lock = None if database is None else _locked(database)
         app = _application(database)
+        # Of what is there for other paths than nodes', every layer would cost each of their calls.
+        app.user_middleware = [
+            layer
+            for layer in app.user_middleware
+            if not layer.cls.__name__.startswith(("Control", "Runtime"))
+        ]
         # The innermost: what it sees is authenticated.
         app.user_middleware.append(Middleware(BaseHTTPMiddleware, dispatch=self._door))
         app.state.enable_supernode_auth = keys is not None
@@ -238,11 +248,12 @@ class SuperLink:
         self._task = 0
         self._run = (self._last_run(anew) if self.lasting else 0) or self._start_run()
         self._caught: deque[tuple[int, Failed]] = deque(maxlen=MOST_CAUGHT)
+        self._stirred = threading.Event()
         self._listener = Listener(_bound(host, port))
         self.port = int(self._listener.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
-                _FleetOnly(app, self._keys, self._listener, self._takes),
+                _FleetOnly(app, self._keys, self._listener, self._takes, self._stirred),
                 log_level="error",
                 log_config=None,
                 access_log=False,
@@ -384,6 +395,11 @@ class SuperLink:
     def _joined(self, node: int) -> str:
         found = self._state.get_node_info(node_ids=[node])
         return str(found[0].last_activated_at) if found else ""
+
+    def rest(self, seconds: float) -> None:
+        """Wait until a node has joined, left or sent something, for so long at most."""
+        if self._stirred.wait(seconds):
+            self._stirred.clear()
 
     def forget(self, message: str) -> None:
         """Remove a message and its reply."""
@@ -689,9 +705,10 @@ class _FleetOnly:
         keys: frozenset[bytes] | None,
         listener: Listener,
         takes: Callable[[bytes, int, Callable[[], bool]], bool],
+        stirred: threading.Event,
     ) -> None:
         self._app, self._keys, self._listener, self._limits = app, keys, listener, Limits()
-        self._takes = takes
+        self._takes, self._stirred = takes, stirred
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -748,6 +765,8 @@ class _FleetOnly:
             return waiting.pop() if waiting else await receive()
 
         await self._app(scope, whole, send)
+        if scope["path"] in STIRRING:
+            self._stirred.set()
 
 
 def _claimed_key(headers: Mapping[bytes, bytes]) -> bytes:

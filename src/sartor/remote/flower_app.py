@@ -18,6 +18,7 @@ from sartor.extensions import is_file
 from sartor.files import write
 from sartor.remote.messages import HEADER, Parts, readable
 from sartor.remote.requests import Failed
+from sartor.remote.serve import require_deployable
 from sartor.runs.experiment import Experiment, code_of, portable, toml_text
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def call(message, context):
 
 def write_app(folder: Path, experiment: Experiment) -> list[Path]:
     """An application of Flower's that runs the experiment; nothing that exists is written over."""
+    require_deployable(experiment)
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "pyproject.toml": PROJECT,
@@ -160,6 +162,10 @@ class StockGrid:
             return parts
         return None
 
+    def rest(self, seconds: float) -> None:
+        """Nothing says when something arrives."""
+        time.sleep(seconds)
+
     def forget(self, message: str) -> None:
         """Flower removes what was fetched; what was not goes when its time is over."""
         self._next.pop(message, None)
@@ -180,11 +186,14 @@ class StockGrid:
 def answer(message: Message, context: Any) -> Message:
     """A node's reply to a message; ``--node-config 'data="..." state="..."'`` says where its data lie.
 
-    ``import="mine.py,..."`` there names code of the node's own, which must be the server's.
+    ``import="mine.py,..."`` there names code of the node's own, which must be the server's; ``policy`` is a
+    file that says what the node agrees to.
     """
+    from sartor.remote.audit import Audit
     from sartor.remote.flower_content import from_content, reply_to
     from sartor.remote.join import loader
     from sartor.remote.node import Node
+    from sartor.remote.policy import node_policy
     from sartor.runs.experiment import import_given
 
     settings = context.node_config
@@ -199,12 +208,9 @@ def answer(message: Message, context: Any) -> Message:
         settings.get("client-column"),
         settings.get("label-column"),
     )
-    allowed = settings.get("allow-personal-models", False)
-    if not isinstance(allowed, bool):
-        raise SartorError(
-            f"flower-supernode --node-config: allow-personal-models is true or false, got {allowed!r}"
-        )
-    node = Node(load, Path(str(settings["state"])), sends_personal=allowed)
+    policy = node_policy(settings.get("policy"), settings.get("allow-personal-models", False))
+    state = Path(str(settings["state"]))
+    node = Node(load, state, policy=policy, audit=Audit(state))
     node.recall()
     reply = node.handle(from_content(message.content))
     if node.refusal:

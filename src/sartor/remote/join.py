@@ -22,8 +22,10 @@ from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import function_file
 from sartor.files import OWNER_ALONE, private_folder, write
 from sartor.remote.addresses import is_loopback, split_address
+from sartor.remote.audit import Audit
 from sartor.remote.keys import own_key, read_key
 from sartor.remote.node import Load, Node
+from sartor.remote.policy import Policy
 from sartor.runs.experiment import Experiment, anchored, import_named
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,17 @@ def _from_function(path: str, experiment: Experiment) -> ClientData:
     return data
 
 
+def _known(path: Path) -> dict[str, int]:
+    """By address the number that this node has at a server, as it was stored."""
+    try:
+        numbers = json.loads(path.read_bytes()) if path.exists() else {}
+    except (OSError, ValueError, RecursionError):
+        numbers = None
+    if not isinstance(numbers, dict) or not all(type(number) is int for number in numbers.values()):
+        raise SartorError(f"{path}: damaged; remove it, and servers take this node for a new one")
+    return numbers
+
+
 def join(
     address: str,
     load: Load,
@@ -81,12 +94,12 @@ def join(
     insecure: bool = False,
     patience: float = 600.0,
     device: str = "cpu",
-    sends_personal: bool = False,
+    policy: Policy | None = None,
     show: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Take part in the run of a server until it ends; a server that is gone is waited for.
 
-    A server that asks for personal models gets them only if ``sends_personal``.
+    ``policy`` is what this node agrees to; what it is asked for and what leaves it is logged in ``state``.
     """
     from sartor.remote.flower import FleetLink, Lost, clocks_apart
 
@@ -99,8 +112,10 @@ def join(
     private_folder(state)
     own = read_key(key) if key is not None else own_key(state / "key.pem")
     known = state / "known.json"
-    numbers: dict[str, int] = json.loads(known.read_text()) if known.exists() else {}
-    node = Node(load, state / "runs", device=device, sends_personal=sends_personal)
+    numbers = _known(known)
+    policy, audit = policy or Policy(), Audit(state)
+    audit.add("started", f"Started to join {address}, with its policy.", policy=policy.to_mapping())
+    node = Node(load, state / "runs", device=device, policy=policy, audit=audit)
     link = FleetLink(
         address, own, certificates=certificates, insecure=certificates is None, known=numbers.get(address, 0)
     )
@@ -117,6 +132,7 @@ def join(
                         node.renew()
                     numbers[address] = link.known
                     write(known, json.dumps(numbers).encode(), OWNER_ALONE)
+                    audit.add("joined", f"Joined the server {address} as node {link.known}.")
                     show(f"joined {address} as node {link.known}")
                     if link.ahead and not apart:
                         apart = True

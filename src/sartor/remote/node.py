@@ -13,6 +13,7 @@ A client's number is the same as in a simulation of the whole federation, so its
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -31,25 +32,30 @@ from torch import Tensor
 from sartor.algorithms import registered
 from sartor.data.clients import SPLITS, ClientData, Moments, prepare, relabel
 from sartor.data.expect import check_expected, check_range
+from sartor.data.public import hash_of
 from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
-from sartor.extensions import imported
+from sartor.extensions import imported, installed
 from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
-from sartor.federation.states import StateStore
+from sartor.federation.states import StateStore, grouped_name
 from sartor.federation.transforms import Transforms, read_shapes
 from sartor.files import OWNER_ALONE, private_folder, write
+from sartor.model.groups import build_groups, tasks_of
 from sartor.model.networks import build_task
 from sartor.model.task import Task
+from sartor.remote.audit import Audit, answered, introduced
+from sartor.remote.form import check_form
 from sartor.remote.journal import Journal, rows_of
 from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, readable, version
+from sartor.remote.policy import Policy, Refused
 from sartor.runs import experiment as experiments
-from sartor.runs.evaluation import shared_model
+from sartor.runs.evaluation import evaluation_of, shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
-from sartor.runs.setup import federation_settings, resolve
+from sartor.runs.setup import federation_settings, public_samples, resolve, with_public
 from sartor.settings import build, shown
 
 log = logging.getLogger(__name__)
@@ -58,10 +64,9 @@ Load = Callable[[Experiment], ClientData]
 """Gives a node's clients: their raw samples, split as the experiment says."""
 OPENED, DECLARED = "opened.json", "declared.tensors"
 METHOD = "method.txt"
-OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number")
+OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number", "groups", "entries")
 COMMON = (shared_model, own_buffers)
 """Client functions of any method's evaluation."""
-STAY = ", which stay at this node; `sartor join --allow-personal-models` lets them go"
 
 
 class Closed(SartorError):
@@ -85,10 +90,14 @@ class Hosted:
         self.engine = make_engine(resolved.engine.name, task, data, settings, origins)
         self.policy, self.numbers = settings.buffers, numbers
         self.transforms = Transforms(settings.transforms)
-        self.states = StateStore(len(numbers), self.engine.device, settings.states)
-        self.buffers = task.initial_buffers(self.engine.device) if task.buffer_size else None
-        if self.buffers is not None and self.policy == "local":
-            self.states.declare("buffers", self.buffers)
+        self.groups = task.groups
+        of = None if task.groups is None else task.groups.of
+        self.states = StateStore(len(numbers), self.engine.device, settings.states, of)
+        self._buffers = [own.initial_buffers(self.engine.device) for own in tasks_of(task)]
+        for group, buffers in enumerate(self._buffers if self.policy == "local" else ()):
+            if buffers.numel():
+                name = "buffers" if task.groups is None else grouped_name("buffers", group)
+                self.states.declare(name, buffers)
         self._place = {number: place for place, number in enumerate(numbers.tolist())}
 
     def places(self, numbers: Any) -> np.ndarray:
@@ -97,6 +106,18 @@ class Hosted:
             return np.array([self._place[number] for number in numbers], dtype=np.int64)
         except (KeyError, TypeError):
             raise BadMessage("malformed", "it asks clients that are not at this node") from None
+
+    def group(self, places: np.ndarray) -> int:
+        """The group of clients that are asked together; 0 where there are none."""
+        if self.groups is None:
+            return 0
+        if len(np.unique(self.groups.of[places])) > 1:
+            raise BadMessage("malformed", "it asks clients of different models together")
+        return int(self.groups.of[places[0]])
+
+    def buffers(self, group: int) -> Tensor | None:
+        """The float buffers that clients of a group start from, where their model has any."""
+        return self._buffers[group] if self._buffers[group].numel() else None
 
     def declare(self, name: str, initial: Tensor) -> None:
         """A state that every client here begins with."""
@@ -117,7 +138,7 @@ class Hosted:
 class Node:
     """The clients of one machine. ``task`` stands in for the model that the experiment names.
 
-    What is the clients' own, their personal models and what they keep, is sent only if ``sends_personal``.
+    ``policy`` says what it agrees to, ``audit`` keeps what it was asked for and what has left it.
     """
 
     def __init__(
@@ -127,10 +148,11 @@ class Node:
         *,
         task: Task | None = None,
         device: str = "cpu",
-        sends_personal: bool = False,
+        policy: Policy | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._load, self._folder, self._device = load, folder, device
-        self._sends_personal = sends_personal
+        self._policy, self._audit = policy or Policy(), audit or Audit(None)
         self._given_task = task
         self._told = ""
         self._code: dict[str, str] = {}
@@ -164,21 +186,21 @@ class Node:
                     "install the same version"
                 )
             answers = {
-                "hello": self._greeted,
+                "hello": self._hello,
                 "open": self._open,
                 "call": self._call,
                 "end": self._end,
                 "fail": self._fail,
                 "refuse": self._refuse,
             }
-            answer = answers.get(kind)
-            if answer is None:
-                raise BadMessage("malformed", f"no such request: {kind!r}")
-            reply, sent = answer(header, groups)
-            return encode({**reply, "nonce": nonce}, sent)
+            reply, sent = answers[check_form(header)](header, groups)
+            message = encode({**reply, "nonce": nonce}, sent)
+            self._note(kind, header, reply, sent)  # what cannot be logged is not sent
+            return message
         except Closed as error:
             return encode({"nonce": nonce, "error": str(error), "closed": True})
         except SartorError as error:
+            self._note_refusal(kind, str(error))
             if kind == "hello":  # it will not go better the next time
                 self.refusal = str(error)
             else:
@@ -186,6 +208,7 @@ class Node:
             return encode({"nonce": nonce, "error": str(error)})
         except Exception as error:  # a request may hold anything; the node is there for the next one
             log.exception("request failed")
+            self._note_refusal(kind, f"{type(error).__name__}: {error}")
             return encode({"nonce": nonce, "error": f"{type(error).__name__}: {error}"})
 
     def renew(self) -> None:
@@ -194,25 +217,23 @@ class Node:
 
     # Requests -------------------------------------------------------------------------------------
 
-    def _greeted(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
-        """Introduce the clients to a server that asks for nothing which is theirs."""
-        _same_code(header.get("code", {}))  # before anything: the experiment may name what is in it
-        asks = experiments.from_mapping(header["experiment"]).evaluate.personal_models == "yes"
-        if asks and not self._sends_personal:
-            raise SartorError(f"the server asks for personal models (evaluate.personal_models = 'yes'){STAY}")
-        return self._hello(header, groups)
-
     def _hello(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
-        """Which clients are here, with how many samples; how these lie, for normalising all alike."""
-        code = _same_code(header.get("code", {}))
+        """Which clients are here, with how many samples; how these lie, for normalising all alike.
+
+        Nothing of it is told to a server whose experiment the node does not agree to.
+        """
+        code = _same_code(header.get("code", {}))  # before anything: the experiment may name what is in it
+        experiment = experiments.from_mapping(header["experiment"])
+        self._policy.check_experiment(experiment)
+        _same_public(experiment, header.get("public"))
         told = json.dumps(header["experiment"], sort_keys=True)
         if self._data is None or told != self._told:
-            experiment = experiments.from_mapping(header["experiment"])
             data = prepare(self._load(experiment), features=experiment.features.settings)
             check_range(experiment.expect, data)
             if experiment.data.labels is not None:
                 data = relabel(data, experiment.data.labels)
             check_expected(experiment.expect, data)
+            self._policy.check_data(experiment, data)
             self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
             self._code = code
@@ -252,15 +273,19 @@ class Node:
             moments = groups["moments"]
             like = Moments(int(header["number"]), moments["mean"], moments["squares"])
             data = prepare(data, normalise=True, like=like)
-        labels = header["labels"]
-        if labels is not None and not (type(labels) is list and all(type(label) is str for label in labels)):
-            raise BadMessage("malformed", "its labels are no texts")
-        data = relabel(data, labels)  # the run numbers classes otherwise than a node that lacks some of them
+        data = with_public(data, experiment)
+        # The run numbers classes otherwise than a node that lacks some of them.
+        data = relabel(data, header["labels"])
         data = replace(data, classes=header["classes"])
         task = self._given_task
+        shape = tuple(data.train.x.shape[1:])
         if task is None:
-            shape = tuple(data.train.x.shape[1:])
             task = build_task(experiment.model, shape, data.classes, experiment.seed)
+        if experiment.models:
+            of, entries = _groups_of(header, data.clients, len(experiment.models))
+            task = build_groups(
+                task, experiment.models, of, shape, data.classes, experiment.seed, entries=entries
+            )
         hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device)
         if run != self._run or self._folder is not None:
             self._check_method(run, experiment.algorithm)
@@ -287,28 +312,36 @@ class Node:
         if numbers.ndim != 1 or not len(numbers):
             raise BadMessage("malformed", "there are no such clients")
         places = hosted.places(numbers.tolist())
+        group = hosted.group(places)
         self.round = int(header["round"])
         here = {
             group: {name: value.to(hosted.engine.device) for name, value in groups.get(group, {}).items()}
             for group in ("shared", "each", "buffers")
         }
         work = Work(
-            function=self._around(self._function(str(header["function"])), header),
+            function=self._around(self._function(header), header),
             hyper=self._hyper(header["algorithm"], header["hyper"]),
             numbers=places,
             rounds=np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy(),
             shared=here["shared"],
             own=here["each"],
-            buffers=here["buffers"].get("buffers", hosted.buffers),
+            buffers=here["buffers"].get("buffers", hosted.buffers(group)),
             round=self.round,
         )
         outcome = hosted.run(work)
         kept = dict(outcome.kept)
         groups = {"sent": outcome.sent}
+        averaged = outcome.buffers is not None and hosted.policy == "average"
+        self._policy.check_reply(str(header["function"]), [*outcome.sent, *(["buffers"] if averaged else [])])
+        if averaged and self._policy.require:
+            raise Refused(
+                "float buffers are asked for, which pass no transforms (require); set model.buffers"
+            )
         if outcome.buffers is not None and hosted.policy == "local":
             kept["buffers"] = outcome.buffers
-        elif outcome.buffers is not None and hosted.policy == "average":
+        elif averaged and outcome.buffers is not None:
             groups["buffers"] = {"buffers": outcome.buffers}
+        kept = {hosted.states.table_of(name, places): value for name, value in kept.items()}
         if header["keeps"] and kept:
             self._journal.stage(int(header["exchange"]), rows_of(torch.from_numpy(numbers), kept))
         return {"exchange": header["exchange"]}, groups
@@ -330,6 +363,31 @@ class Node:
         self.failure = _reason(header)
         return {}, {}
 
+    # What is told of it ---------------------------------------------------------------------------
+
+    def _note(self, kind: str, header: Mapping[str, Any], reply: Mapping[str, Any], sent: Groups) -> None:
+        """Log a request that is about to be answered."""
+        if kind == "hello":
+            self._audit.add("introduced", introduced(reply), method=header["experiment"].get("algorithm"))
+        elif kind == "open":
+            self._audit.add("opened", f"Took part in the run {self._run}.", run=self._run)
+        elif kind == "call":
+            assert self._data is not None
+            assert self._hosted is not None
+            names = [self._data.names[place] for place in self._hosted.places(header["numbers"])]
+            words, details = answered(header, names, sent)
+            self._audit.add("answered", words, run=self._run, **details)
+        else:
+            reason = {"end": "the run is over", "fail": self.failure, "refuse": self.refusal}[kind]
+            self._audit.add("ended", f"The server has ended it: {reason}. Nothing was sent.")
+
+    def _note_refusal(self, kind: str, reason: str) -> None:
+        """Log a request that is refused; the refusal goes out even if that fails."""
+        with contextlib.suppress(SartorError):
+            self._audit.add(
+                "refused", f"Refused a request ({readable(kind, 20)}): {reason}. Nothing was sent."
+            )
+
     # What outlives the process --------------------------------------------------------------------
 
     def recall(self) -> None:
@@ -337,7 +395,10 @@ class Node:
         if self._folder is None or not (self._folder / OPENED).exists():
             return
         stored = json.loads((self._folder / OPENED).read_text())
-        self._hello({"experiment": stored["experiment"], "code": stored["code"]}, {})
+        try:
+            self._hello({"experiment": stored["experiment"], "code": stored["code"]}, {})
+        except Refused:  # the policy is another one now; a server that greets it is told
+            return
         if not stored["open"]:
             return
         header = {**stored["open"], "at": sys.maxsize, "without": [], "keep": [], "settled": [], "floor": 0}
@@ -406,12 +467,16 @@ class Node:
         rows = self._hosted.states.rows(name, np.arange(len(numbers)))
         return dict(zip(numbers.tolist(), rows, strict=True))
 
-    def _function(self, name: str) -> ClientFunction:
-        """A client function of the run's method; one that replies what is a client's own only if it may."""
+    def _function(self, header: Mapping[str, Any]) -> ClientFunction:
+        """A client function of the run's method that the node agrees to run."""
         assert self._experiment is not None
+        name = str(header["function"])
         function = find_function(name)
-        if is_personal(function) and not self._sends_personal:
-            raise SartorError(f"{name}: it sends personal models or what belongs to them{STAY}")
+        evaluates = getattr(function, "made_by", ("",))[0] == evaluation_of.__name__
+        transformed = header.get("transformed") is not None
+        self._policy.check_call(name, is_personal(function), evaluates, transformed, self._audit.answered)
+        if not (header["keeps"] or evaluates or is_personal(function)):
+            raise BadMessage("malformed", f"{name}: is asked for past the transforms of the experiment")
         if not belongs_to(registered()[self._experiment.algorithm], function):
             raise SartorError(f"{name}: no client function of {self._experiment.algorithm}, which runs here")
         return function
@@ -450,6 +515,19 @@ def belongs_to(algorithm: type, function: ClientFunction) -> bool:
     return plain in COMMON or any(held is plain for place in places for held in vars(place).values())
 
 
+def _same_public(experiment: Experiment, wanted: Any) -> None:
+    """Refuse to take part without the public samples of the experiment, which nobody sends."""
+    if not experiment.public.wanted:
+        return
+    what = f"the public samples of the run ({experiment.public.name or experiment.public.path})"
+    try:
+        found = public_samples(experiment)
+    except SartorError as error:
+        raise SartorError(f"{what} cannot be loaded at this node: {error}") from None
+    if found is None or hash_of(found) != wanted:
+        raise SartorError(f"{what} are others at this node than at the server; load the same at both")
+
+
 def _same_code(wanted: Any) -> dict[str, str]:
     """What the server has imported, if this node has imported the same: hashes by name.
 
@@ -458,7 +536,7 @@ def _same_code(wanted: Any) -> dict[str, str]:
     if not isinstance(wanted, Mapping):
         raise BadMessage("malformed", "its code is no table")
     for name, sha256 in wanted.items():
-        own = imported(str(name))
+        own = imported(str(name)) or installed(str(name))
         what = f"{shown(name)[1:-1]} (SHA-256 {shown(sha256)[1:13]})"
         if own is None:
             raise SartorError(f"the server has imported {what}, this node has not; join with --import")
@@ -468,6 +546,18 @@ def _same_code(wanted: Any) -> dict[str, str]:
                 "import the same file at both"
             )
     return dict(wanted)
+
+
+def _groups_of(header: Mapping[str, Any], clients: int, models: int) -> tuple[np.ndarray, list[int]]:
+    """The group of each of this node's clients, and what the groups are in the experiment."""
+    of, entries = header.get("groups"), header.get("entries")
+    if of is None or entries is None or len(of) != clients:
+        raise BadMessage("malformed", "it does not say which model each client has")
+    if not all(0 <= entry <= models for entry in entries):
+        raise BadMessage("malformed", "it names models that the experiment does not have")
+    if not all(0 <= group < len(entries) for group in of):
+        raise BadMessage("malformed", "it names groups that there are not")
+    return np.array(of, dtype=np.int64), entries
 
 
 def hyper_values(hyper: Any) -> dict[str, Any]:

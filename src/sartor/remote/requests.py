@@ -30,8 +30,8 @@ from sartor.remote.messages import (
     version,
 )
 
-PAUSE = 0.005
-"""Seconds between two looks for replies."""
+PAUSE = 0.1
+"""Seconds between two looks for replies, unless something arrives."""
 PARTING = 10.0
 """Seconds that nodes have to hear that the server ends."""
 MOST_UNKNOWN = 12 << 20
@@ -72,6 +72,9 @@ class Grid(Protocol):
 
     def poll(self, message: str) -> Parts | None:
         """The reply, None where it is not there yet; :class:`Failed` where there will be none."""
+
+    def rest(self, seconds: float) -> None:
+        """Wait until something has arrived, for so long at most."""
 
     def forget(self, message: str) -> None:
         """The reply is not wanted any more."""
@@ -197,7 +200,7 @@ class Requests:
     def wait(self, request: Request) -> Message:
         """Wait for the reply."""
         while (answer := self.look(request)) is None:
-            time.sleep(PAUSE)
+            self.grid.rest(PAUSE)
         return answer
 
     def deliver(self, requests: list[Request], patience: float) -> None:
@@ -210,7 +213,8 @@ class Requests:
                         requests.remove(request)
                 except Failed:
                     requests.remove(request)
-            time.sleep(PAUSE)
+            if requests:
+                self.grid.rest(PAUSE)
         for request in requests:
             self.grid.forget(request.message)
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sartor.algorithms import registered
 from sartor.data.clients import ClientData
 from sartor.data.settings import OWN_DATA
+from sartor.engines import federation_of
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.05
-"""Seconds between two looks of the server for new nodes."""
+LOOK = 0.25
+"""Seconds between two looks of the server for new nodes, unless something arrives."""
 NODES = "nodes.json"
 """The file of a run folder that says which key each client came with, and with how many samples."""
 EMPTY_ROUNDS = 10
@@ -115,10 +116,21 @@ def serve(
     assert experiment is not None
     if experiment.data.path is not None:
         raise SettingError("data.path: in a federation data lie at the nodes; leave it out")
+    require_deployable(experiment)
     with listen(service, anew=resume is None) as grid:
         where = f"[{service.host}]" if ":" in service.host else service.host
         _say(f"listening on {where}:{grid.port}")
         return serve_on(grid, experiment, service, out=out, resume=resume, progress=progress)
+
+
+def require_deployable(experiment: Experiment) -> None:
+    """Refuse a method that needs the data of all clients in one place, before anybody joins."""
+    name = experiment.algorithm
+    if not registered()[name].deployable:
+        raise SettingError(
+            f"{name}: needs the data of all clients in one place, so it cannot be deployed; "
+            f"`sartor run {name}` simulates it where the data are"
+        )
 
 
 def listen(service: Service, *, anew: bool = True) -> SuperLink:
@@ -213,7 +225,7 @@ def _serve_on(
             unit=service.unit,
             owners=owners,
         )
-        opened.append((Federation(task, engine, settings), engine))
+        opened.append((federation_of(task, engine, settings), engine))
         return opened[-1][0]
 
     observers = [Watched(owners)]
@@ -301,7 +313,7 @@ def await_nodes(
                 del met[node]
             if not far:
                 break
-        time.sleep(LOOK)
+        grid.rest(LOOK)
     for node, introduction in met.items():
         admission.admitted(node, introduction)
     return met

@@ -39,6 +39,7 @@ from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
 from sartor.federation.transforms import inner_function, plain_shapes
 from sartor.kernels.device import to_device
+from sartor.model.groups import tasks_of
 from sartor.model.task import Task
 from sartor.remote.admission import Admission, Introduction, Owners, listed_names, unknown_label
 from sartor.remote.messages import DTYPES, Expected, Groups, Spec, encode, spec_of
@@ -106,6 +107,8 @@ class RemoteEngine(Distant):
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         self.counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
         self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
+        if data.public_x is not None:
+            self.public = data.public_x.to(self.device)
         self.noted, self.round = Counter(), 0
         self.policy = settings.buffers
         self.requests, self.quorum, self.unit = Requests(grid, deadline), quorum, unit
@@ -145,17 +148,17 @@ class RemoteEngine(Distant):
         self._in_flight: dict[int, Request] = {}
         """What clients at work were asked, by client."""
         self._specs: dict[Any, tuple[dict[str, Spec], bool]] = {}
-        self._model = _one_client(task, data, replace(settings, workers=1))
-        self._model_states = StateStore(1, self.device)
-        if task.buffer_size and self.policy == "local":
-            self._model_states.declare("buffers", task.initial_buffers(self.device))
+        self._groups = task.groups
+        self._models = [_Model(own, data, settings, group) for group, own in enumerate(tasks_of(task))]
+        """What a client of each group replies, tried here."""
         self._begun = time.monotonic()
 
     # What the federation tells --------------------------------------------------------------------
 
     def declare(self, name: str, initial: Tensor) -> None:
         """Give every client a state of this name and initial value; nodes are told with the next message."""
-        self._model_states.declare(name, initial.to(self.device))
+        for model in self._models:
+            model.states.declare(name, initial.to(self.device))
         self._declared[name] = initial.detach().cpu()
         for delivered in self._delivered.values():
             delivered.discard(name)
@@ -296,6 +299,7 @@ class RemoteEngine(Distant):
             "numbers": numbers,
             "classes": self._data.classes,
             "labels": self._data.labels,
+            **self._groups_told(numbers),
             "at": min((one.at for one in back), default=self._exchange),
             "without": sorted({exchange for one in back for exchange in one.without}),
             "keep": sorted({exchange for one in back for exchange in one.keep}),
@@ -311,6 +315,12 @@ class RemoteEngine(Distant):
         self._delivered[node] = set()
         for number in numbers:
             self._back.pop(number, None)
+
+    def _groups_told(self, numbers: list[int]) -> dict[str, Any]:
+        """The group of each of these clients, and what groups there are, if any."""
+        if self._groups is None:
+            return {}
+        return {"groups": self._groups.of[numbers].tolist(), "entries": list(self._groups.entries)}
 
     def _send(
         self,
@@ -424,7 +434,7 @@ class RemoteEngine(Distant):
                 reminded = time.monotonic()
                 log.warning("round %d: waiting for %d of %d nodes", self.round, len(absent), len(asked))
             if waiting or len(answers) < enough:
-                time.sleep(PAUSE)
+                self.requests.grid.rest(PAUSE)
         self._needed = False
         return answers
 
@@ -514,15 +524,15 @@ class RemoteEngine(Distant):
         """
         given = tuple((name, spec_of(value)) for name, value in sorted(work.shared.items()))
         own = tuple((name, spec_of(value[0])) for name, value in sorted(work.own.items()) if len(value))
-        key = (work.function, work.hyper, given, own)
+        group = 0 if self._groups is None or not len(work.numbers) else int(self._groups.of[work.numbers[0]])
+        key = (work.function, work.hyper, given, own, group)
         if key not in self._specs:
             one = np.zeros(1, dtype=np.int64)
             first = {name: value[:1] for name, value in work.own.items()}
             buffers = work.buffers
             start = buffers if buffers is None or buffers.dim() == 1 else buffers[:1]
             tried = replace(work, numbers=one, rounds=one + self.round, own=first, buffers=start)
-            outcome = self._model.run(self._model_states.attached(tried, self.policy))
-            self._model_states.check(work.function, outcome)
+            outcome = self._models[group].run(tried)
             sent = {name: spec_of(value[0]) for name, value in outcome.sent.items()}
             self._specs[key] = (sent, outcome.buffers is not None)
         return self._specs[key]
@@ -561,12 +571,15 @@ class RemoteEngine(Distant):
                     self._in_flight[job.client] = self._ask(node, work, np.zeros(1, dtype=np.int64))
 
     def due(self, queue: EventQueue, count: float, end: float, hyper: Any) -> tuple[list[Job], list[Job]]:
-        """The jobs that arrive next in real time, and those that will not."""
+        """The jobs that arrive next in real time, and those that will not; what is found at once arrives at
+        one instant.
+        """
         jobs: list[Job] = []
         lost: list[Job] = []
         reminded = time.monotonic()
         while len(queue) and not jobs:
             self.send(queue, hyper)
+            now = max(min(self.now(), end), queue.now)
             for job in list(queue):
                 request = self._in_flight.get(job.client)
                 if request is None or len(jobs) >= count:
@@ -589,21 +602,21 @@ class RemoteEngine(Distant):
                 del self._in_flight[job.client]
                 self._received(request)
                 queue.cancel(job.client)
-                job.finish = max(self.now(), queue.now)
+                job.finish = now
                 groups = answer[1]
                 sent = {name: value[0].to(self.device) for name, value in groups.get("sent", {}).items()}
                 trained = groups.get("buffers", {}).get("buffers")
                 buffers = None if trained is None else trained[0].to(self.device)
                 job.result = Outcome(np.array([job.client]), sent, {}, buffers)
                 jobs.append(job)
-            queue.wait_until(min(self.now(), max(end, queue.now)))
+            queue.wait_until(now)
             if self.now() > end:
                 break
             if not jobs:
                 if time.monotonic() - reminded > REMIND:
                     reminded = time.monotonic()
                     log.warning("round %d: waiting for %d clients at work", self.round, len(queue))
-                time.sleep(PAUSE)
+                self.requests.grid.rest(min(PAUSE, max(0.0, end - self.now()) * self.unit))
         return jobs, lost
 
     # What a checkpoint needs ----------------------------------------------------------------------
@@ -685,6 +698,23 @@ def _tolerant(node: int, note: Callable[[int, Failed], None] | None = None) -> A
     except Failed as error:
         if note is not None:
             note(node, error)
+
+
+class _Model:
+    """A client of a group, on which the server finds out what a client function replies."""
+
+    def __init__(self, task: Task, data: ClientData, settings: FederationSettings, group: int) -> None:
+        self._engine, self._policy = _one_client(task, data, replace(settings, workers=1)), settings.buffers
+        device = self._engine.device
+        self.states = StateStore(1, device, groups=np.array([group]))
+        if task.buffer_size and self._policy == "local":
+            self.states.declare("buffers", task.initial_buffers(device))
+
+    def run(self, work: Work) -> Outcome:
+        """What it replies and keeps, checked."""
+        outcome = self._engine.run(self.states.attached(work, self._policy))
+        self.states.check(work.function, outcome)
+        return outcome
 
 
 def _one_client(task: Task, data: ClientData, settings: FederationSettings) -> LoopEngine:

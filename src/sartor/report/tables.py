@@ -6,9 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sartor.report.runs import CELL_WORDS, OWN, Group, Material, Run, cell_of, cells_in, mean_and_deviation
+from sartor.runs.participation import by_round
 
 WORST = "worst decile"
+MOST_NAMED = 10
+"""Clients that are named in a table."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,31 @@ def _columns(material: Material) -> list[_Column]:
     return [column for column in columns if any(column.of(run) is not None for run in material.runs)]
 
 
+def participation(material: Material) -> Table | None:
+    """A row per run: in how many rounds its clients took part; None where no run says who did."""
+    rows = []
+    for label, _, run in material.labelled():
+        rounds = by_round(run.rounds)
+        if not rounds or not run.names:
+            continue
+        heard = np.array([client for clients in rounds.values() for client in clients], dtype=np.int64)
+        times = np.bincount(heard, minlength=len(run.names))
+        never = [run.name_of(client) for client in np.flatnonzero(times == 0).tolist()]
+        named = ", ".join(never[:MOST_NAMED]) + (
+            f" and {len(never) - MOST_NAMED} more" if never[MOST_NAMED:] else ""
+        )
+        numbers = [len(rounds), times.min(), np.median(times), times.max(), len(never)]
+        entries = [Entry(f"{number:g}", float(number)) for number in numbers]
+        rows.append([Entry(label, label), *entries, Entry(named or "–", named)])
+    if not rows:
+        return None
+    about = (
+        "In how many rounds a client's answer was used: the least and the most often heard, and the median."
+    )
+    heads = ["run", "rounds", "least", "median", "most", "never heard", "who"]
+    return Table("Who took part", about, heads, rows)
+
+
 def _over_seeds(group: Group, column: _Column) -> Entry:
     mean, deviation = mean_and_deviation([column.of(run) for run in group.runs])
     if mean is None:
@@ -106,6 +136,30 @@ def _over_seeds(group: Group, column: _Column) -> Entry:
     return Entry(
         text if deviation is None or not column.spread else f"{text} ± {column.words(deviation)}", mean
     )
+
+
+def own_models(material: Material) -> list[Table]:
+    """How clients fare with each network, where they have networks of their own; a row for each."""
+    rows = []
+    for group in material.groups:
+        scored: dict[str, list[float]] = {}
+        for run in group.runs:
+            cell = "personal_local" if "personal_local" in run.last else "shared_local"
+            found = run.clients.get(f"{cell}_accuracy", [])
+            for name, value in zip(run.clients.get("model", []), found, strict=False):
+                scored.setdefault(name, []).extend([] if value is None else [float(value)])
+        for name, values in scored.items():
+            mean = sum(values) / len(values) if values else None
+            entries = [
+                Entry(group.label, group.label),
+                Entry(name, name),
+                Entry(str(len(values)), len(values)),
+            ]
+            rows.append([*entries, Entry("–" if mean is None else _percent(mean), mean)])
+    if not rows:
+        return []
+    about = "At each run's last evaluation, plain means over a network's clients on their own test data."
+    return [Table("Networks of clients' own", about, ["method", "network", "clients", "accuracy (%)"], rows)]
 
 
 def statistics(compared: Mapping[str, Any]) -> list[Table]:

@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 
 from sartor.client.local import Batches
-from sartor.data.clients import ClientData, Split
+from sartor.data.clients import ClientData
 from sartor.errors import SartorError
 from sartor.federation.exchange import NobodyAnswered
+from sartor.model.groups import regrouped, tasks_of
 from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate
 from sartor.runs.experiment import Experiment
 from sartor.runs.loop import draw_cohort
-from sartor.runs.run import tensors_of
+from sartor.runs.run import models_told, tensors_of
 from sartor.runs.setup import Setup, open_federation, set_up
 
 PATIENCE = 3.0
@@ -52,7 +53,7 @@ def estimate(
     """Clients, parameters, steps, bytes, memory and time of an experiment; nothing is stored."""
     setup = set_up(experiment, data=data, task=task)
     experiment, data = setup.experiment, setup.data
-    clients, size = data.clients, setup.task.size
+    clients, size = data.clients, max(task.size for task in tasks_of(setup.task))
     cohort = len(draw_cohort(experiment.seed, 1, clients, experiment.cohort))
     steps = _steps(experiment, data.train.count)
     whole = float(steps.mean()) * cohort
@@ -70,8 +71,7 @@ def estimate(
         "clients": clients,
         "cohort": cohort,
         "rounds": rounds,
-        "model": setup.task.name,
-        "parameters": size,
+        **models_told(setup.task),
         "engine": experiment.engine.name,
         "device": experiment.engine.device,
         "steps_per_client": {
@@ -97,9 +97,11 @@ def estimate(
 
 
 def _steps(experiment: Experiment, counts: np.ndarray) -> np.ndarray:
+    """The steps of every client, those to be expected where they are drawn."""
     local = experiment.local
-    batches = Batches("train", local.batch, local.epochs, local.steps)
-    return np.asarray(batches.count(np.asarray(counts, dtype=np.int64)))
+    batches = Batches("train", local.batch, local.most_epochs, local.steps)
+    law = local.law
+    return np.asarray(batches.count(np.asarray(counts, dtype=np.int64), None if law is None else law.mean))
 
 
 def _measure(setup: Setup, cohort: int) -> tuple[_Measured, _Measured | None]:
@@ -128,8 +130,9 @@ def _measure(setup: Setup, cohort: int) -> tuple[_Measured, _Measured | None]:
 def _play(setup: Setup, count: int, share: int) -> _Measured:
     """One round and one evaluation with some of the clients, after others that warm up."""
     experiment, algorithm = setup.experiment, setup.algorithm
-    data = _some(setup.data, count)
-    federation = open_federation(experiment, setup.task, data)
+    chosen = _some(setup.data, count)
+    data, task = setup.data.some(chosen), regrouped(setup.task, lambda of: of[chosen])
+    federation = open_federation(experiment, task, data)
     server = algorithm.start(federation)
     cohort = np.arange(count - share, count)  # the largest: a round waits for them
     seconds = evaluating = 0.0
@@ -139,36 +142,29 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         with suppress(NobodyAnswered):
             server = algorithm.round(server, federation, cohort)
         federation.engine.wait()
-        seconds = time.perf_counter() - begin
+        seconds, after = time.perf_counter() - begin, replace(federation.traffic)
+        with suppress(NobodyAnswered):
+            server = algorithm.ready(server, federation)
         evaluate(algorithm, server, federation, experiment.evaluate)
         federation.engine.wait()
         evaluating = time.perf_counter() - begin - seconds
-    one = np.zeros(1, dtype=np.int64)
-    states = sum(int(federation.states.rows(name, one).nbytes) for name in federation.states)
     return _Measured(
         clients=count,
         cohort=share,
         steps=float(_steps(experiment, data.train.count[cohort]).sum()),
         round_seconds=seconds,
         evaluation_seconds=evaluating,
-        bytes_down=federation.traffic.down - traffic.down,
-        bytes_up=federation.traffic.up - traffic.up,
-        state_bytes=states,
+        bytes_down=after.down - traffic.down,
+        bytes_up=after.up - traffic.up,
+        state_bytes=federation.states.bytes_per_client,
         server_bytes=sum(int(value.nbytes) for _, value in tensors_of(server)),
     )
 
 
-def _some(data: ClientData, count: int) -> ClientData:
+def _some(data: ClientData, count: int) -> np.ndarray:
     """So many of the clients, evenly from the smallest to the largest."""
     by_size = np.argsort(data.train.count, kind="stable")
-    chosen = by_size[np.linspace(0, data.clients - 1, count).round().astype(np.int64)]
-
-    def of(split: Split) -> Split:
-        return replace(split, start=split.start[chosen], count=split.count[chosen])
-
-    validation = None if data.validation is None else of(data.validation)
-    names = tuple(data.names[number] for number in chosen)
-    return replace(data, names=names, train=of(data.train), test=of(data.test), validation=validation)
+    return np.asarray(by_size[np.linspace(0, data.clients - 1, count).round().astype(np.int64)])
 
 
 def _drawn_out(value: int, measured: int, wanted: int) -> int:

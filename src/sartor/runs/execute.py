@@ -46,19 +46,20 @@ def execute(
     *,
     data: ClientData | None = None,
     task: Task | None = None,
+    own: Sequence[Task | None] = (),
     out: Path | str | None = None,
     store: bool = True,
     progress: bool = False,
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
 ) -> Result:
-    """Run an experiment. ``data`` and ``task`` stand in for what it names.
+    """Run an experiment. ``data``, ``task`` and ``own``, for ``[[models]]``, stand in for what it names.
 
     ``store=False`` writes no run folder. ``opened`` gives the federation where it is not an engine's.
     """
     check_trackers(experiment.tracking.loggers)
     check_observers(observers)
-    setup = set_up_everywhere(experiment, data, task)
+    setup = set_up_everywhere(experiment, data, task, own)
     return execute_setup(setup, out=out, store=store, progress=progress, opened=opened, observers=observers)
 
 
@@ -73,12 +74,10 @@ def execute_setup(
     interrupted: Callable[[], bool] | None = None,
 ) -> Result:
     """:func:`execute` of what is set up already; ``interrupted`` says whether to end after the round."""
-    folder = RunFolder.create(out, setup.experiment) if store and distributed.rank() == 0 else None
-    if folder is None:
+    if not store or distributed.rank() != 0:
         return carry_out(setup, None, progress, None, opened, observers, interrupted)
+    folder = RunFolder.create(out, setup.experiment, setup.partition)
     with folder.alone():
-        if setup.partition is not None:
-            folder.write_partition(setup.partition)
         try:
             return carry_out(setup, folder, progress, None, opened, observers, interrupted)
         except ObserverFailed:

@@ -31,14 +31,15 @@ from sartor.algorithms import registered
 from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
-from sartor.data.settings import OWN_DATA, Data, Expect, FeaturesChoice, PartitionChoice
+from sartor.data.settings import OWN_DATA, Data, Expect, FeaturesChoice, PartitionChoice, Public
 from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
-from sartor.extensions import Code, code_name, function_file, import_code, imported, is_file
+from sartor.extensions import Code, code_name, function_file, import_code, imported, installed_code, is_file
 from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
 from sartor.federation.transforms import TRANSFORMS, Transforms
+from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
@@ -51,19 +52,27 @@ else:
 
 Imports = str | Path | Sequence[str | Path]
 """Files or modules of a user's own, one or several."""
+LARGEST_FILE = 16 << 20
+"""Bytes of an experiment's file, at most."""
 BESIDE = ("compare", "search")
 """Tables that may stand in an experiment's file for the commands of these names; a run has none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A whole experiment, checked. Made by :func:`load` or :func:`from_mapping`, never changed."""
+    """A whole experiment, checked. Made by :func:`load` or :func:`from_mapping`, never changed.
+
+    >>> experiment = from_mapping({"algorithm": "fedprox", "rounds": 5, "hyper": {"mu": 0.1}})
+    >>> experiment.rounds, experiment.data.name, experiment.hyper.mu
+    (5, 'digits', 0.1)
+    """
 
     algorithm: str = setting("fedavg", "the algorithm; `sartor algorithms` lists them")
     rounds: int = setting(30, "number of rounds", low=0)
     seed: int = setting(0, "the one seed everything random follows from", low=0, high=2**63 - 1)
     imports: tuple[str, ...] = setting((), "files or modules of your own to import first, as in mine.py")
     data: Data
+    public: Public
     expect: Expect
     partition: PartitionChoice
     features: FeaturesChoice
@@ -80,6 +89,8 @@ class Experiment:
     tracking: Tracking
     transforms: tuple[Any, ...] = ()
     """What happens to messages on their way, in order; ``[[transforms]]`` with a name each."""
+    models: tuple[ModelGroup, ...] = ()
+    """What clients have that have models of their own; ``[[models]]`` with who has it each."""
     hyper: Any
 
     def __post_init__(self) -> None:
@@ -91,18 +102,23 @@ class Experiment:
             if self.cohort.count > self.data.clients:
                 most = f"at most data.clients = {self.data.clients}"
                 raise SettingError(f"cohort.count: must be {most}, got {self.cohort.count}")
-        if self.model.head is not None and self.model.path is None:
-            raise SettingError("model.head: only for an own network; give model.path too")
-        if self.model.path is not None and function_file(self.model.path) is None:
-            raise SettingError(
-                f"model.path = {shown(self.model.path)}: expected a function in a file, as in net.py:build"
-            )
+        _check_choice(self.model, "model")
         if self.stop.wanted and self.evaluate.every == 0:
             raise SettingError(
                 "stop: with evaluate.every = 0 only the last round is evaluated; give evaluate.every too"
             )
         if self.stop.metric is not None and not self.stop.wanted:
             raise SettingError("stop.metric: watched for nothing; give stop.patience or stop.target too")
+
+
+def _check_choice(model: ModelChoice, where: str) -> None:
+    """Whether a network of a user's own is named as one."""
+    if model.head is not None and model.path is None:
+        raise SettingError(f"{where}.head: only for an own network; give {where}.path too")
+    if model.path is not None and function_file(model.path) is None:
+        raise SettingError(
+            f"{where}.path = {shown(model.path)}: expected a function in a file, as in net.py:build"
+        )
 
 
 @dataclass(frozen=True)
@@ -121,6 +137,7 @@ class Setting:
 _TOP = ("algorithm", "rounds", "seed", "imports")
 _SECTIONS: dict[str, type] = {
     "data": Data,
+    "public": Public,
     "expect": Expect,
     "partition": PartitionChoice,
     "features": FeaturesChoice,
@@ -137,6 +154,10 @@ _SECTIONS: dict[str, type] = {
     "tracking": Tracking,
 }
 _CHOICES = ("partition", "features", "model", "availability", "delay")
+CODE = ("model", "data", "public")
+"""Sections whose ``path`` may name a function in a file."""
+WHO = ("clients", "share", "every", "first")
+"""What an entry of ``models`` says of whose network it is."""
 
 
 def _registry(section: str) -> Mapping[str, Any]:
@@ -209,18 +230,30 @@ def anchored(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
     if isinstance(result.get("imports"), (list, tuple)):
         result["imports"] = list(dict.fromkeys(map(anchor, result["imports"])))
-    for section in ("model", "data"):
+    for section in CODE:
         table = result.get(section)
         if isinstance(table, dict) and function_file(table.get("path")) is not None:
             table["path"] = anchor(table["path"])
+    if isinstance(result.get("models"), (list, tuple)):
+        result["models"] = [
+            {**entry, "path": anchor(entry["path"])} if _names_code(entry) else entry
+            for entry in result["models"]
+        ]
     return result
+
+
+def _names_code(entry: Any) -> bool:
+    """Whether a table names a function in a file."""
+    return isinstance(entry, Mapping) and function_file(entry.get("path")) is not None
 
 
 def code_named(mapping: Mapping[str, Any]) -> list[str]:
     """The files and modules of code that settings name."""
     imports = mapping.get("imports") or ()
     imports = check(imports, tuple[str, ...], Meaning(""), "imports")
-    tables = [_table(mapping, section) for section in ("model", "data")]
+    tables = [_table(mapping, section) for section in CODE]
+    models = mapping.get("models")
+    tables += [dict(entry) for entry in models if _names_code(entry)] if isinstance(models, list) else []
     files = [function_file(table.get("path")) for table in tables]
     return list(dict.fromkeys([*imports, *(file for file in files if file is not None)]))
 
@@ -244,22 +277,33 @@ def portable(experiment: Experiment) -> dict[str, Any]:
     """The settings as another machine may read them: code is named without the folder it lies in here."""
     mapping = to_mapping(experiment)
     mapping["imports"] = [code_name(source) for source in mapping["imports"]]
-    for section in ("model", "data"):
+    for section in CODE:
         path = mapping[section].get("path")
         if function_file(path) is not None:
             mapping[section]["path"] = os.path.basename(path)
+    for entry in filter(_names_code, mapping.get("models", ())):
+        entry["path"] = os.path.basename(entry["path"])
     return mapping
 
 
 def code_of(experiment: Experiment) -> tuple[Code, ...]:
-    """The code that an experiment names, as it was imported in this process."""
-    found = []
+    """The code that an experiment names, as it was imported in this process, and installed packages of it."""
+    found = [code for thing in _things(experiment) if (code := installed_code(thing)) is not None]
     for source in code_named(to_mapping(experiment)):
         code = imported(code_name(source))
         if code is None:
             raise SettingError(f"imports: {source} is not imported; `load` the experiment, or --import it")
         found.append(code)
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
+
+
+def _things(experiment: Experiment) -> Iterator[Any]:
+    """What an experiment names that a package of somebody else may have registered."""
+    yield registered()[experiment.algorithm]
+    yield type(experiment.model.settings)
+    yield from map(type, experiment.transforms)
+    if experiment.data.path is None and experiment.data.name in SOURCES:
+        yield SOURCES[experiment.data.name]
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
@@ -292,6 +336,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
         _name(parts["data"].name, "data")
     top = {key: value for key, value in mapping.items() if key in _TOP and value is not None}
     parts["transforms"] = _transforms(mapping.get("transforms"))
+    parts["models"] = _models(mapping.get("models"))
     experiment = build(Experiment, {**top, **parts}, "")
     to_mapping(experiment)  # what cannot be written down cannot be run again
     return experiment
@@ -319,6 +364,56 @@ def _transforms(given: Any) -> tuple[Any, ...]:
     return tuple(made)
 
 
+def _models(given: Any) -> tuple[ModelGroup, ...]:
+    """The networks of groups of clients: tables with the settings of ``[model]`` and whose it is."""
+    if given is None:
+        return ()
+    if not isinstance(given, (list, tuple)) or not all(isinstance(entry, Mapping) for entry in given):
+        raise SettingError(
+            f"models: expected a list of tables, got {shown(given)}; write [[models]], a network and its "
+            "clients each"
+        )
+    return tuple(_model_group(entry, f"models[{place}]") for place, entry in enumerate(given))
+
+
+def _model_group(given: Mapping[str, Any], where: str) -> ModelGroup:
+    values = {key: value for key, value in given.items() if value is not None}
+    who = {key: values.pop(key) for key in WHO if key in values}
+    if "buffers" in values:
+        raise SettingError(f"{where}.buffers: is the same for all networks; say it as model.buffers")
+    if values.get("path") is not None and values.setdefault("name", CUSTOM) != CUSTOM:
+        raise SettingError(f"{where}.name: the network is that of {where}.path; give one of them")
+    name = values.pop("name", None)
+    if not isinstance(name, str) or name not in MODELS:
+        if name is None:
+            raise SettingError(f"{where}.name: missing; known: {', '.join(MODELS)}")
+        raise unknown(f"{where}.name", str(name), MODELS, what="name")
+    common: dict[str, Any] = {key: values.pop(key) for key in ("path", "head") if key in values}
+    settings: Any = build(MODELS[name], values, where)
+    choice = build(ModelChoice, {"name": name, **common, "settings": settings}, where)
+    _check_choice(choice, where)
+    group = build(ModelGroup, {"choice": choice, **who}, where)
+    ways = [key for key in ("clients", "share", "every") if getattr(group, key)]
+    if len(ways) != 1:
+        found = f"{' and '.join(ways)}, which are several ways" if ways else "nobody"
+        raise SettingError(f"{where}: say who has this network by clients, share or every; it says {found}")
+    if group.first and not group.every:
+        raise SettingError(f"{where}.first: is the first of every so many; give {where}.every too")
+    return group
+
+
+def _group_values(group: ModelGroup, where: str) -> dict[str, Any]:
+    """A group's entry as it is written."""
+    choice = _values(group.choice)
+    values = {**choice, **_values(choice.pop("settings")), **{key: getattr(group, key) for key in WHO}}
+    left_out = {"buffers", "settings", *(key for key in WHO if not values[key])}
+    return {
+        key: _plain(value, f"{where}.{key}")
+        for key, value in values.items()
+        if value is not None and key not in left_out
+    }
+
+
 def to_mapping(experiment: Experiment) -> dict[str, Any]:
     """Nested plain values that :func:`from_mapping` turns back into an equal experiment; None is left out."""
     mapping: dict[str, Any] = {key: _plain(getattr(experiment, key), key) for key in _TOP}
@@ -333,6 +428,10 @@ def to_mapping(experiment: Experiment) -> dict[str, Any]:
         mapping["transforms"] = [
             {"name": names[type(transform)], **_plain(_values(transform), f"transforms[{place}]")}
             for place, transform in enumerate(experiment.transforms)
+        ]
+    if experiment.models:
+        mapping["models"] = [
+            _group_values(group, f"models[{place}]") for place, group in enumerate(experiment.models)
         ]
     return mapping
 
@@ -373,12 +472,13 @@ def fingerprint(experiment: Experiment) -> str:
 
 def describe_settings() -> list[Setting]:
     """Every setting there is, with its type, default, range and meaning, for help and documentation."""
-    rows = list(_rows(Experiment, "", skip=(*_SECTIONS, "transforms", "hyper")))
+    rows = list(_rows(Experiment, "", skip=(*_SECTIONS, "transforms", "models", "hyper")))
     for section, cls in _SECTIONS.items():
         rows += _rows(cls, section, skip=("settings",))
         if section in _CHOICES:
             for name, kind in _registry(section).items():
                 rows += _rows(kind, section, only_for=f"{section}.name = {name}")
+    rows += _rows(ModelGroup, "models", skip=("choice",))
     for name, kind in TRANSFORMS.items():
         rows += _rows(kind, "transforms", only_for=f"transforms.name = {name}")
     for name, algorithm in registered().items():
@@ -418,7 +518,13 @@ def _rows(cls: type, section: str, skip: Sequence[str] = (), only_for: str = "")
 def read_toml(path: Path | str) -> dict[str, Any]:
     """A TOML file as nested dicts, or an error that names the file and, for bad syntax, the line."""
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+            raise SettingError(f"{path}: is not a regular file")
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise SettingError(f"{path}: has more than {LARGEST_FILE >> 20} MB; is it an experiment?")
+        text = content.decode("utf-8-sig")
         return tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise SettingError(
@@ -499,7 +605,7 @@ def _refuse_unknown(
     kinds: Mapping[str, type],
 ) -> None:
     """An error for the first key nobody knows; a key that belongs to another section is told so."""
-    known: dict[str, set[str]] = {"": {*_TOP, *_SECTIONS, "transforms", "hyper"}}
+    known: dict[str, set[str]] = {"": {*_TOP, *_SECTIONS, "transforms", "models", "hyper"}}
     for section, cls in _SECTIONS.items():
         known[section] = _common(cls)
     for section, kind in kinds.items():

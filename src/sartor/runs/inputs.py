@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -41,12 +41,15 @@ class RunSettings(TypedDict, total=False):
     """A network's name, a function as in ``net.py:build``, a module, or a Task."""
     head: str | None
     """The path of the module that is a personal head."""
+    models: Sequence[Mapping[str, Any]] | None
+    """Models of clients' own: a ``model`` (as above) or a network's settings, and who has it, each."""
     clients: int | None
     rounds: int | None
     seed: int | None
     engine: str | Mapping[str, Any] | None
     """An engine's name, or its section."""
     device: str | None
+    public: Mapping[str, Any]
     partition: Mapping[str, Any]
     features: Mapping[str, Any]
     local: Mapping[str, Any]
@@ -70,6 +73,8 @@ class Given:
     """The user's own, where it is not named in the settings."""
     model: nn.Module | Task | None
     head: str | None
+    own: tuple[tuple[nn.Module | Task, str | None] | None, ...] = ()
+    """Modules and their heads, for those of ``models`` that are the user's own."""
 
     def inputs(self, settings: Mapping[str, Any] | None = None) -> Inputs:
         """The checked experiment, with the data and the model where they are the user's own.
@@ -86,14 +91,19 @@ class Given:
         experiment = from_mapping(chosen)
         if own_data is not None and experiment.data.labels is not None:
             own_data = relabel(own_data, experiment.data.labels)
-        task = self.model if isinstance(self.model, Task) else None
-        if isinstance(self.model, nn.Module):
+
+        def task_of(model: nn.Module | Task | None, head: str | None) -> Task | None:
+            if model is None or isinstance(model, Task):
+                return model
             classes = _classes(experiment) if own_data is None else own_data.classes
-            task = Task(self.model, classes=classes, head=self.head, name=type(self.model).__name__)
+            return Task(model, classes=classes, head=head, name=type(model).__name__)
+
+        task = task_of(self.model, self.head)
+        own = tuple(None if given is None else task_of(*given) for given in self.own)
         if own_data is not None:
             own_data = prepare(own_data, features=experiment.features.settings)
             experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, normalise=False))
-        return Inputs(experiment, own_data, task)
+        return Inputs(experiment, own_data, task, own if any(own) else ())
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,8 @@ class Inputs:
     experiment: Experiment
     data: ClientData | None
     task: Task | None
+    own: tuple[Task | None, ...] = ()
+    """Those of ``[[models]]`` that are the user's own."""
 
 
 def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
@@ -110,7 +122,7 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     known: dict[str, Any] = dict(keywords)
     start, data, model, head = (known.pop(key, None) for key in ("experiment", "data", "model", "head"))
     clients, engine, device = (known.pop(key, None) for key in ("clients", "engine", "device"))
-    imports = known.pop("imports", None)
+    imports, models = known.pop("imports", None), known.pop("models", None)
     given = read_experiment(start) if isinstance(start, (str, Path)) else _copied(start or {})
     _put(given, "", algorithm=algorithm, rounds=known.pop("rounds", None), seed=known.pop("seed", None))
     if imports is not None:
@@ -144,9 +156,30 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
         raise SettingError(f"model: give a name, an nn.Module or a Task, got {model!r}")
     else:
         _put(given, "model", head=head)
+    own: tuple[tuple[nn.Module | Task, str | None] | None, ...] = ()
+    if models is not None:
+        given["models"], own = _own_models(models)
     given = anchored(given, Path.cwd())
     import_named(given)
-    return Given(given, data, model, head)
+    return Given(given, data, model, head, own)
+
+
+def _own_models(models: Any) -> tuple[Any, tuple[tuple[nn.Module | Task, str | None] | None, ...]]:
+    """The entries of ``models`` as settings, and the modules that stand in for some of them."""
+    if not isinstance(models, Sequence) or not all(isinstance(entry, Mapping) for entry in models):
+        return models, ()  # refused when it is checked
+    settings, own = [], []
+    for entry in map(dict, models):
+        model, module = entry.pop("model", None), None
+        if isinstance(model, str):
+            entry["name" if function_file(model) is None else "path"] = model
+        elif isinstance(model, (nn.Module, Task)):
+            entry["name"], module = CUSTOM, (model, entry.pop("head", None))
+        elif model is not None:
+            raise SettingError(f"models: give a name, an nn.Module or a Task as model, got {model!r}")
+        settings.append(entry)
+        own.append(module)
+    return settings, tuple(own)
 
 
 def _classes(experiment: Experiment) -> int | None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from sartor.data.clients import ClientData, prepare, relabel
 from sartor.data.settings import OWN_DATA
 from sartor.errors import SartorError, SettingError
 from sartor.federation.settings import Cohort
+from sartor.model.groups import assign, regrouped
 from sartor.model.task import Task
 from sartor.runs import checkpoint
 from sartor.runs.evaluation import CELLS, evaluate
 from sartor.runs.experiment import Experiment, anchored, import_named
 from sartor.runs.record import STATES, RunFolder
 from sartor.runs.resume import check_data, check_here
-from sartor.runs.setup import Setup, load_data, open_federation, set_up
+from sartor.runs.setup import Setup, load_data, open_federation, set_up, with_public
 
 
 def evaluate_run(
@@ -25,6 +29,7 @@ def evaluate_run(
     data: ClientData | str | Path | None = None,
     partition: str | Path | None = None,
     task: Task | None = None,
+    own_models: Sequence[Task | None] = (),
 ) -> dict[str, Any]:
     """Evaluate a run's last checkpoint without training: its own clients, or newcomers.
 
@@ -43,9 +48,10 @@ def evaluate_run(
     if data is None and partition is None:
         check_data(saved, newcomers, folder)
     took_part = newcomers.hash == saved.data
-    setup = set_up(replace(experiment, cohort=Cohort()), data=own, task=task)
+    setup = set_up(replace(experiment, cohort=Cohort()), data=own, task=task, own=own_models)
     _check_newcomers(newcomers, setup)
-    federation = open_federation(setup.experiment, setup.task, newcomers)
+    newcomers = with_public(newcomers, experiment)
+    federation = open_federation(setup.experiment, _models_for(setup, newcomers), newcomers)
     federation.states.keep_in(folder.path / STATES, continues=False)
     algorithm = setup.algorithm
     server = saved.server(algorithm, algorithm.start(federation), federation.engine.device)
@@ -69,6 +75,21 @@ def evaluate_run(
         "accuracy": {name: None if cell is None else cell["accuracy"] for name, cell in last.items()},
         "last": last,
     }
+
+
+def _models_for(setup: Setup, newcomers: ClientData) -> Task:
+    """The models of newcomers: those of the entries that they would have been in; else ``[model]``."""
+    task = setup.task
+    if task.groups is None or newcomers.names == setup.data.names:
+        return task
+    entries = task.groups.entries
+    of = assign(setup.experiment.models, newcomers.names, newcomers=True)
+    missing = sorted(set(of.tolist()) - set(entries))
+    if missing:
+        raise SettingError(
+            "newcomers: some are in no entry of [[models]], and no client of the run was in none"
+        )
+    return regrouped(task, lambda _: np.searchsorted(entries, of))
 
 
 def _clients_to_evaluate(

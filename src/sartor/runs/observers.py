@@ -46,6 +46,14 @@ class Observer:
 
     What an observer raises ends the run: the round is stored and saved first, the message names the observer,
     and the run can be resumed. With ``torchrun`` rank 0 alone tells them; all ranks stop together.
+
+    >>> import sartor
+    >>> class Enough(sartor.Observer):
+    ...     def round(self, run, row):
+    ...         if row["round"] == 2:
+    ...             run.stop("two are enough")
+    >>> len(sartor.run("fedavg", clients=3, rounds=9, observers=[Enough()], store=False).rounds)
+    2
     """
 
     def start(self, run: Run) -> None:

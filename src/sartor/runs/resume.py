@@ -36,6 +36,7 @@ def resume(
     imports: Imports = (),
     data: ClientData | None = None,
     task: Task | None = None,
+    own: Sequence[Task | None] = (),
     progress: bool = False,
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
@@ -45,9 +46,14 @@ def resume(
     Code that the run imports is executed again, if it is the same; ``imports`` say where it lies now, if it
     was moved.
 
-    ``rounds`` extends it to so many rounds. ``data`` and ``task`` are those that were given in Python, if
-    any were. A finished run that is not extended is read back and nothing is changed. ``observers`` are told
-    what happens from now on.
+    ``rounds`` extends it to so many rounds. ``data``, ``task`` and ``own`` (for ``[[models]]``) are those
+    that were given in Python, if any were. A finished run that is not extended is read back and nothing is
+    changed. ``observers`` are told what happens from now on.
+
+    >>> import sartor
+    >>> first = sartor.run("fedavg", data="digits", clients=3, rounds=1, out="run")
+    >>> len(resume("run", rounds=3).rounds)
+    3
     """
     check_observers(observers)
     import_given(imports)
@@ -67,7 +73,7 @@ def resume(
         if data is None:
             check_here(folder)
         _compare_environments(folder)
-        setup = set_up_everywhere(experiment, data, task)
+        setup = set_up_everywhere(experiment, data, task, own)
         saved = distributed.together(lambda: checkpoint.latest(folder))
         check_data(saved, setup.data, folder)
         if finished:

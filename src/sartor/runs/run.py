@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sartor.errors import SartorError
 from sartor.federation import Federation
+from sartor.model.task import Task
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of, personal_models
 from sartor.runs.record import RunFolder, hash_of
@@ -164,6 +165,9 @@ class Run:
             "n_train": self.data.train.count[clients].tolist(),
             "n_test": self.data.test.count[clients].tolist(),
         }
+        groups = self.task.groups
+        if groups is not None:
+            columns["model"] = [groups.names[group] for group in groups.of[clients].tolist()]
         for name, cell in cells.items():
             if len(cell.n) == len(clients) and name != "shared_pooled":
                 # A client without samples has no result, rather than a result of zero.
@@ -189,13 +193,19 @@ class Run:
         if call is not None:
             replies = federation.fetch(model_of(call.function), everyone, call.shared, call.each)
         if replies is not None:
-            models = {name: value.cpu() for name, value in replies.values.items()}
-            if len(replies) < len(everyone):  # whoever is gone has not told its model
-                models = {
-                    name: _spread_out(value, replies.clients, len(everyone)) for name, value in models.items()
-                }
-            named = {"w": "personal", "buffers": "personal_buffers"}
-            tensors.update({named.get(name, f"personal.{name}"): value for name, value in models.items()})
+            groups = federation.task.groups
+            for group, part in replies.by_group.items():
+                members = everyone if groups is None else groups.members(group)
+                models = {name: value.cpu() for name, value in part.values.items()}
+                if len(part) < len(members):  # whoever is gone has not told its model
+                    places = np.searchsorted(members, part.clients)
+                    models = {
+                        name: _spread_out(value, places, len(members)) for name, value in models.items()
+                    }
+                end = "" if groups is None else f"@{group}"
+                named = {"w": "personal", "buffers": "personal_buffers"}
+                named = {name: named.get(name, f"personal.{name}") + end for name in models}
+                tensors.update({named[name]: value for name, value in models.items()})
         buffers = federation.mean_buffers
         if buffers is not None:
             tensors["buffers"] = buffers
@@ -211,12 +221,25 @@ class Run:
             clients=self.clients,
             task=self.federation.task,
             w=None if w is None else w.cpu(),
-            personal=self.final.get("personal"),
+            personal=self._personal("personal"),
             buffers=None if buffers is None else buffers.cpu(),
-            personal_buffers=self.final.get("personal_buffers"),
+            personal_buffers=self._personal("personal_buffers"),
             folder=self.folder,
             personal_stored=call is None or any(name.startswith("personal") for name in self.final),
         )
+
+    def _personal(self, name: str) -> Tensor | list[Tensor | None] | None:
+        """What is stored of the clients' own, a row each; a list where they have models of their own."""
+        groups = self.federation.task.groups
+        if groups is None:
+            return self.final.get(name)
+        rows: list[Tensor | None] = [None] * len(groups.of)
+        for group in range(len(groups.tasks)):
+            stored = self.final.get(f"{name}@{group}")
+            members = groups.members(group).tolist()
+            for number, row in zip(members, [] if stored is None else stored, strict=stored is not None):
+                rows[number] = row
+        return rows if any(row is not None for row in rows) else None
 
     def summary(self) -> dict[str, Any]:
         """What is told of a run that has come to its end."""
@@ -230,12 +253,11 @@ class Run:
             "stopped": {"round": self.round, "reason": self.stopped} if early else None,
             "clients": federation.clients,
             "data": self.data.name,
-            "model": federation.task.name,
-            "parameters": federation.task.size,
+            **models_told(federation.task),
             "engine": federation.engine.name,
             "device": experiment.engine.device,
             "partition_hash": self.data.hash,
-            "buffers": experiment.model.buffers if federation.task.buffer_size else None,
+            "buffers": experiment.model.buffers if any(t.buffer_size for t in federation.tasks) else None,
             "accuracy": {name: last.get(name, {}).get("accuracy") for name in CELLS},
             "last": {name: last.get(name) for name in CELLS},
             "best_by_validation": {name: self._best(name, validated=True) for name in CELLS},
@@ -260,6 +282,18 @@ class Run:
         return {"accuracy": self.evaluations[best][name]["accuracy"], "round": best}
 
 
+def models_told(task: Task) -> dict[str, Any]:
+    """The model in a summary; where clients have models of their own, these with how many have each."""
+    if task.groups is None:
+        return {"model": task.name, "parameters": task.size}
+    models = [
+        {"model": name, "parameters": own.size, "clients": len(task.groups.members(group))}
+        for group, (name, own) in enumerate(zip(task.groups.names, task.groups.tasks, strict=True))
+    ]
+    largest = max(own.size for own in task.groups.tasks)
+    return {"model": ", ".join(task.groups.names), "parameters": largest, "models": models}
+
+
 def _spread_out(rows: Tensor, places: np.ndarray, count: int) -> Tensor:
     """Rows at these places, nan (of whole numbers: 0) at the others."""
     missing = math.nan if rows.is_floating_point() else 0
@@ -275,6 +309,9 @@ def tensors_of(state: Any, name: str = "server") -> Iterator[tuple[str, Tensor]]
     elif isinstance(state, Mapping):
         for key, value in state.items():
             yield from tensors_of(value, f"{name}.{key}")
+    elif type(state) is tuple:
+        for place, value in enumerate(state):
+            yield from tensors_of(value, f"{name}.{place}")
     elif is_dataclass(state):
         for field in fields(state):
             yield from tensors_of(getattr(state, field.name), f"{name}.{field.name}")

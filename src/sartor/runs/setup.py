@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,15 @@ from sartor.data.clients import ClientData, prepare, relabel
 from sartor.data.expect import check_expected, check_range
 from sartor.data.named import read_data
 from sartor.data.partitions import Partition, apply, make_partition
+from sartor.data.public import read_public
 from sartor.data.settings import OWN_DATA
-from sartor.engines import choose_engine, make_engine
+from sartor.engines import choose_engine, federation_of, make_engine
 from sartor.engines import sharded as distributed
 from sartor.errors import SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.federation.settings import FederationSettings
+from sartor.model.groups import assign, build_groups
 from sartor.model.networks import build_task
 from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
@@ -53,18 +55,29 @@ class Setup:
     """Where the data was partitioned for this run."""
 
 
-def set_up_everywhere(experiment: Experiment, data: ClientData | None, task: Task | None) -> Setup:
+def set_up_everywhere(
+    experiment: Experiment, data: ClientData | None, task: Task | None, own: Sequence[Task | None] = ()
+) -> Setup:
     """Set up at every process of the run; all of them must have the same before them."""
     distributed.join(experiment.engine.device, experiment.engine.timeout)
-    setup = distributed.together(lambda: set_up(experiment, data=data, task=task))
+    setup = distributed.together(lambda: set_up(experiment, data=data, task=task, own=own))
     distributed.agree("experiment", fingerprint(setup.experiment))
     distributed.agree("imports", " ".join(code.sha256 for code in code_of(setup.experiment)))
     distributed.agree("data", setup.data.hash)
     return setup
 
 
-def set_up(experiment: Experiment, *, data: ClientData | None = None, task: Task | None = None) -> Setup:
-    """Load or take the data, make the model, and see whether they fit together."""
+def set_up(
+    experiment: Experiment,
+    *,
+    data: ClientData | None = None,
+    task: Task | None = None,
+    own: Sequence[Task | None] = (),
+) -> Setup:
+    """Load or take the data, make the models, and see whether they fit together.
+
+    ``own`` are given in Python for what some of ``[[models]]`` name.
+    """
     if experiment.engine.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
     partition = None
@@ -72,18 +85,56 @@ def set_up(experiment: Experiment, *, data: ClientData | None = None, task: Task
         data, partition = distributed.first_alone(lambda: load_data(experiment))
     if experiment.data.labels is not None:
         data = relabel(data, experiment.data.labels)
+    data = with_public(data, experiment)
     check_expected(experiment.expect, data)
     if experiment.cohort.count > data.clients:
         raise SettingError(
             f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}"
         )
+    refuse_groups(experiment)
+    shape = tuple(data.train.x.shape[1:])
     if task is None:
-        shape = tuple(data.train.x.shape[1:])
         task = build_task(experiment.model, shape, data.classes, experiment.seed)
     check_outputs(task, data)
+    if experiment.models:
+        of = assign(experiment.models, data.names)
+        task = build_groups(task, experiment.models, of, shape, data.classes, experiment.seed, own)
+        for each in task.groups.tasks if task.groups else ():
+            check_outputs(each, data)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
+
+
+def with_public(data: ClientData, experiment: Experiment) -> ClientData:
+    """The data with the public samples that the experiment names, which must be like the clients'."""
+    x = public_samples(experiment)
+    if x is None:
+        return data
+    if x.shape[1:] != data.train.x.shape[1:]:
+        shapes = f"shape {list(x.shape[1:])}, those of clients {list(data.train.x.shape[1:])}"
+        raise SettingError(f"public: its samples have {shapes}")
+    return replace(data, public_x=x.to(data.train.x.dtype))
+
+
+def public_samples(experiment: Experiment) -> torch.Tensor | None:
+    """The public samples that an experiment names."""
+    return read_public(
+        experiment.public,
+        experiment.seed,
+        folder=experiment.data.folder,
+        features=experiment.features.settings,
+    )
+
+
+def refuse_groups(experiment: Experiment) -> None:
+    """Refuse clients with models of their own under a method that combines whole models."""
+    if experiment.models and not registered()[experiment.algorithm].own_models:
+        able = ", ".join(name for name, method in registered().items() if method.own_models)
+        raise SettingError(
+            f"models: {experiment.algorithm} combines whole models, so all clients need the same one; leave "
+            f"[[models]] out, or take a method for clients with models of their own: {able}"
+        )
 
 
 def check_outputs(task: Task, data: ClientData) -> None:
@@ -139,7 +190,7 @@ def resolve(
     if compiled == "auto":
         most = int(data.train.count.max())
         local = experiment.local
-        steps = experiment.rounds * Batches("train", local.batch, local.epochs, local.steps).count(most)
+        steps = experiment.rounds * Batches("train", local.batch, local.most_epochs, local.steps).count(most)
         long = engine.device == "cuda" and name == "stacked" and steps >= COMPILE_STEPS
         compiled = "yes" if long else "no"
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
@@ -154,7 +205,7 @@ def resolve(
 def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Federation:
     """The federation of a resolved experiment."""
     settings = federation_settings(experiment)
-    return Federation(task, make_engine(experiment.engine.name, task, data, settings), settings)
+    return federation_of(task, make_engine(experiment.engine.name, task, data, settings), settings)
 
 
 def federation_settings(experiment: Experiment) -> FederationSettings:

@@ -36,11 +36,12 @@ TOGETHER_MEMORY = 0.25
 def may_share(experiment: Experiment) -> bool:
     """Whether seeds of an experiment can be run in one batch at all, as far as is known before its data.
 
-    Runs of the loop engine take nothing from each other, asynchronous methods are at another event in every
-    seed, and trackers show one run at a time.
+    Runs of the loop engine take nothing from each other, nor do those whose clients have models of their own;
+    asynchronous methods are at another event in every seed, and trackers show one run at a time.
     """
     asynchronous = registered()[experiment.algorithm].family == "asynchronous"
-    return experiment.engine.name != "loop" and not asynchronous and not experiment.tracking.loggers
+    alike = not experiment.models and not experiment.public.wanted and experiment.engine.name != "loop"
+    return alike and not asynchronous and not experiment.tracking.loggers
 
 
 def seeds_at_once(setup: Setup, wanted: str) -> int:

@@ -99,7 +99,7 @@ class Runs:
         made = self._made.pop(fingerprint(experiment), None)
         if made is None:
             folder = self._folder(inputs)
-            if folder.exists():
+            if not RunFolder.is_free(folder):
                 run = RunFolder.open(folder)
                 reused = run.finished
                 if not reused:
@@ -123,11 +123,11 @@ class Runs:
     def _make(self, inputs: Inputs, folder: Path, later: Iterable[Inputs]) -> tuple[Path, SartorError | None]:
         """Make a run, and other seeds with it where that is faster."""
         if self.together == "no" or not may_share(inputs.experiment):
-            data, task = inputs.data, inputs.task
-            execute(inputs.experiment, data=data, task=task, out=folder, progress=self.progress)
+            data, task, own = inputs.data, inputs.task, inputs.own
+            execute(inputs.experiment, data=data, task=task, own=own, out=folder, progress=self.progress)
             return folder, None
         setups = [set_up(inputs.experiment, data=inputs.data, task=inputs.task)]
-        missing = ((other, place) for other in later if not (place := self._folder(other)).exists())
+        missing = ((other, place) for other in later if RunFolder.is_free(place := self._folder(other)))
         wanted = [(inputs, folder), *islice(missing, seeds_at_once(setups[0], self.together) - 1)]
         setups += [set_up(each.experiment, data=each.data, task=each.task) for each, _ in wanted[1:]]
         if len(setups) == 1 or not fit_together([(setup.task, setup.data) for setup in setups]):
@@ -142,7 +142,9 @@ class Runs:
     def _folder(self, inputs: Inputs) -> Path:
         """The folder that holds the run of an experiment, finished or not, or the one to make it in."""
         for folder in self._candidates(inputs.experiment):
-            if not folder.exists() or (inputs.task is None and self._is_same(folder, inputs)):
+            if RunFolder.is_free(folder) or (
+                inputs.task is None and not inputs.own and self._is_same(folder, inputs)
+            ):
                 return folder
         raise AssertionError("folder names do not end")
 

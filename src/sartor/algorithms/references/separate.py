@@ -38,16 +38,18 @@ class Separate(Algorithm[Hyper, Nothing]):
     """
 
     name = "separate"
+    sums_only = True
     family = "personal"
     paper = "local training"
     server_keeps = "nothing"
     client_keeps = "w_i"
     traffic = "0 / 0"
     buffers = "local"
+    own_models = True
 
     def start(self, federation: Federation) -> Nothing:
         """Every client starts from the initial model."""
-        federation.declare(w_i=federation.initial())
+        federation.declare(w_i=federation.initial_models())
         return Nothing()
 
     def round(self, server: Nothing, federation: Federation, cohort: np.ndarray) -> Nothing:

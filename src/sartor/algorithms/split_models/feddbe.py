@@ -105,6 +105,7 @@ class FedDBE(Algorithm[FedDBEHyper, FedDBEServer]):
     """
 
     name = "feddbe"
+    sums_only = True
     family = "personal"
     paper = "Zhang et al. 2023"
     server_keeps = "w, mean features z̄"

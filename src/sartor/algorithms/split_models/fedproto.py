@@ -95,16 +95,18 @@ class FedProto(Algorithm[FedProtoHyper, Prototypes]):
     """
 
     name = "fedproto"
+    sums_only = True
     family = "personal"
     paper = "Tan et al. 2022"
     server_keeps = "a prototype of each class"
     client_keeps = "its model"
     traffic = "classes × features / classes × features"
     buffers = "local"
+    own_models = True
 
     def start(self, federation: Federation) -> Prototypes:
-        """No prototypes; every client starts from the initial model."""
-        federation.declare(w_i=federation.initial())
+        """No prototypes; every client starts from the initial model of its group."""
+        federation.declare(w_i=federation.initial_models())
         return no_prototypes(federation, self.name)
 
     def round(self, server: Prototypes, federation: Federation, cohort: np.ndarray) -> Prototypes:

@@ -112,6 +112,7 @@ class FSVRG(Algorithm[FSVRGHyper, FSVRGServer]):
     """
 
     name = "fsvrg"
+    sums_only = True
     family = "global"
     paper = "Konečný et al. 2016"
     server_keeps = "w, which client has which feature"

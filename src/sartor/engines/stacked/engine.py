@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sartor import random
+from sartor.client.law import Law
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
@@ -56,7 +57,8 @@ class StackedEngine(LocalEngine):
         self.chunk = settings.chunk
         self.graphs = Graphs(self.device, settings.graphs)
         self.programs: dict[Hashable, Program] = {}
-        self._tracer = Tracer(task, settings, norms=self.graphs.wanted)
+        most = {split: int(samples.counts.max(initial=0)) for split, samples in self.samples.items()}
+        self._tracer = Tracer(task, settings, most, norms=self.graphs.wanted)
         self._origins: Tensor | None = None
         """Each client's number in its run, and that run's seed, where they are not as they come."""
         if origins is not None:
@@ -147,7 +149,7 @@ class StackedEngine(LocalEngine):
         if program.scans is not None:
             for split in {batches.split for batches in program.scans}:
                 self._bring(split, work.numbers)
-            plans = [self._plan(batches, work.numbers) for batches in program.scans]
+            plans = [self._plan(batches, work) for batches in program.scans]
         tables = [table for plan in plans or () if (table := plan.table) is not None]
         numbers = self._numbers_there(work.numbers)
         others = [*arguments, *(to_device(table, self.device) for table in tables)]
@@ -157,7 +159,7 @@ class StackedEngine(LocalEngine):
             header = (next(given), next(given))
             shared, own = (dict(zip(group, given, strict=False)) for group in names)
             buffers = () if work.buffers is None else (next(given),)
-            return self._execute(program, work.numbers, plans, header, shared, own, buffers, list(given))
+            return self._execute(program, work, plans, header, shared, own, buffers, list(given))
 
         shape = None if plans is None else (key, tuple(plan.shape for plan in plans))
         return self.graphs.call(shape, call, numbers, work.rounds, others)
@@ -191,7 +193,7 @@ class StackedEngine(LocalEngine):
     def _execute(
         self,
         program: Program,
-        numbers: np.ndarray,
+        work: Work,
         plans: list[Plan] | None,
         header: tuple[Tensor, Tensor],
         shared: dict[str, Tensor],
@@ -215,9 +217,9 @@ class StackedEngine(LocalEngine):
                 program.scans = scans
                 finished: Checked = result
                 return finished
-            if plans is None and self._bring(batches.split, numbers):
+            if plans is None and self._bring(batches.split, work.numbers):
                 fixed = fixed._replace(data=self._data())
-            scan_plan = self._plan(batches, numbers) if plans is None else plans[len(scans)]
+            scan_plan = self._plan(batches, work) if plans is None else plans[len(scans)]
             table = None
             if (packed := scan_plan.table) is not None:
                 table = next(waiting) if plans is not None else to_device(packed, self.device)
@@ -287,14 +289,23 @@ class StackedEngine(LocalEngine):
 
     # Plans ----------------------------------------------------------------------------------------
 
-    def _plan(self, batches: Batches, numbers: np.ndarray) -> Plan:
-        sizes = self.samples[batches.split].counts[numbers]
-        key = (batches, sizes.tobytes())
+    def _plan(self, batches: Batches, work: Work) -> Plan:
+        sizes = self.samples[batches.split].counts[work.numbers]
+        epochs = None if batches.law is None else self._epochs(batches.law, work)
+        key = (batches, sizes.tobytes(), None if epochs is None else epochs.tobytes())
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[key] = plan(batches, sizes, self.settings.lanes, rounded=self.graphs.wanted)
+            self._plans[key] = plan(batches, sizes, self.settings.lanes, self.graphs.wanted, epochs)
         return self._plans[key]
+
+    def _epochs(self, law: Law, work: Work) -> np.ndarray:
+        """The epochs that are drawn for these clients in their rounds."""
+        numbers, seed = work.numbers, self.settings.seed
+        if self.origins is None:
+            return law.epochs(seed, torch.from_numpy(work.rounds), torch.from_numpy(numbers)).numpy()
+        seeds, own = (torch.from_numpy(part[numbers]) for part in (self.origins.seeds, self.origins.numbers))
+        return law.epochs(seeds, torch.from_numpy(work.rounds), own).numpy()
 
 
 def _first(count: int, value: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Clients with models of their own: slices of one model, small models that teach, features, scores."""
