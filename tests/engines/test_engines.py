@@ -92,7 +92,8 @@ def plain() -> Task:
 
 def vectors(dtype: torch.dtype = torch.float64) -> ClientData:
     data = classification(RAGGED, shape=(5,), classes=4, dtype=dtype)
-    return dataclasses.replace(data, validation=data.test)  # there are methods that need it
+    # There are methods that need validation data, or public ones.
+    return dataclasses.replace(data, validation=data.test, public_x=data.pooled_x[:9])
 
 
 # Engines are equal -----------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ SETTINGS = (
 MOST_GROWTH = 48 << 20
 """Bytes by which a server may be larger in its last third than in its second."""
 MOST_HANDLES = 16
-TROUBLE = 0.25
+TROUBLE = 0.4
 """How often something happens to a node or its link in a round."""
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("flwr")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
+pytestmark = pytest.mark.slow
 
 import httpx  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric import ec  # noqa: E402

@@ -327,14 +327,15 @@ def test_personal_models_that_both_sides_allow_are_counted(nursery: Nursery, fol
     stops = ("rounds=40", "hyper.lr=2.0", "stop.patience=1", "stop.metric=shared_pooled.loss")
     settings = (*stops, "evaluate.personal_models=yes")
     federation = Federation(nursery, "fedupdate", *settings, nodes=0)
-    reason = "outside this node's policy: the server asks for personal models .*which stay at this node; `sartor join --allow-personal"
+    asked = "outside this node's policy: the server asks for personal models"
+    reason = f"{asked} .*which stay at this node; `sartor join --allow-personal"
     keeping = federation.join(0)
     assert keeping.wait() == 2, keeping.output
     said = [line for line in keeping.output.splitlines() if "joined" not in line]
     assert len(said) == 1, keeping.output
     assert re.search(f"this node cannot take part: {reason}", said[0]), said
     federation.server.wait_for("the server asks for personal models")
-    assert re.search(f"node .*: failed: {reason}", federation.server.output), federation.server.output
+    assert re.search(f"node .*: refused: {reason}", federation.server.output), federation.server.output
     federation.nodes = [federation.join(node, "--allow-personal-models") for node in range(3)]
     expected, summary = simulated(folder, "fedupdate", *settings)
     assert_equal(federation.done(), expected)
@@ -530,6 +531,7 @@ BY_ARRIVAL = ("fedasync", "fedbuff")
 """Methods whose result depends on it all the same."""
 NEEDS = {
     "fedfomo": ("data.validation=0.2",),
+    **dict.fromkeys(("fedmd", "feddf"), ("public.name=digits", "public.count=40")),
     **dict.fromkeys(BY_THE_CLOCK, ("hyper.deadline=600",)),
 }
 NORMALISED = (*(text for text in SETTINGS if "model." not in text), "model.name=resnet8", "model.norm=batch")
@@ -617,6 +619,12 @@ def test_methods_that_differ_come_through_kills(
 
 def test_buffers_come_through_kills(nursery: Nursery, folder: Path) -> None:
     through_kills(nursery, folder, "fedbn", common=NORMALISED)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["fml", "heterofl", "fedmd"])
+def test_groups_come_through_kills(nursery: Nursery, folder: Path, name: str) -> None:
+    through_kills(nursery, folder, name, common=(*SETTINGS, 'models=[{name="mlp", hidden=8, every=2}]'))
 
 
 @pytest.mark.nightly

@@ -326,6 +326,7 @@ def test_a_node_answers_with_what_its_clients_send() -> None:
         ({"numbers": [6]}, "clients that are not at this node"),
         ({"numbers": [-1]}, "clients that are not at this node"),
         ({"numbers": []}, "no such clients"),
+        ({"rounds": []}, "its rounds are not one for each client"),
         ({"numbers": "all"}, "numbers is 'all'"),
         ({"kind": "eval"}, "no such request: 'eval'"),
         ({"run": "other"}, "started anew"),

@@ -539,3 +539,16 @@ def test_a_key_may_ask_for_so_much_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert not limits.begin(b"a", 41)  # 60 are on their way
     limits.end(b"a", 10)
     assert limits.begin(b"a", 41)
+
+
+def test_a_node_that_was_refused_and_is_there_is_greeted_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have been mended and started anew so soon that nobody saw it leave."""
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS))
+    admission = Admission(Requests(grid, 5.0), experiment_of("fedavg"))
+    assert isinstance(admission.met({1})[1], Introduction)
+    admission.refuse(1, "no")
+    assert not admission.met({1})
+    monkeypatch.setattr("sartor.remote.admission.RECONSIDERED", 0.0)
+    assert isinstance(admission.met({1})[1], Introduction)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import reprlib
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ LARGEST_VALUE = 1e18
 FAR = 100.0
 """A node's values may be so many times as far from the median of all as those of the median node."""
 ROUNDING = 1e-6
+RECONSIDERED = 30.0
+"""Seconds after which a node that was refused and is there is greeted again."""
 AGAIN = ("late", "gone", "unfinished")
 """Faults of nodes that were busy, away or slow: they are greeted again."""
 CARRIED = {"nonce", "tensors"}
@@ -161,18 +164,23 @@ class Admission:
         self._public = None if public is None else hash_of(public)
         """What the public samples are that nodes must have, too."""
         self._greetings: dict[int, Request] = {}
-        self._refused: set[int] = set()
+        self._refused: dict[int, float] = {}
+        """Nodes that are not greeted, and since when."""
         self._told: list[Request] = []
         """Refusals under way."""
 
     def met(self, new: set[int]) -> dict[int, Introduction | Failed]:
         """Greet these nodes, which are there, without waiting: what those say who have answered by now.
 
-        A node that was refused is not greeted again before it has been away.
+        A node that was refused is not greeted again before it has been away, or a while has passed: it may
+        have been started anew so soon that nobody has noticed.
         """
-        self._refused &= new
+        now = time.monotonic()
+        self._refused = {
+            node: since for node, since in self._refused.items() if node in new and now - since < RECONSIDERED
+        }
         self._told = [request for request in self._told if not self._settled(request)]
-        for node in new - self._refused - set(self._greetings):
+        for node in new - set(self._refused) - set(self._greetings):
             try:
                 self._greetings[node] = self._hello(node)
             except Failed:
@@ -202,7 +210,7 @@ class Admission:
 
     def refuse(self, node: int, reason: str) -> None:
         """Do not greet this node again, and tell it why."""
-        self._refused.add(node)
+        self._refused[node] = time.monotonic()
         with suppress(Failed):  # it has left
             self._told.append(self._requests.send(node, {"kind": "refuse", "reason": reason}, expected={}))
 

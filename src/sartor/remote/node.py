@@ -324,8 +324,10 @@ class Node:
         if "declared" in groups:
             self._remember_declared(groups["declared"])
         numbers = np.array(header["numbers"], dtype=np.int64)
-        if numbers.ndim != 1 or not len(numbers):
+        if not len(numbers):
             raise BadMessage("malformed", "there are no such clients")
+        if type(header["rounds"]) is list and len(header["rounds"]) != len(numbers):
+            raise BadMessage("malformed", "its rounds are not one for each client")
         places = hosted.places(numbers.tolist())
         group = hosted.group(places)
         self.round = int(header["round"])

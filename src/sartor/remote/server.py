@@ -202,7 +202,8 @@ class RemoteEngine(Distant):
                     requests.append(self._send(node, {"kind": "end"}, expected={}))
             self.requests.deliver(requests, PARTING if first else max(end - time.monotonic(), PAUSE))
             first = False
-            time.sleep(PAUSE)
+            if set(self._known) - told:
+                self.requests.grid.rest(PAUSE)
 
     # Nodes ----------------------------------------------------------------------------------------
 
