@@ -812,7 +812,7 @@ def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path
 
     wrong = {
         "counts: expected whole numbers, for each client one, for train, test": pretend(counts=5),
-        "shape: expected the sizes of a sample": pretend(shape=[2**22, 2**22]),
+        "x: expected the leaves of a sample": pretend(x={"x": ["float32", [2**22, 2**22]]}),
         "'more': nobody asked for that": pretend(more={}),
     }
     for reason, node in refused.items():

@@ -476,7 +476,11 @@ def test_messages_are_as_large_as_what_is_declared() -> None:
 
 
 def test_evaluations_have_names() -> None:
-    for function in (evaluation_of(shared_model, "test"), model_of(shared_model), shared_model):
+    for function in (
+        evaluation_of(shared_model, "test", "confusion+scores"),
+        model_of(shared_model),
+        shared_model,
+    ):
         assert find_function(qualified_name(function)) is function
     with pytest.raises(SartorError, match="no such client function"):
         find_function("wraps/sartor.runs.evaluation:shared_model")

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from owned import forgetful
 from sartor import extensions
-from sartor.data.clients import Moments, prepare
+from sartor.data.clients import prepare
+from sartor.data.moments import Moments
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import import_code, read_code
@@ -431,7 +432,7 @@ def test_parts_are_normalised_as_the_whole() -> None:
     moments = Moments.of(halves[0].train.x) + Moments.of(halves[1].train.x)
     whole = prepare(data, normalise=True)
     for half, rows in zip(halves, (slice(0, 55), slice(55, None)), strict=True):
-        found = prepare(half, normalise=True, like=moments).train.x
+        found = prepare(half, normalise=True, like={"x": moments}).train.x
         assert torch.allclose(found, whole.train.x[rows], rtol=1e-6, atol=1e-7)
 
 

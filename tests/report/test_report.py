@@ -255,7 +255,7 @@ def test_what_a_method_records_is_drawn(algorithm: str, name: str, tmp_path: Pat
 
 
 def test_without_classes_there_is_the_loss_alone(tmp_path: Path) -> None:
-    data = from_clients({name: (torch.randn(20, 3), torch.randn(20, 1)) for name in "abc"}, regression=True)
+    data = from_clients({name: (torch.randn(20, 3), torch.randn(20, 1)) for name in "abc"}, targets="number")
     task = sartor.Task(torch.nn.Linear(3, 1), loss=lambda outputs, y: ((outputs - y) ** 2).mean(1))
     sartor.run("fedavg", data=data, model=task, rounds=2, engine="loop", out=tmp_path / "run")
     material = read([tmp_path / "run"])

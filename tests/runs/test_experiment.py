@@ -87,7 +87,7 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
         tables(Experiment, skip=("algorithm", "imports", "transforms", "models", *SECTIONS, "hyper"))
     )
     for section, cls in module._SECTIONS.items():
-        code = ("path", "head") if section == "model" else ()  # which would have to be there
+        code = ("path", "head") if section in ("model", "objective") else ()  # which would have to be there
         table = draw(tables(cls, skip=("name", "settings", *code) if section != "engine" else ()))
         if section in CHOICES:
             table["name"] = draw(st.sampled_from(sorted(KINDS[section])))

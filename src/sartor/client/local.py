@@ -8,7 +8,7 @@ or a step of many clients at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,7 +19,8 @@ from sartor import random
 from sartor.client.law import Law
 from sartor.errors import SettingError
 from sartor.model.optimizers import Optimizer, adam, chain, decay, momentum
-from sartor.model.task import Batch, Change, Frozen, Objective, Pass, Penalty, Task
+from sartor.model.task import Batch, Change, Frozen, LossAndPass, Pass, Penalty, Task
+from sartor.nests import Nest
 
 if TYPE_CHECKING:
     from sartor.client.settings import Local
@@ -149,13 +150,13 @@ class Client:
         """A pass in training mode, for losses of a method's own; see :meth:`differentiate`."""
         return self.task.forward(w, batch, self.buffers, self._frozen, change)
 
-    def differentiate(self, objective: Objective, w: Tensor) -> tuple[Tensor, Pass]:
+    def differentiate(self, objective: LossAndPass, w: Tensor) -> tuple[Tensor, Pass]:
         """The gradient of a method's own objective, and the pass it made, whose buffers are taken."""
         gradient, run = self.task.differentiate(objective, w)
         self.buffers = run.buffers
         return gradient, run
 
-    def outputs(self, w: Tensor, x: Tensor) -> Tensor:
+    def outputs(self, w: Tensor, x: Nest) -> Any:
         """What the model returns, in evaluation mode."""
         return self.task.outputs(w, x, self.buffers)
 
@@ -222,27 +223,32 @@ class Client:
             lambda batch: batch.mean(self.task.losses(w, batch, self.buffers)), w.new_zeros(()), split
         )
 
-    def evaluate(self, model: Tensor | Callable[[Tensor], Tensor], split: str = "test") -> dict[str, Tensor]:
-        """Sum of losses, number of samples and, for classes, the confusion matrix (rows: truth) of a model.
+    def evaluate(
+        self,
+        model: Tensor | Callable[[Nest], Any],
+        split: str = "test",
+        tallies: Sequence[str] = ("confusion",),
+    ) -> dict[str, Tensor]:
+        """Sum of losses, number of samples, and what else is counted of a model's predictions.
 
         ``model`` is a vector, or a function from inputs to outputs for methods that predict in another way.
+        ``tallies`` are those of the task's objective, by name; it has a confusion matrix (rows: truth) where
+        a target is a class. One that it does not have is left out.
         """
         outputs = model if callable(model) else lambda x: self.outputs(model, x)
-        classes = self.task.classes
+        known = self.task.objective.tallies(self.task.width)
+        counted = {name: known[name] for name in tallies if name in known}
         like = self.counts[split]
         carry = {"loss": like.new_zeros((), dtype=self.task.dtype)}
-        if classes is not None:
-            carry["confusion"] = like.new_zeros((classes, classes), dtype=torch.float32)
+        carry |= {name: like.new_zeros(tally.shape, dtype=tally.dtype) for name, tally in counted.items()}
 
         def add(carry: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
             result = outputs(batch.x)
             added = {
                 "loss": carry["loss"] + batch.mean(self.task.loss_function(result, batch.y)) * batch.size
             }
-            if classes is not None:
-                truth, guess = _one_hot(batch.y, classes), _one_hot(result.argmax(dim=-1), classes)
-                truth = truth if batch.weight is None else truth * batch.weight[:, None].to(truth.dtype)
-                added["confusion"] = carry["confusion"] + truth.T @ guess
+            for name, tally in counted.items():
+                added[name] = carry[name] + tally.count(result, batch.y, batch.weight)
             return added
 
         total = self.scan(add, carry, Batches(split, self._evaluation_batch))
@@ -385,10 +391,6 @@ def require_plain_sgd(local: Local, method: str, *, weight_decay: bool = True) -
         if refused:
             cure = f"set local.{key} to {plain!r}"
             raise SettingError(f"local.{key} = {value!r}: {method} is defined for plain SGD steps; {cure}")
-
-
-def _one_hot(labels: Tensor, classes: int) -> Tensor:
-    return (labels[:, None] == torch.arange(classes, device=labels.device)).to(torch.float32)
 
 
 def _optimizer(local: Local) -> Optimizer:

@@ -159,7 +159,9 @@ def show(estimate: Estimate | None, factor: float = 1.0, digits: int = 1) -> str
 
 def _print_comparison(result: Comparison) -> None:
     """Scores, costs, pairs and ranks, a table each."""
-    percent = result.score == "accuracy"
+    from sartor.runs.metrics import is_share
+
+    percent = is_share(result.score)
     factor, digits = (100.0, 1) if percent else (1.0, 4)
     cells = [cell for cell in _cells() if any(cell in method.cells for method in result.methods)]
     validated = any(method.best_by_validation for method in result.methods)

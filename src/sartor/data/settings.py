@@ -104,6 +104,9 @@ class PartitionChoice:
     name: str = setting("dirichlet", "the partition scheme")
     settings: Any
     file: str | None = setting(None, "a stored partition (npz) to reuse; the scheme is then not used")
+    leaf: str | None = setting(
+        None, "the leaf whose numbers stand for labels, as in x.site or y.kind; left out: the target"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sartor import nests
 from sartor.data.apportion import apportion
 from sartor.data.download import fetch, user_cache
 from sartor.data.readers import Bytes, read_cifar, read_idx, read_npz
+from sartor.data.samples import is_class
 from sartor.data.streams import stream
 from sartor.errors import DataError
 from sartor.extensions import Registry
 from sartor.files import replacing
+from sartor.nests import Nest
 from sartor.settings import unknown
 
 if TYPE_CHECKING:
@@ -40,18 +43,53 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Labelled samples that are not divided among clients yet; the test set may be empty.
+    """Samples with their targets that are not divided among clients yet; the test set may be empty.
 
-    ``train_x`` is ``[n, channels, height, width]`` or ``[n, features]`` float32, for the named sources in
-    0..1.
+    Inputs and targets are nests of tensors. ``train_x`` of the named sources is
+    ``[n, channels, height, width]`` float32 in 0..1. ``classes`` is None where targets are no classes.
     """
 
     name: str
-    train_x: torch.Tensor
-    train_y: torch.Tensor
-    test_x: torch.Tensor
-    test_y: torch.Tensor
-    classes: int
+    train_x: Nest
+    train_y: Nest
+    test_x: Nest
+    test_y: Nest
+    classes: int | None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many training and how many test samples there are."""
+        return nests.length(self.train_y), nests.length(self.test_y)
+
+    def labels(self, leaf: str | None = None) -> tuple[Labelled, Labelled]:
+        """The whole numbers from 0 by which samples are divided, of training and of test samples.
+
+        ``leaf`` names one that has one number per sample, as in ``x.site``; left out, it is the target.
+        """
+        held = {
+            path: (own, test)
+            for name, nest, other in (("x", self.train_x, self.test_x), ("y", self.train_y, self.test_y))
+            for (path, own), test in zip(nests.paths(nest, name).items(), nests.leaves(other), strict=True)
+        }
+        if leaf is not None and leaf not in held:
+            raise unknown("partition.leaf", leaf, held, "leaf")
+        if leaf is None and not is_class(self.train_y):
+            raise DataError(
+                f"{self.name}: targets are not one class per sample, by which samples could be divided; name "
+                f"a leaf that has one number per sample (partition.leaf: {', '.join(held)}), or take "
+                "partition.name = 'iid'"
+            )
+        train, test = held["y" if leaf is None else leaf]
+        if train.ndim != 1:
+            shape = list(train.shape[1:])
+            raise DataError(f"partition.leaf = {leaf!r}: has {shape} numbers per sample, one is needed")
+        if is_class(train) and (not len(train) or int(train.min()) >= 0):
+            return train.numpy().astype(np.int64), test.numpy().astype(np.int64)
+        _, places = np.unique(torch.cat([train, test]).numpy(), return_inverse=True)
+        return places[: len(train)].astype(np.int64), places[len(train) :].astype(np.int64)
+
+
+Labelled: TypeAlias = "npt.NDArray[np.int64]"
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
 from sartor.model.groups import tasks_of
 from sartor.model.task import Task
+from sartor.nests import Nest
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ class Federation:
         """One row for every client, all of one value; a number for each where no width is given."""
         return torch.full((self.clients, *width), fill, dtype=dtype, device=self._device)
 
-    def blank_sample(self) -> Tensor:
+    def blank_sample(self) -> Nest:
         """One sample of zeros in the shape of the clients', to find out what a model makes of such."""
         return self.engine.blank
 

@@ -17,12 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sartor.data.clients import SPLITS, ClientData, Moments, Split
+from sartor import nests
+from sartor.data.clients import SPLITS, ClientData, Split
 from sartor.data.expect import unexpected
 from sartor.data.labels import check_labels, listed, other_kind
+from sartor.data.moments import Moments
 from sartor.data.public import hash_of
+from sartor.data.samples import MOST_CLASSES
 from sartor.errors import DataError
-from sartor.remote.messages import DTYPES, Groups, readable, spec_of
+from sartor.nests import Nest
+from sartor.remote.messages import DTYPES, Groups, Spec, readable, spec_of
 from sartor.remote.requests import Failed, Request, Requests
 from sartor.runs.experiment import Experiment, code_of, portable
 from sartor.runs.setup import public_samples
@@ -32,10 +36,12 @@ LONGEST_TEXT = 200
 """Characters of a name."""
 MOST_NAMES = 2**16
 """Clients of a node."""
+MOST_LEAVES = 64
+"""Leaves of a sample."""
 LARGEST_SAMPLE, LARGEST_UNTOLD = 2**26, 2**20
 """Numbers of a sample; where the server was not told how large one is."""
-MOST_CLASSES, MOST_UNTOLD = 2**20, 2**10
-"""Classes; where the server was not told how many: it counts every two of them for every client."""
+MOST_UNTOLD = 2**10
+"""Classes where the server was not told how many: it counts every two of them for every client."""
 LARGEST_VALUE = 1e18
 """Of what a sample holds, by the moments: a model in float32 can still be trained on it."""
 FAR = 100.0
@@ -49,26 +55,52 @@ CARRIED = {"nonce", "tensors"}
 """Entries of every header, which were read when it arrived."""
 
 
+Form = dict[str, tuple[str, tuple[int, ...]]]
+"""The leaves of a nest by path: the type of each, and its shape without the samples."""
+
+
+def form_of(nest: Nest, name: str) -> dict[str, list[Any]]:
+    """The form of a nest, as it is sent; floats have any type, as each model has them in its own."""
+    return {
+        path: ["float32" if leaf.is_floating_point() else spec_of(leaf)[0], list(leaf.shape[1:])]
+        for path, leaf in nests.paths(nest, name).items()
+    }
+
+
+def blank_of(form: Form, name: str) -> Nest:
+    """One sample of zeros of a form."""
+    leaves = {path: torch.zeros((1, *shape), dtype=DTYPES[dtype]) for path, (dtype, shape) in form.items()}
+    return nests.built(leaves, name)
+
+
+def _form_words(form: Form) -> str:
+    found = {path: f"{dtype} {list(shape)}" for path, (dtype, shape) in form.items()}
+    return found[next(iter(found))] if len(found) == 1 else str(found)
+
+
 @dataclass(frozen=True)
 class Introduction:
     """What a node says of itself: its clients, how many samples they have, and how these lie."""
 
     names: tuple[str, ...]
     counts: dict[str, list[int]]
-    shape: tuple[int, ...]
-    dtype: str
+    x: Form
+    y: Form
+    """The leaves of a sample's input and target, by path."""
     classes: int | None
     hash: str
     process: str
     """Which process of the node this is."""
-    moments: Moments | None
+    moments: dict[str, Moments] | None
+    """How the leaves of the inputs lie, by path."""
     labels: tuple[str, ...] | None = None
     """The names of its classes, where its labels are texts."""
 
     @property
     def samples(self) -> str:
         """How a sample looks and which parts the data have: the same at all nodes."""
-        return f"{self.dtype} {list(self.shape)} in {', '.join(sorted(self.counts))}"
+        parts = ", ".join(sorted(self.counts))
+        return f"{_form_words(self.x)} with targets {_form_words(self.y)} in {parts}"
 
 
 class Owners:
@@ -244,9 +276,26 @@ def _counts(value: Any) -> bool:
 
 
 def _shape(value: Any) -> bool:
-    if not (isinstance(value, list) and len(value) <= 16 and all(_whole(size, 1, 2**32) for size in value)):
+    return isinstance(value, list) and len(value) <= 16 and all(_whole(size, 1, 2**32) for size in value)
+
+
+def _form(value: Any, name: str) -> bool:
+    if not (isinstance(value, dict) and 0 < len(value) <= MOST_LEAVES):
         return False
-    return math.prod(value) <= LARGEST_SAMPLE
+    for path, leaf in value.items():
+        if not (len(path) <= LONGEST_TEXT and isinstance(leaf, list) and len(leaf) == 2):
+            return False
+        if not (isinstance(leaf[0], str) and leaf[0] in DTYPES and _shape(leaf[1])):
+            return False
+    try:
+        nests.built(value, name)
+    except (ValueError, RecursionError):
+        return False
+    return bool(sum(math.prod(shape) for _, shape in value.values()) <= LARGEST_SAMPLE)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(_whole(number, 0, 2**60) for number in value.values())
 
 
 def _classes(value: Any) -> bool:
@@ -268,15 +317,19 @@ INTRODUCTION = {
         _names, f"one or more different printable names, at most {MOST_NAMES} of {LONGEST_TEXT} characters"
     ),
     "counts": Entry(_counts, "whole numbers, for each client one, for train, test and perhaps validation"),
-    "shape": Entry(_shape, f"the sizes of a sample, of at most {LARGEST_SAMPLE} numbers"),
-    "dtype": Entry(lambda value: isinstance(value, str) and value in DTYPES, "a type of numbers"),
+    "x": Entry(
+        lambda value: _form(value, "x"), f"the leaves of a sample, of at most {LARGEST_SAMPLE} numbers"
+    ),
+    "y": Entry(
+        lambda value: _form(value, "y"), f"the leaves of a target, of at most {LARGEST_SAMPLE} numbers"
+    ),
     "classes": Entry(_classes, f"null or a number of at most {MOST_CLASSES} classes"),
     "labels": Entry(_labels, "null or the different printable texts that name the classes"),
     "hash": Entry(_text, "a text"),
     "process": Entry(_text, "a text"),
 }
 """An introduction: every entry that it has, and no other."""
-NORMALISED = {**INTRODUCTION, "number": Entry(lambda value: _whole(value, 0, 2**60), "a whole number")}
+NORMALISED = {**INTRODUCTION, "number": Entry(_numbers, "a whole number for each leaf")}
 """One that goes with the moments of the samples."""
 
 
@@ -290,7 +343,10 @@ def introduction_of(header: Mapping[str, Any], groups: Groups, normalised: bool)
             raise _wrong(f"{readable(key, 50)!r}: nobody asked for that")
         if not entries[key].good(header[key]):
             raise _wrong(f"{key}: expected {entries[key].words}, got {reprlib.repr(header[key])}")
-    names, counts, shape = tuple(header["names"]), header["counts"], tuple(header["shape"])
+    names, counts = tuple(header["names"]), header["counts"]
+    x, y = (
+        {path: (dtype, tuple(shape)) for path, (dtype, shape) in header[part].items()} for part in ("x", "y")
+    )
     for part, held in counts.items():
         if len(held) != len(names):
             raise _wrong(f"counts: {len(held)} for {part}, but there are {len(names)} clients")
@@ -299,22 +355,54 @@ def introduction_of(header: Mapping[str, Any], groups: Groups, normalised: bool)
         raise _wrong(f"labels: {len(labels)} for {header['classes']} classes")
     moments = None
     if normalised:
-        like = {"mean": ("float64", shape[:1]), "squares": ("float64", shape[:1])}
-        told = groups.get("moments", {})
-        if set(groups) != {"moments"} or {name: spec_of(value) for name, value in told.items()} != like:
-            raise _wrong(f"moments: expected a mean and squares of float64 {list(shape[:1])}")
-        mean, squares, number = told["mean"], told["squares"], header["number"]
-        if number != sum(counts["train"]) * math.prod(shape[1:]):
-            raise _wrong(f"number: {number}, which is not that of its training samples")
+        moments = _moments(header["number"], x, sum(counts["train"]), groups)
+    elif groups:
+        raise _wrong("tensors: nobody asked for any")
+    rest = (header["classes"], header["hash"], header["process"])
+    return Introduction(names, counts, x, y, *rest, moments, labels)
+
+
+def _moments(numbers: dict[str, int], x: Form, samples: int, groups: Groups) -> dict[str, Moments]:
+    """How the leaves of the inputs lie."""
+    if numbers.keys() != x.keys():
+        raise _wrong("number: expected one for each leaf of a sample")
+    told = groups.get("moments", {})
+    found = {name: spec_of(value) for name, value in told.items()}
+    if set(groups) != {"moments"} or found != moments_like({path: shape for path, (_, shape) in x.items()}):
+        raise _wrong("moments: expected a mean and squares of float64 for every leaf")
+    for path, (_, shape) in x.items():
+        mean, squares, number = told[f"mean {path}"], told[f"squares {path}"], numbers[path]
+        if number != samples * math.prod(shape[1:]):
+            raise _wrong(f"number: {number} of {path}, which is not that of its training samples")
         # A not-a-number fails each of these.
         possible = (mean.abs() < LARGEST_VALUE) & (squares >= 0) & (squares <= LARGEST_VALUE**2 * number)
         if not bool(possible.all()):
             raise _wrong("moments: not those of any samples")
-        moments = Moments(number, mean, squares)
-    elif groups:
-        raise _wrong("tensors: nobody asked for any")
-    rest = (header["dtype"], header["classes"], header["hash"], header["process"])
-    return Introduction(names, counts, shape, *rest, moments, labels)
+    return received_moments(numbers, told)
+
+
+def moments_like(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Spec]:
+    """The types and shapes of the tensors that :func:`sent_moments` sends for leaves of these shapes."""
+    return {
+        f"{part} {path}": ("float64", shape[:1] or (1,))
+        for path, shape in shapes.items()
+        for part in ("mean", "squares")
+    }
+
+
+def sent_moments(moments: Mapping[str, Moments]) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    """Moments as they travel: numbers for the header, and tensors."""
+    tensors = {f"mean {path}": each.mean for path, each in moments.items()}
+    tensors |= {f"squares {path}": each.squares for path, each in moments.items()}
+    return {path: each.number for path, each in moments.items()}, tensors
+
+
+def received_moments(numbers: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> dict[str, Moments]:
+    """What :func:`sent_moments` has sent."""
+    return {
+        path: Moments(int(number), tensors[f"mean {path}"], tensors[f"squares {path}"])
+        for path, number in numbers.items()
+    }
 
 
 def _wrong(text: str) -> Failed:
@@ -328,28 +416,34 @@ def listed_names(names: Sequence[str], most: int) -> str:
 
 def not_expected(met: Introduction, experiment: Experiment) -> str | None:
     """Why what a node says of its data is not what the experiment expects; None where it is."""
-    expect, numbers = experiment.expect, math.prod(met.shape)
-    samples = max(met.counts["train"])
-    reason = unexpected(expect, met.names, met.shape, met.classes, samples)
+    expect, samples = experiment.expect, max(met.counts["train"])
+    shapes = {path: shape for path, (_, shape) in met.x.items()}
+    reason = unexpected(expect, met.names, shapes, met.classes, samples)
     if reason is not None:
         return f"it has {reason}"
+    numbers = sum(map(math.prod, shapes.values()))
     if expect.shape is None and numbers > LARGEST_UNTOLD:
         return f"its samples have {numbers} numbers; the server must be told to expect as many (expect.shape)"
+    numbers = sum(math.prod(shape) for _, shape in met.y.values())
+    if numbers > LARGEST_UNTOLD:
+        return f"its targets have {numbers} numbers, at most {LARGEST_UNTOLD} can be trained for"
     stated = expect.classes is not None or experiment.data.labels is not None
     if not stated and (met.classes or 0) > MOST_UNTOLD:
         return f"it has {met.classes} classes; the server must be told to expect as many (expect.classes)"
-    moments = met.moments
-    if moments is None or not moments.number:
-        return None
     low = -torch.inf if expect.low is None else expect.low
     high = torch.inf if expect.high is None else expect.high
+    if not all(_lies_between(moments, low, high) for moments in (met.moments or {}).values()):
+        return f"its samples do not lie between {low:g} and {high:g} (expect.low, expect.high)"
+    return None
+
+
+def _lies_between(moments: Moments, low: float, high: float) -> bool:
+    """Whether moments can be those of values in a range."""
     room = ROUNDING * (1 + moments.mean.abs())
     spread = (high - low) / 2 + room
     fits = (moments.mean >= low - room) & (moments.mean <= high + room)
     fits &= moments.squares <= moments.number * spread**2
-    if not bool(fits.all()):
-        return f"its samples do not lie between {low:g} and {high:g} (expect.low, expect.high)"
-    return None
+    return not moments.number or bool(fits.all())
 
 
 def far_off(met: Mapping[int, Introduction]) -> dict[int, str]:
@@ -358,21 +452,27 @@ def far_off(met: Mapping[int, Introduction]) -> dict[int, str]:
     All are normalised by common moments, which a node with values beyond all measure would make useless. Of
     one or two nodes nobody can say which is wrong.
     """
-    told = {node: one.moments for node, one in met.items() if one.moments is not None and one.moments.number}
+    told = {node: one.moments for node, one in met.items() if one.moments and any(one.counts["train"])}
     if len(told) < 3:
         return {}
-    means = torch.stack([moments.mean for moments in told.values()])
-    spread = torch.stack([moments.squares / moments.number for moments in told.values()])
-    centre = means.median(dim=0).values
-    distance = (spread + (means - centre).square()).sqrt()
-    usual = distance.median(dim=0).values
-    usual = torch.where(usual > 0, usual, usual.max() if bool(usual.max() > 0) else torch.ones_like(usual))
-    far = (distance > FAR * usual).any(dim=1)
     reason = (
         f"its samples lie {FAR:g} times as far out as those of the others, and all are normalised together; "
         "check their units, or tell the server what to expect (expect.low, expect.high)"
     )
+    paths = next(iter(told.values()))
+    far = torch.stack([_far([moments[path] for moments in told.values()]) for path in paths]).any(dim=0)
     return {node: reason for node, wrong in zip(told, far.tolist(), strict=True) if wrong}
+
+
+def _far(told: Sequence[Moments]) -> torch.Tensor:
+    """Which of three nodes or more have values of a leaf that lie far from those of the others."""
+    means = torch.stack([moments.mean for moments in told])
+    spread = torch.stack([moments.squares / moments.number for moments in told])
+    centre = means.median(dim=0).values
+    distance = (spread + (means - centre).square()).sqrt()
+    usual = distance.median(dim=0).values
+    usual = torch.where(usual > 0, usual, usual.max() if bool(usual.max() > 0) else torch.ones_like(usual))
+    return (distance > FAR * usual).any(dim=1)
 
 
 def misfit(
@@ -433,8 +533,7 @@ def assemble(introductions: Mapping[int, Introduction], labels: tuple[str, ...] 
         labels = tuple(sorted({label for met in introductions.values() for label in met.labels or ()}))
     classes = classes if labels is None else len(labels)
     # One sample of zeros stands for all, so that a model can be tried on it.
-    x = torch.zeros((1, *first.shape), dtype=DTYPES[first.dtype])
-    y = torch.zeros(1, dtype=x.dtype if classes is None else torch.int64)
+    x, y = blank_of(first.x, "x"), blank_of(first.y, "y")
 
     def split(part: str) -> Split:
         counts = np.array([rows[name][0].counts[part][rows[name][1]] for name in names], dtype=np.int64)

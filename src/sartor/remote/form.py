@@ -54,6 +54,10 @@ def _transformed(value: Any) -> bool:
     return table(value) and _shapes(value.get("shapes")) and texts(value.get("states"))
 
 
+def _wholes_by_name(value: Any) -> bool:
+    return table(value) and all(map(whole, value.values()))
+
+
 def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -90,7 +94,7 @@ FORMS: dict[str, dict[str, Check]] = {
 PERHAPS: dict[str, Check] = {
     "code": table,
     "public": _or_none(text),
-    "number": whole,
+    "number": _wholes_by_name,
     "groups": wholes,
     "entries": wholes,
     "transformed": _or_none(_transformed),

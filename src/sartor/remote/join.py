@@ -21,6 +21,7 @@ from sartor.data.settings import Data
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import function_file
 from sartor.files import OWNER_ALONE, private_folder, write
+from sartor.model.objectives import chosen_objective
 from sartor.remote.addresses import is_loopback, split_address
 from sartor.remote.audit import Audit
 from sartor.remote.keys import own_key, read_key
@@ -54,6 +55,7 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
         options: dict[str, Any] = {
             "validation_fraction": experiment.data.validation,
             "seed": experiment.seed,
+            "targets": chosen_objective(experiment.objective).targets,
             "labels": experiment.data.labels,
         }
         if path.is_dir():
@@ -67,7 +69,8 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
 
 def _from_function(path: str, experiment: Experiment) -> ClientData:
     """The clients that a function of the node's owner gives."""
-    data = read_data(Data(path=path, validation=experiment.data.validation), experiment.seed)
+    named = Data(path=path, validation=experiment.data.validation)
+    data = read_data(named, experiment.seed, chosen_objective(experiment.objective).targets)
     if not isinstance(data, ClientData):
         raise DataError(f"{path}: gives samples of no client; give {{client: (x, y)}}")
     return data

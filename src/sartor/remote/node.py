@@ -30,9 +30,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from sartor import nests
 from sartor.algorithms import registered
-from sartor.data.clients import SPLITS, ClientData, Moments, prepare, relabel
+from sartor.data.clients import SPLITS, ClientData, prepare, relabel
 from sartor.data.expect import check_expected, check_range
+from sartor.data.moments import Moments, moments_of
 from sartor.data.public import hash_of
 from sartor.engines import make_engine
 from sartor.engines.base import Origins
@@ -46,18 +48,27 @@ from sartor.federation.transforms import Transforms, read_shapes
 from sartor.files import OWNER_ALONE, private_folder, write
 from sartor.model.groups import build_groups, tasks_of
 from sartor.model.networks import build_task
+from sartor.model.objectives import chosen_objective
 from sartor.model.task import Task
+from sartor.remote.admission import form_of, moments_like, received_moments, sent_moments
 from sartor.remote.audit import Audit, answered, introduced
 from sartor.remote.form import check_form
 from sartor.remote.journal import Journal, rows_of
-from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, readable, version
+from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, readable, spec_of, version
 from sartor.remote.policy import Policy, Refused
 from sartor.runs import experiment as experiments
 from sartor.runs.evaluation import evaluation_of, shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
 from sartor.runs.seals import BLANK, KEY, is_whole, sealed
-from sartor.runs.setup import federation_settings, public_samples, resolve, with_public
+from sartor.runs.setup import (
+    check_targets,
+    federation_settings,
+    fitted,
+    public_samples,
+    resolve,
+    with_public,
+)
 from sartor.settings import build, shown
 
 log = logging.getLogger(__name__)
@@ -159,7 +170,7 @@ class Node:
         self._told = ""
         self._code: dict[str, str] = {}
         self._data: ClientData | None = None
-        self._moments: Moments | None = None
+        self._moments: dict[str, Moments] | None = None
         self._experiment: Experiment | None = None
         self._run = ""
         self._hosted: Hosted | None = None
@@ -236,7 +247,7 @@ class Node:
                 data = relabel(data, experiment.data.labels)
             check_expected(experiment.expect, data)
             self._policy.check_data(experiment, data)
-            self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
+            self._moments = moments_of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
             self._code = code
             self._run = ""
@@ -246,8 +257,8 @@ class Node:
         reply = {
             "names": list(data.names),
             "counts": {name: part.count.tolist() for name, part in held.items() if part is not None},
-            "shape": list(data.train.x.shape[1:]),
-            "dtype": str(data.train.x.dtype).removeprefix("torch."),
+            "x": form_of(data.train.x, "x"),
+            "y": form_of(data.train.y, "y"),
             "classes": data.classes,
             "labels": data.labels,
             "hash": data.hash,
@@ -256,8 +267,8 @@ class Node:
         }
         if self._moments is None:
             return reply, {}
-        moments = {"mean": self._moments.mean, "squares": self._moments.squares}
-        return {**reply, "number": self._moments.number}, {"moments": moments}
+        numbers, tensors = sent_moments(self._moments)
+        return {**reply, "number": numbers}, {"moments": tensors}
 
     def _open(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Take up a run where it stands."""
@@ -271,23 +282,25 @@ class Node:
         clients = int(header["clients"])
         if numbers.shape != (data.clients,) or numbers.min() < 0 or numbers.max() >= clients:
             raise BadMessage("malformed", "it does not number this node's clients")
-        if "moments" in groups:
-            moments = groups["moments"]
-            like = Moments(int(header["number"]), moments["mean"], moments["squares"])
-            data = prepare(data, normalise=True, like=like)
-        data = with_public(data, experiment)
         # The run numbers classes otherwise than a node that lacks some of them.
         data = relabel(data, header["labels"])
         data = replace(data, classes=header["classes"])
         task = self._given_task
-        shape = tuple(data.train.x.shape[1:])
         if task is None:
-            task = build_task(experiment.model, shape, data.classes, experiment.seed)
+            objective = chosen_objective(experiment.objective)
+            x, y = data.train.x, data.train.y
+            task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
+        like = _common_moments(header, groups, data)
+        data = fitted(data, task, normalise=like is not None, like=like)
+        check_targets(data, task)
+        x, y = data.train.x, data.train.y
+        task = task.suited(x, y, data.classes)
         if experiment.models:
             of, entries = _groups_of(header, data.clients, len(experiment.models))
             task = build_groups(
-                task, experiment.models, of, shape, data.classes, experiment.seed, entries=entries
+                task, experiment.models, of, x, y, data.classes, experiment.seed, entries=entries
             )
+        data = with_public(data, experiment)
         hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device)
         if run != self._run or self._folder is not None:
             self._check_method(run, experiment.algorithm)
@@ -567,6 +580,18 @@ def _same_code(wanted: Any) -> dict[str, str]:
                 "import the same file at both"
             )
     return dict(wanted)
+
+
+def _common_moments(header: Mapping[str, Any], groups: Groups, data: ClientData) -> dict[str, Moments] | None:
+    """How the samples of all nodes lie, where they are normalised."""
+    if "moments" not in groups:
+        return None
+    numbers, told = header.get("number", {}), groups["moments"]
+    shapes = {path: tuple(leaf.shape[1:]) for path, leaf in nests.paths(data.train.x, "x").items()}
+    found = {name: spec_of(value) for name, value in told.items()}
+    if numbers.keys() != shapes.keys() or found != moments_like(shapes):
+        raise BadMessage("malformed", "its moments are not those of samples like the ones here")
+    return received_moments(numbers, told)
 
 
 def _groups_of(header: Mapping[str, Any], clients: int, models: int) -> tuple[np.ndarray, list[int]]:

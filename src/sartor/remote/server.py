@@ -28,7 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.data.clients import ClientData, Moments, Split
+from sartor import nests
+from sartor.data.clients import ClientData, Split
+from sartor.data.moments import Moments
 from sartor.engines.loop import LoopEngine
 from sartor.errors import SartorError
 from sartor.federation.clock import EventQueue, Job
@@ -41,7 +43,14 @@ from sartor.federation.transforms import inner_function, plain_shapes
 from sartor.kernels.device import to_device
 from sartor.model.groups import tasks_of
 from sartor.model.task import Task
-from sartor.remote.admission import Admission, Introduction, Owners, listed_names, unknown_label
+from sartor.remote.admission import (
+    Admission,
+    Introduction,
+    Owners,
+    listed_names,
+    sent_moments,
+    unknown_label,
+)
 from sartor.remote.messages import DTYPES, Expected, Groups, Spec, encode, spec_of
 from sartor.remote.node import hyper_values
 from sartor.remote.requests import PARTING, PAUSE, EarlierRequest, Failed, Grid, Request, Requests
@@ -106,7 +115,8 @@ class RemoteEngine(Distant):
         self.names = tuple(data.names)
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         self.counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
-        self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
+        data = data.map(task.typed, task.typed)
+        self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1], device=self.device), data.train.x)
         if data.public_x is not None:
             self.public = data.public_x.to(self.device)
         self.noted, self.round = Counter(), 0
@@ -119,10 +129,12 @@ class RemoteEngine(Distant):
         self._known = dict(met)
         for node, introduction in met.items():
             self._hosts |= {self._number[name]: node for name in introduction.names}
-        moments = [introduction.moments for introduction in met.values()]
-        self._moments: Moments | None = None
-        for part in sorted((part for part in moments if part is not None), key=lambda part: part.number):
-            self._moments = part if self._moments is None else self._moments + part
+        moments = [introduction.moments for introduction in met.values() if introduction.moments is not None]
+        self._moments: dict[str, Moments] | None = None
+        for part in sorted(moments, key=lambda part: sum(each.number for each in part.values())):
+            self._moments = (
+                {path: self._moments[path] + part[path] for path in part} if self._moments else part
+            )
         self._admission = Admission(self.requests, experiment, owners)
         self._silent: dict[int, Silence] = {}
         """Nodes that have left requests unanswered."""
@@ -307,8 +319,7 @@ class RemoteEngine(Distant):
         }
         groups: dict[str, dict[str, Tensor]] = {}
         if self._moments is not None:
-            groups["moments"] = {"mean": self._moments.mean, "squares": self._moments.squares}
-            header["number"] = self._moments.number
+            header["number"], groups["moments"] = sent_moments(self._moments)
         request = self._send(node, header, groups, expected={})
         self.requests.wait(request)
         self._received(request)
@@ -722,8 +733,8 @@ class _Model:
 
 def _one_client(task: Task, data: ClientData, settings: FederationSettings) -> LoopEngine:
     """A client of two samples of zeros, on which the server finds out what a client function replies."""
-    x, y = data.train.x[:1].expand(2, *data.train.x.shape[1:]), data.train.y[:1].expand(2)
-    split = Split(x.contiguous(), y.contiguous(), np.zeros(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
+    x, y = nests.rows((data.train.x, data.train.y), torch.zeros(2, dtype=torch.int64))
+    split = Split(x, y, np.zeros(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
     tried = replace(
         data,
         names=("model",),

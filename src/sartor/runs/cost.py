@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sartor import nests
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError
@@ -180,9 +181,9 @@ def _server_bytes(last: _Measured, before: _Measured | None, clients: int) -> in
 
 
 def _data_bytes(data: ClientData) -> int:
-    tensors = [data.pooled_x, data.pooled_y]
+    tensors = nests.leaves((data.pooled_x, data.pooled_y))
     for split in (data.train, data.test, data.validation):
         if split is not None:
-            tensors += [split.x, split.y]
+            tensors += nests.leaves((split.x, split.y))
     sizes = {tensor.data_ptr(): int(tensor.nbytes) for tensor in tensors}  # the pooled test set may be theirs
     return sum(sizes.values())

@@ -41,6 +41,7 @@ from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, 
 from sartor.federation.transforms import TRANSFORMS, Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
+from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
@@ -77,6 +78,7 @@ class Experiment:
     partition: PartitionChoice
     features: FeaturesChoice
     model: ModelChoice
+    objective: ObjectiveChoice
     local: Local
     cohort: Cohort
     availability: AvailabilityChoice
@@ -103,6 +105,11 @@ class Experiment:
                 most = f"at most data.clients = {self.data.clients}"
                 raise SettingError(f"cohort.count: must be {most}, got {self.cohort.count}")
         _check_choice(self.model, "model")
+        if self.objective.path is not None and function_file(self.objective.path) is None:
+            raise SettingError(
+                f"objective.path = {shown(self.objective.path)}: expected a function or class in a file, as "
+                "in mine.py:loss"
+            )
         if self.stop.wanted and self.evaluate.every == 0:
             raise SettingError(
                 "stop: with evaluate.every = 0 only the last round is evaluated; give evaluate.every too"
@@ -142,6 +149,7 @@ _SECTIONS: dict[str, type] = {
     "partition": PartitionChoice,
     "features": FeaturesChoice,
     "model": ModelChoice,
+    "objective": ObjectiveChoice,
     "local": Local,
     "cohort": Cohort,
     "availability": AvailabilityChoice,
@@ -153,8 +161,8 @@ _SECTIONS: dict[str, type] = {
     "engine": Engine,
     "tracking": Tracking,
 }
-_CHOICES = ("partition", "features", "model", "availability", "delay")
-CODE = ("model", "data", "public")
+_CHOICES = ("partition", "features", "model", "objective", "availability", "delay")
+CODE = ("model", "objective", "data", "public")
 """Sections whose ``path`` may name a function in a file."""
 WHO = ("clients", "share", "every", "first")
 """What an entry of ``models`` says of whose network it is."""
@@ -168,6 +176,7 @@ def _registry(section: str) -> Mapping[str, Any]:
         "partition": PARTITIONS,
         "features": FEATURES,
         "model": MODELS,
+        "objective": OBJECTIVES,
         "availability": AVAILABILITY,
         "delay": DELAYS,
     }
@@ -177,7 +186,7 @@ def _registry(section: str) -> Mapping[str, Any]:
 def load(path: Path | str | None = None, overrides: Sequence[str] = (), **top: Any) -> Experiment:
     """The experiment of a TOML file (none: the defaults), changed by ``key=value`` texts and by keywords.
 
-    Code that it names (``imports``, ``model.path``, ``data.path``) is imported first.
+    Code that it names (``imports``, ``model.path``, ``objective.path``, ``data.path``) is imported first.
 
     A keyword is a key with its value, a dotted one given as ``**{"data.clients": 5}``; None means not given.
 
@@ -318,6 +327,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
     tables = {section: _table(mapping, section) for section in (*_SECTIONS, "hyper")}
     if tables["model"].get("path") is not None and tables["model"].setdefault("name", CUSTOM) != CUSTOM:
         raise SettingError("model.name: the network is that of model.path; give one of them")
+    if tables["objective"].get("path") is not None and tables["objective"].setdefault("name", OWN) != OWN:
+        raise SettingError("objective.name: the objective is that of objective.path; give one of them")
     names = {section: _name(tables[section].get("name"), section) for section in _CHOICES}
     names["algorithm"] = _name(mapping.get("algorithm"), "algorithm")
     kinds = {section: _registry(section)[names[section]] for section in _CHOICES}

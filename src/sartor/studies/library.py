@@ -55,10 +55,15 @@ class KeptRun:
                 return f"{kind}_{split}"
         raise SartorError(f"{self.folder}: the run has evaluated no model on {split} data")
 
-    def score(self, cell: str) -> str:
-        """What a cell is judged by: accuracy, or the loss where there are no classes."""
-        result = self.evaluations[-1]["evaluation"][cell]
-        return "loss" if result.get("accuracy") is None else "accuracy"
+    @property
+    def score(self) -> str:
+        """What models are judged by: the headline."""
+        return str(self.summary["headline"])
+
+    @property
+    def sign(self) -> float:
+        """1 where more of the score is better, else -1."""
+        return 1.0 if self.summary["more_is_better"] else -1.0
 
 
 @dataclass(frozen=True)
@@ -206,7 +211,10 @@ def _decided(asked: Experiment, stored: Experiment) -> Experiment:
     if model.buffers == "auto":
         model = replace(model, buffers=stored.model.buffers)
     data = asked.data if asked.data.labels is not None else replace(asked.data, labels=stored.data.labels)
-    return replace(asked, data=data, engine=engine, model=model)
+    evaluate = asked.evaluate
+    if evaluate.headline is None:
+        evaluate = replace(evaluate, headline=stored.evaluate.headline)
+    return replace(asked, data=data, engine=engine, model=model, evaluate=evaluate)
 
 
 def _read(run: RunFolder, experiment: Experiment, reused: bool) -> KeptRun:

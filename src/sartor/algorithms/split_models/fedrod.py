@@ -15,6 +15,7 @@ from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Pass
+from sartor.nests import Nest
 
 LEAST = 1e-6
 """Stands for the count of a class that the client does not have, whose logarithm is needed."""
@@ -45,9 +46,10 @@ def both_heads(client: Client, hyper: Hyper, w: Tensor, p_i: Tensor) -> Reply:
     """Predict by G(z) + P(z)."""
     task, buffers = client.task, client.buffers
 
-    def predict(x: Tensor) -> Tensor:
+    def predict(x: Nest) -> Tensor:
         z = task.features(w, x, buffers).flatten(1)
-        return task.outputs(w, x, buffers) + affine(p_i, z, task.classes or 0)
+        outputs: Tensor = task.outputs(w, x, buffers)
+        return outputs + affine(p_i, z, task.classes or 0)
 
     return Reply(w=predict, head=p_i)
 

@@ -27,10 +27,12 @@ from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.schedule import Plan, bucket, plan, scan_table
 from sartor.engines.stacked.graphs import Graphs
 from sartor.engines.stacked.trace import Checked, Fixed, Program, Rows, Tracer
-from sartor.federation.exchange import NOBODY, Outcome, Work
+from sartor.federation.exchange import NOBODY, ClientError, Outcome, Work
+from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels.device import digits, free_bytes, to_device
 from sartor.model.task import Task
+from sartor.nests import Nest
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,13 @@ class StackedEngine(LocalEngine):
     def run(self, work: Work) -> Outcome:
         """Run the function at all these clients, as many at once as memory allows."""
         with torch.no_grad(), digits(self.settings.precision):
-            return self._run(work)
+            try:
+                return self._run(work)
+            except (IndexError, ClientError) as error:  # as of a token that an embedding does not have
+                reason = self.refused(work.numbers)
+                if reason is None:
+                    raise
+                raise ClientError(f"{name_of(work.function)}, round {work.round}, {reason}") from error
 
     def _run(self, work: Work) -> Outcome:
         clients = len(work.numbers)
@@ -233,7 +241,7 @@ class StackedEngine(LocalEngine):
             self.graphs.forget()
         return moved
 
-    def _data(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def _data(self) -> dict[str, tuple[Nest, Nest]]:
         return {split: (samples.x, samples.y) for split, samples in self.samples.items()}
 
     def _scan(

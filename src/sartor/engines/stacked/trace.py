@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from sartor import random
+from sartor import nests, random
 from sartor.client.local import Batches, Client
 from sartor.engines.schedule import Plan
 from sartor.errors import NotStackable, SartorError
@@ -35,6 +35,7 @@ from sartor.federation.settings import FederationSettings
 from sartor.kernels import products
 from sartor.kernels.gpu import has_tensor_cores
 from sartor.model.task import Batch, Task
+from sartor.nests import Nest
 
 Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 """What a function gives, one row per client: replies, new states and, if it trained, buffers."""
@@ -75,7 +76,7 @@ class Fixed(NamedTuple):
 
     arguments: dict[str, Tensor]
     buffers: tuple[Tensor, ...]
-    data: dict[str, tuple[Tensor, Tensor]]
+    data: dict[str, tuple[Nest, Nest]]
 
 
 @dataclass
@@ -169,15 +170,15 @@ class Tracer:
             rows: Rows,
             memo: list[Any],
             carry: Any,
-            x: Tensor,
-            y: Tensor,
+            x: Nest,
+            y: Nest,
             real: Tensor,
             turn: Tensor,
             fixed: Fixed,
         ) -> Any:
             weight = None
             if not plan.shape.full:
-                weight = (torch.arange(plan.shape.width, device=x.device) < real).to(self.task.dtype)
+                weight = (torch.arange(plan.shape.width, device=real.device) < real).to(self.task.dtype)
             number, seed = rows.origins or (rows.number, self.settings.seed)
             key = random.stream(seed, "layers", rows.round, number, turn) if self.task.draws else 0
             try:
@@ -198,7 +199,7 @@ class Tracer:
             real: Tensor,
             turn: Tensor,
         ) -> Any:
-            x, y = (_picked(part, index) for part in fixed.data[batches.split])
+            x, y = nests.mapped(lambda leaf: _picked(leaf, index), fixed.data[batches.split])
             if lanes:
                 client = lanes[0].clamp(max=len(rows.number) - 1)
                 rows, memo = tree_map(lambda value: value[client], (rows, memo))
