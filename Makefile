@@ -5,26 +5,35 @@ STAMP := .venv/.installed
 # Processes that run tests: one more than there are cores, as one of them mostly waits for servers and nodes.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: install run test test-fast nightly lint docs bench clean
+.PHONY: install run test test-fast nightly soak fuzz lint docs bench clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,flower,plot,track]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs,flower,plot,report,track]'
 	touch $(STAMP)
 
 run: install
 	$(BIN)/python -m sartor.commands.demo
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-fast: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m 'not slow'
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 nightly: install
 	$(BIN)/python -m pytest -n auto -m nightly
+
+# A federation among strangers, for a long while: ROUNDS=60 for a short one.
+ROUNDS ?= 1000
+soak: install
+	$(BIN)/python tests/remote/soak.py --rounds $(ROUNDS)
+
+# Whatever may be given or arrive, damaged in 10^5 ways; `make test` tries a few of them.
+fuzz: install
+	SARTOR_FUZZ=5300 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz
 
 lint: install
 	$(BIN)/ruff check .

@@ -7,7 +7,8 @@ A part stands between ``<!-- begin: NAME -->`` and ``<!-- end -->``, and NAME sa
 ``methods FAMILY...`` the methods of these pages' files, ``papers`` all tables and figures, ``bands`` the
 measured numbers. On a method's own page ``method NAME`` says what it is and keeps, ``settings NAME`` what it
 can be told, ``curve NAME`` shows what was measured; ``measured`` is the table of all of these measurements.
-``house`` and ``rooms`` are the picture and the table of the source's rooms.
+``overview`` is a table of all methods to choose by; ``house`` and ``rooms`` are the picture and the table of
+the source's rooms.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import curves
 import house
 
-from sartor.algorithms import registered
+from sartor.algorithms import cards, registered
 from sartor.algorithms.comfed.comfed import MECHANISMS
 from sartor.runs.experiment import describe_class
 from sartor.studies.reproduction import Entry, entries
@@ -44,11 +45,16 @@ def family_of(name: str) -> str | None:
     return rest.partition(".")[0] if package == "sartor" and rest else None
 
 
+def is_pair(name: str) -> bool:
+    """Whether a method is one of ComFed's pairs by its own name."""
+    mechanism, dash, _ = name.partition("-")
+    return family_of(name) == "comfed" and bool(dash) and mechanism in MECHANISMS
+
+
 def page_of(name: str) -> str:
     """A method's page, from the folder of the families' pages; a pair has a section of its mechanism's."""
-    mechanism, dash, _ = name.partition("-")
-    if family_of(name) == "comfed" and dash and mechanism in MECHANISMS:
-        return f"comfed/{mechanism}.md#{name}"
+    if is_pair(name):
+        return f"comfed/{name.partition('-')[0]}.md#{name}"
     return f"{family_of(name)}/{name}.md"
 
 
@@ -74,6 +80,29 @@ def methods(*families: str) -> str:
             keeps = (algorithm.server_keeps, algorithm.client_keeps, algorithm.traffic)
             link = f"[`{name}`]({page_of(name)})"
             lines.append(row((link, summary, algorithm.paper, *keeps, own)))
+    return "\n".join(lines)
+
+
+def overview() -> str:
+    """All methods but ComFed's pairs, in one table to choose by."""
+    lines = head(
+        *("method", "family", "year", "gives", "client keeps", "traffic (down / up)"),
+        *("asynchronous", "validation data", "sums only"),
+    )
+    for card in cards():
+        if family_of(card.name) is not None and not is_pair(card.name):
+            flags = (card.asynchronous, card.needs_validation, card.sums_only)
+            year = "–" if card.year is None else str(card.year)
+            known = (card.family, year, card.models, card.client_keeps, card.traffic)
+            lines.append(
+                row(
+                    (
+                        f"[`{card.name}`]({page_of(card.name)})",
+                        *known,
+                        *("yes" if flag else "" for flag in flags),
+                    )
+                )
+            )
     return "\n".join(lines)
 
 
@@ -166,6 +195,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "methods": methods,
     "method": method,
     "settings": settings,
+    "overview": overview,
     "curve": curves.curve,
     "measured": lambda: curves.measured(page_of),
     "papers": papers,

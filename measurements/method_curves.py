@@ -62,12 +62,22 @@ RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 STEPS, SAMPLES = 8, 57
 """Of a client in a round: its mean number of steps, and of training samples."""
-FACTORS = {"fsvrg": STEPS, "a-fsvrg": SAMPLES, "ma-fsvrg": SAMPLES, "ga-fsvrg": SAMPLES}
+FACTORS = {
+    "fsvrg": STEPS,
+    "a-fsvrg": SAMPLES,
+    "ma-fsvrg": SAMPLES,
+    "ma-fsvrg-async": SAMPLES,
+    "ga-fsvrg": SAMPLES,
+}
 """How many times the rate of a step ``lr`` is, where it is divided by a client's steps or samples."""
 
-OWN: dict[str, dict[str, Any]] = {"fedasync": {"arrivals": 0, "deadline": 1.0}, "fedbuff": {"buffer": 5}}
-"""Hyper-parameters of asynchronous methods that would be none here: the default is one answer in a round, or
-ten of the ten clients at work.
+OWN: dict[str, dict[str, Any]] = {
+    "fedasync": {"arrivals": 0, "deadline": 1.0},
+    "fedbuff": {"buffer": 5},
+    "pfedhn": {"server_lr": 0.1},
+}
+"""Hyper-parameters whose defaults would be none here: one answer in a round, or ten of the ten clients at
+work, and for pFedHN a step of the server that is for thousands of rounds.
 """
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -85,9 +95,7 @@ NEEDS = {
 """The variant that a method needs; what it is compared with is measured there too."""
 REFERENCES = ("fedavg", "separate")
 SMALL = {"model": {"hidden": 16}}
-"""The network that all clients can hold, where they have two widths: FedAvg's, and what is shared beside
-models of their own.
-"""
+"""The network that all clients can hold, where they have two widths: FedAvg's, or shared beside their own."""
 WIDE = {"models": [{"name": "mlp", "hidden": 64, "every": 2, "first": 1}]}
 SMALL_SHARED = ("fml", "fedkd")
 PUBLIC = {"public": {"name": "mnist-8x8", "count": 500}}

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import sartor  # noqa: F401  (sets how threads wait, before torch starts any)
+from sartor.engines.stacked import trace
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("sartor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sartor")
+
+TOGETHER = (
+    "tests/engines/test_sharded.py",
+    "tests/report/test_report_browser.py",
+    "tests/runs/test_survival.py",
+)
+"""Files whose tests share what takes long to make, so that one worker runs all of them."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -21,14 +30,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
-    # Tests that one worker runs one after the other, mostly waiting, begin first: others fill the time.
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """What one worker runs one after the other begins first, and then what takes long."""
+    if _file(item.nodeid) in TOGETHER:
+        return 0
+    return 1 if item.get_closest_marker("slow") else 2
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.split("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whoever is free runs the next test, or the next file of those whose tests share something."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _file(nodeid) if _file(nodeid) in TOGETHER else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Tests run side by side, one on each core."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stacked engine traces every step, and not only those that are worth it."""
+    monkeypatch.setattr(trace, "UNTRACED", 0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -275,3 +275,10 @@ def wait_until(happened: Callable[[], bool], started: subprocess.Popen[str]) -> 
         assert started.poll() is None, started.communicate()[1]
         assert time.monotonic() < end, "the process did not come to that"
         time.sleep(0.01)
+
+
+def personal_models(algorithm: Any, server: Any, federation: Federation) -> Tensor:
+    """Everyone's personal model."""
+    everyone = np.arange(federation.clients)
+    call = algorithm.personalize(server, everyone)
+    return federation.ask(call.function, everyone, call.shared, call.each)["w"]

@@ -1,4 +1,4 @@
-"""Files as users write them: an algorithm, a model and data of their own."""
+"""Files as users write them: an algorithm, a model, a transform and data of their own."""
 
 from __future__ import annotations
 
@@ -60,6 +60,30 @@ class OwnNet:
 
 def build(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes))
+"""
+
+TRANSFORM = """
+import torch
+
+from sartor import Transform, register_transform
+
+
+@register_transform("own-signs")
+@dataclass(frozen=True)
+class OwnSigns(Transform):
+    parts = ("signs", "scale")
+
+    def init(self, like):
+        return {"error": torch.zeros_like(like)}
+
+    def apply(self, key, value, state):
+        wanted = value + state["error"]
+        scale = wanted.abs().mean()
+        signs = torch.where(wanted < 0, -1, 1).to(torch.int8)
+        return {"signs": signs, "scale": scale}, {"error": wanted - scale * signs}
+
+    def receive(self, parts, like):
+        return parts["signs"].to(like.dtype) * parts["scale"]
 """
 
 DATA = """

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sartor.federation import Call, Reply, personal
     from sartor.federation.transforms import Transform, register_transform
     from sartor.model.networks import register_model
+    from sartor.model.objectives import Objective, register_objective
     from sartor.model.task import Task
     from sartor.report import write_report
     from sartor.runs.experiment import Experiment
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 # a user's own value stays.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "run": "sartor.api",
@@ -50,6 +51,8 @@ _HOMES = {
     "register": "sartor.algorithms",
     "register_data": "sartor.data.named",
     "register_model": "sartor.model.networks",
+    "Objective": "sartor.model.objectives",
+    "register_objective": "sartor.model.objectives",
     "Client": "sartor.client.local",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
@@ -66,6 +69,7 @@ __all__ = [
     "Call",
     "Client",
     "Experiment",
+    "Objective",
     "Observer",
     "Reply",
     "Result",
@@ -76,6 +80,7 @@ __all__ = [
     "register",
     "register_data",
     "register_model",
+    "register_objective",
     "register_transform",
     "reproduce",
     "resume",

@@ -28,7 +28,8 @@ def run(
 
     ``data`` is a data set's name, or your own, taken as it is: ``{client: (x, y)}``, or a
     :class:`~sartor.data.ClientData`. ``model`` is a network's name, any ``nn.Module``, or a :class:`Task`;
-    ``head`` names the module that is a personal head. Either may be a function in a file:
+    ``head`` names the module that is a personal head. ``objective`` is what it is trained for: a name, its
+    section, an :class:`Objective` or a loss function. Each may be a function in a file:
     ``data="mine.py:load"``, ``model="net.py:build"``. ``clients``, ``rounds``, ``seed``, ``engine`` and
     ``device`` are settings of the experiment; every other one goes by section: ``hyper={"lr": 0.05}``,
     ``local={"epochs": 2}``, ``partition={"name": "dirichlet", "alpha": 0.1}``; ``engine`` is a name or such a

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 
 class SartorError(Exception):
-    """A mistake in the input. The command line prints the message alone and exits with status 2."""
+    """A mistake in the input. The command line prints the message alone and exits with status 2.
+
+    Names and reasons in it may come from anywhere; the message stays one line.
+
+    >>> str(SartorError("mine.csv: cannot be read\\n  as a table"))
+    'mine.csv: cannot be read as a table'
+    """
+
+    def __init__(self, message: str = "") -> None:
+        line = " ".join(part.strip() for part in str(message).splitlines())
+        super().__init__("".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line))
 
 
 class SettingError(SartorError):
@@ -13,10 +23,6 @@ class SettingError(SartorError):
 
 class DataError(SartorError):
     """Data that is missing, damaged or cannot be partitioned as asked."""
-
-    def __init__(self, message: str) -> None:
-        # Names that come from the data may hold anything; the message stays one line.
-        super().__init__("".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in message))
 
 
 class NotStackable(SartorError):

@@ -52,6 +52,8 @@ class Code:
 
 
 _IMPORTED: dict[str, Code] = {}
+_GROUPS: set[str] = set()
+"""The groups of entry points that registries look at."""
 
 
 def is_file(source: str) -> bool:
@@ -138,6 +140,20 @@ def import_again(then: Code, run: str) -> None:
         import_code(now.source, then.sha256)
 
 
+def installed_code(thing: Any) -> Code | None:
+    """The package of a class or a function, if it is one that adds to Sartor by an entry point."""
+    return installed(_home(thing)[0].partition(".")[0])
+
+
+def installed(package: str) -> Code | None:
+    """A package that adds to Sartor by an entry point, with the hash of its source; nothing is executed."""
+    if package not in _IMPORTED and package != __name__.partition(".")[0]:
+        points = [point for group in sorted(_GROUPS) for point in entry_points(group=group)]
+        if package in {point.module.partition(".")[0] for point in points}:
+            _IMPORTED[package] = read_code(package)
+    return _IMPORTED.get(package)
+
+
 def find_function(reference: str, key: str) -> Callable[..., Any]:
     """The function ``file.py:name`` of a file that was imported here; nothing is executed."""
     found = _FUNCTION.fullmatch(reference)
@@ -188,6 +204,7 @@ class Registry(Mapping[str, T]):
         self.group, self.what = group, what
         self._known: dict[str, T] = dict(own or {})
         self._loaded = False
+        _GROUPS.add(group)
 
     def __getitem__(self, name: str) -> T:
         if name not in self._known:

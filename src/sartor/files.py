@@ -18,6 +18,10 @@ UNFINISHED = ".unfinished-"
 """How the name of a file begins that is being written."""
 
 
+OWNER_ALONE = 0o600
+"""Permissions of a file that is nobody else's business."""
+
+
 class NotWritten(SartorError):
     """The disk did not take a file."""
 
@@ -26,6 +30,14 @@ def write(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a whole file; what the disk reports, such as being full, is one clear error."""
     with writing(path), replacing(path, mode) as temporary:
         temporary.write_bytes(content)
+
+
+def private_folder(path: Path) -> None:
+    """A folder that only its owner may look into, with those above it where they are not there."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o700)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,14 @@ def setting(
     below: float | None = None,
     choices: Iterable[Any] | None = None,
 ) -> Any:
-    """A dataclass field with its meaning; ``low``, ``high`` include the bound, ``above``, ``below`` not."""
+    """A dataclass field with its meaning; ``low``, ``high`` include the bound, ``above``, ``below`` not.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Pull:
+    ...     mu: float = setting(0.01, "pull towards the global model", symbol="μ", low=0)
+    >>> Pull().mu, meaning(dataclasses.fields(Pull)[0]).symbol
+    (0.01, 'μ')
+    """
     meaning = Meaning(text, symbol, low, high, above, below, None if choices is None else tuple(choices))
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={"meaning": meaning})

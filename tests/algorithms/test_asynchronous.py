@@ -35,6 +35,7 @@ METHODS = [
     "fedavg-sync",
     "fedbuff",
     "lga",
+    "ma-fsvrg-async",
     "plga",
     "spfl-async",
     "twafl",

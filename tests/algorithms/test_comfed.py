@@ -74,7 +74,7 @@ def test_every_pair_and_every_usual_name_is_registered() -> None:
     known = registered()
     assert {*EVERY_PAIR, *NAMES} <= set(known)
     for name, (pair, _) in NAMES.items():
-        if name != "comfed-m":
+        if name not in ("comfed-m", "fedadagrad"):  # these have a default of their own
             assert known[name]().hyper == known[name].Hyper()
             assert dataclasses.asdict(known[name]().hyper) == dataclasses.asdict(known[pair]().hyper)
     assert known["comfed-m"]().hyper.local_beta > 0
@@ -90,14 +90,14 @@ def test_a_pair_has_the_settings_of_its_two_halves_and_no_others() -> None:
     assert keys["scaf-momentum"] == common | {"option", "weighted", "beta", "nesterov"}
     with pytest.raises(SettingError, match=r"hyper\.mu: unknown key"):
         make(registered()["sgd-adam"], mu=0.1)
-    with pytest.raises(SettingError, match=r"hyper\.option: must be one of I, II"):
+    with pytest.raises(SettingError, match=r"hyper\.option: must be one of auto, I, II"):
         make(registered()["scaffold"], option="III")
 
 
 @pytest.mark.parametrize("name", [*NAMES, "fedavg"])
 def test_other_names_give_the_same_bits(name: str) -> None:
     pair = {"fedavg": ("sgd-sgd", ""), **NAMES}[name][0]
-    beta = {"local_beta": 0.0} if name == "comfed-m" else {}
+    beta = {"comfed-m": {"local_beta": 0.0}, "fedadagrad": {"beta1": 0.9}}.get(name, {})
     assert torch.equal(end(name, **beta).w, end(pair).w)
 
 

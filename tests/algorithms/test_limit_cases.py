@@ -88,6 +88,17 @@ CASES = [
     Case("feddbe", {"kappa": 0.0, "bias": False}, "fedavg", exact=True),
     Case("fedala", {"weight_lr": 0.0}, "fedavg", exact=False),
     Case("fedcac", {"tau": 0.0}, "fedavg", exact=True, sizes=FULL),
+    Case("fedsam", {"rho": 0.0}, "fedavg", exact=True),
+    Case("fedlc", {"tau": 0.0}, "fedavg", exact=True),
+    Case("fedntd", {"beta": 0.0}, "fedavg", exact=True),
+    Case("fedntd", {"beta": 0.7}, "fedavg", exact=False, local=FULL_STEP),  # at w the models agree
+    Case("feddisco", {"a": 0.0, "b": 0.0}, "fedavg", exact=False),
+    Case("feddyn", {"alpha": 0.3}, "feddc", False, other={"alpha": 0.3}, cohorts=SOME[:1]),  # c = c_i = 0
+    Case("elastic", {"tau": 0.4}, "fedavg", False, other={"server_lr": 0.4}, cohorts=[[3]] * 3),
+    Case("apfl", {}, "fedavg", exact=True),
+    Case("fedphp", {"lam": 0.0}, "fedavg", exact=True),
+    Case("fedbabu", {"fixed": []}, "fedavg", exact=True),
+    Case("central", {}, "fedavg", exact=True, cohorts=[[0]] * 3, sizes=(33,)),
 ]
 
 
@@ -139,6 +150,17 @@ PERSONAL = [
     Case("fedper", {"personal": ["hidden", "output"]}, "separate", exact=True),
     Case("fedproto", {"alignment": 0.0, "predict": "classifier"}, "separate", exact=True),
     Case("fedcac", {"tau": 1.0, "beta": 0.5}, "separate", exact=True, cohorts=ALL),
+    Case("apfl", {"alpha": 1.0, "adaptive": False}, "separate", exact=True),
+    Case("lg-fedavg", {"shared": []}, "separate", exact=True),
+    Case("lg-fedavg", {"shared": ["output"]}, "fedper", exact=True, other={"personal": ["hidden"]}),
+    Case("lg-fedavg", {"shared": ["hidden", "output"]}, "fedper", exact=True, other={"personal": []}),
+    Case(
+        "fedbabu",
+        {"finetune_epochs": 2, "finetune_lr": 0.3, "fixed": []},
+        "fedupdate",
+        True,
+        other={"finetune_epochs": 2, "finetune_lr": 0.3},
+    ),
 ]
 
 

@@ -221,7 +221,7 @@ def test_pfedme_warms_theta_up_from_batch_to_batch() -> None:
 
 def test_pfedme_evaluates_theta_of_the_current_model() -> None:
     lam, rate, steps = 4.0, 0.1, 5
-    hyper = {"lam": lam, "personal_lr": rate, "inner_steps": steps}
+    hyper = {"lam": lam, "personal_lr": rate, "inner_steps": steps, "evaluated": "anew"}
     algorithm, server, federation = parabolas("pfedme", [FIVE[:3]], **hyper)
     fixed = (CURVATURES * CENTRES + lam * server.w) / (CURVATURES + lam)
     expected = fixed + (1 - rate * (CURVATURES + lam)) ** steps * (server.w - fixed)
@@ -585,7 +585,7 @@ def test_cfl_splits_along_opposite_gradients_and_again_within() -> None:
     signs = torch.tensor([[1, 1], [-1, 1], [1, -1], [1, 1], [-1, -1], [1, -1], [-1, 1], [-1, -1], [1, 1]])
     signs = torch.cat([signs, torch.tensor([[1, -1], [-1, 1], [-1, -1]])])
     centres = signs * torch.tensor([9.0, 2.0], dtype=torch.float64)
-    hyper = {"e1": 0.1, "e2": 0.2, "wait": 0, "lr": 0.3}
+    hyper = {"e1": 0.1, "e2": 0.2, "relative": False, "wait": 0, "lr": 0.3}
     everyone = list(range(12))
     seen: list[list[int]] = []
     task, data = quadratics(centres, torch.ones_like(centres))
@@ -612,7 +612,7 @@ def test_cfl_splits_along_opposite_gradients_and_again_within() -> None:
 
 def test_cfl_does_not_split_before_everybody_trained_or_too_early() -> None:
     centres = torch.tensor([[5.0], [-5.0], [5.0], [-5.0]], dtype=torch.float64)
-    hyper = {"e1": 10.0, "e2": 0.1, "lr": 0.3}
+    hyper = {"e1": 10.0, "e2": 0.1, "relative": False, "lr": 0.3}
     _, some, _ = parabolas("cfl", [[0, 1, 2]] * 4, centres=centres, wait=0, **hyper)
     assert len(some.models) == 1
     _, early, _ = parabolas("cfl", [[0, 1, 2, 3]] * 4, centres=centres, wait=4, **hyper)
@@ -629,7 +629,9 @@ def test_cfl_does_not_split_before_everybody_trained_or_too_early() -> None:
 
 def test_cfl_splits_nothing_where_clients_agree() -> None:
     centres = torch.full((4, 2), 3.0, dtype=torch.float64)
-    _, server, _ = parabolas("cfl", [[0, 1, 2, 3]] * 30, centres=centres, e1=0.1, e2=0.4, wait=0)
+    _, server, _ = parabolas(
+        "cfl", [[0, 1, 2, 3]] * 30, centres=centres, e1=10.0, e2=0.0, relative=False, wait=0
+    )
     assert len(server.models) == 1
 
 
@@ -665,7 +667,7 @@ def test_ifca_finds_the_populations_and_does_not_care_for_the_order_of_its_model
 def test_ifca_starts_from_different_models_of_like_sizes() -> None:
     task, data = task_and_data()
     federation = federation_of("loop", task, data)
-    models = method("ifca", federation, clusters=3).start(federation).models
+    models = method("ifca", federation, clusters=3, start="signs").start(federation).models
     assert torch.equal(models[0], task.initial())
     assert torch.equal(models.abs(), models[:1].abs().expand(3, -1))
     for a, b in ((0, 1), (0, 2), (1, 2)):
@@ -676,7 +678,7 @@ def test_ifca_starts_from_different_models_of_like_sizes() -> None:
 def test_ifca_chooses_by_the_training_loss() -> None:
     task, data = validated()
     federation = federation_of("stacked", task, data)
-    algorithm = method("ifca", federation, clusters=4)
+    algorithm = method("ifca", federation, clusters=4, start="signs")
     server = algorithm.start(federation)
     found = personal(algorithm, server, federation)
     for number in range(6):

@@ -743,7 +743,9 @@ def learn_at_length(client: Client, hyper: Any, w: Tensor, own: Tensor, weights:
 
 
 def test_the_first_phase_ends_when_ten_losses_are_steady() -> None:
-    """Any losses are steady at a large bound: then ten passes are all; at bound 0 the cap is the end."""
+    """Any losses are steady at a large bound: then the eleventh pass, the first that has ten others before
+    it, is the last; at bound 0 the cap is the end.
+    """
     task, data = task_and_data(SIZES)
     own = task.part("head").take(task.initial()) + 0.5
 
@@ -753,9 +755,9 @@ def test_the_first_phase_ends_when_ten_losses_are_steady() -> None:
         sent = {"w": task.initial(), "own": own, "weights": torch.full_like(own, 0.5)}
         return federation.ask(learn_at_length, [0, 1, 2], sent)["weights"]
 
-    ten = after(first_epochs=10, steady=0.0)
-    assert torch.equal(after(first_epochs=15, steady=1e9), ten)
-    assert not torch.equal(after(first_epochs=15, steady=0.0), ten)
+    eleven = after(first_epochs=11, steady=0.0)
+    assert torch.equal(after(first_epochs=15, steady=1e9), eleven)
+    assert not torch.equal(after(first_epochs=15, steady=0.0), eleven)
 
 
 def test_weights_are_learnt_at_length_once_and_only_by_those_who_are_drawn() -> None:

@@ -481,33 +481,6 @@ def test_vrl_sgd_refuses_partial_participation() -> None:
 # FedDC -----------------------------------------------------------------------------------------------------
 
 
-def test_feddc_without_correction_is_feddyn() -> None:
-    """FedDyn: y −= η (g − λ_i + α (y − w)), λ_i −= α (y − w), H −= α Σ p_i Δ_i, w = mean y − H / α."""
-    task, data = task_and_data()
-    alpha, lr = 0.3, 0.1
-    federation = federation_of("loop", task, data, local={"batch": 8})
-    algorithm = method("feddc", federation, lr=lr, alpha=alpha, correction=False)
-    server = play(algorithm, federation, COHORTS)
-    reference = federation_of("loop", task, data, local={"batch": 8})
-    w = task.initial()
-    state, duals = torch.zeros_like(w), torch.zeros(6, task.size, dtype=torch.float64)
-    for round, cohort in enumerate(COHORTS, 1):
-        ends = []
-        for number in cohort:
-
-            def direction(y: Tensor, batch: Batch, w: Tensor = w, dual: Tensor = duals[number]) -> Tensor:
-                return task.grad(y, batch) - dual + alpha * (y - w)
-
-            ends.append(walk(w, batches_of(reference, number, round), direction, lr)[0])
-        deltas = torch.stack(ends) - w
-        duals[cohort] -= alpha * deltas
-        state = state - alpha * (weights_of(EVERYONE)[cohort] @ deltas)
-        w = weights_of(cohort) @ torch.stack(ends) - state / alpha
-    assert close(server.w, w)
-    assert close(-alpha * federation.states["h_i"], duals)
-    assert float(server.c.abs().max()) == 0
-
-
 def test_feddc_means_run_over_all_clients() -> None:
     """h = Σ p_i h_i and c = Σ p_i c_i after every round.
 

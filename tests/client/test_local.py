@@ -21,6 +21,8 @@ from sartor.model.task import Batch, Task
 from sartor.runs.metrics import confusion
 
 SIZES = (3, 11, 16, 21)
+pytestmark = pytest.mark.usefixtures("traced")
+
 ENGINES = ["loop", "stacked"]
 
 

@@ -29,8 +29,8 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def run_block(kind: str, code: str, page: Path, module: ModuleType) -> None:
-    file = re.match(r"# (\w+\.py)\n", code)
-    if kind == "python" and file:  # a file of the reader's own
+    file = re.match(r"# (\w+\.(?:py|toml))\n", code)
+    if file:  # a file of the reader's own
         Path(file[1]).write_text(code, encoding="utf-8")
     elif kind == "python":
         exec(compile(code, str(page), "exec", dont_inherit=True), module.__dict__)

@@ -17,6 +17,7 @@ from sartor.algorithms import make, registered
 from sartor.client.local import Client
 from sartor.data.clients import ClientData
 from sartor.engines.loop import LoopEngine
+from sartor.engines.stacked import trace
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
@@ -25,6 +26,8 @@ from sartor.federation.exchange import ClientError, Work
 from sartor.model.task import Batch, Task
 from sartor.runs.evaluation import model_of
 from sartor.runs.run import tensors_of
+
+pytestmark = pytest.mark.usefixtures("traced")
 
 ENGINES = ["loop", "stacked"]
 COHORTS = [[0, 1, 2, 4], [1, 3, 4, 5], [0, 2, 3, 5]]
@@ -97,13 +100,13 @@ def vectors(dtype: torch.dtype = torch.float64) -> ClientData:
 
 # An engine runs what clients do. These differ at the server alone from another, whose clients do the same.
 SAME_CLIENTS = {
-    "sgd-sgd": ("fedadagrad", "fedadam", "fedavgm", "fedyogi", "slowmo"),
+    "sgd-sgd": ("fedadagrad", "fedadam", "fedavgm", "fedcross", "fedyogi", "pfedhn", "slowmo"),
     "fedbuff": ("fedavg-async", "fedavg-semisync", "fedavg-sync", "lga"),
     "diversifed": ("diversifed-async", "fedamp", "heurfedamp"),
     "spfl": ("spfl-async", "spfl-w"),
     "fednova": ("nova-adam",),
     "scaffold": ("scaf-yogi",),
-    "ma-fsvrg": ("ga-fsvrg",),
+    "ma-fsvrg": ("ga-fsvrg", "ma-fsvrg-async"),
 }
 SAME = [name for names in SAME_CLIENTS.values() for name in names]
 
@@ -172,6 +175,17 @@ def several_scans(client: Client, hyper: Any, w: Tensor, c: Tensor, scale: Tenso
     y = client.descend(w, direction, lr=0.1)
     n, largest = client.scan(pair, (w.new_zeros(()), w.new_full((), -1e9)), client.batches(stream="second"))
     return Reply(delta=y - w, n=n, largest=largest).keep(c=y - w)
+
+
+def test_when_a_step_is_traced_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, in the middle of a scan, or never: a run that is resumed traces at another time."""
+    left, task = [], network()
+    for untraced in (0, 3, 10_000):
+        monkeypatch.setattr(trace, "UNTRACED", untraced)
+        left.append(ended("scaffold", federation_of("stacked", task, vectors(), local={"batch": 8})))
+    for key, value in left[0].items():
+        assert torch.equal(left[1][key], value), key
+        assert torch.equal(left[2][key], value), key
 
 
 @pytest.mark.parametrize("policy", ["average", "local"])

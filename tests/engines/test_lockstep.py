@@ -137,6 +137,7 @@ def assert_same_run(one: Result, other: Result) -> None:
 # A run among others is the run alone ------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("name", "given"),
     [
@@ -165,6 +166,7 @@ def test_its_folder_says_nothing_of_the_others(tmp_path: Path) -> None:
         assert (one.folder / "config.toml").read_text() == (other.folder / "config.toml").read_text()
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("name", "buffers"),
     [

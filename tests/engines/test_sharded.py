@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_engines import assert_close, assert_same, ended, network, plain, vectors
+from test_transforms import Carry
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -27,13 +28,14 @@ from sartor.commands.main import app
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
-
-pytestmark = pytest.mark.xdist_group("distributed")
+from sartor.federation.transforms import Clip, Scale
 
 RANKS = 2
 WAITED = 8.0
 METHODS = ("fedavg", "scaffold", "separate")
 ODD = [[5, 0, 3], [1], [4, 2, 0, 1, 3]]
+TRANSFORMS = (Clip(norm=0.2), Scale(place="down", factor=1.01), Carry(), Carry(place="down"))
+"""What is sent is made smaller, and what is left out is kept: by clients, and by the server."""
 
 
 def federations() -> dict[str, Callable[[], Federation]]:
@@ -43,7 +45,8 @@ def federations() -> dict[str, Callable[[], Federation]]:
     def make(engine: str, **settings: Any) -> Callable[[], Federation]:
         data = settings.pop("data", None) or vectors()
         task = settings.pop("task", None) or network()
-        return lambda: federation_of(engine, task, data, local={"batch": 8}, **settings)
+        local = {"batch": 8, **settings.pop("local", {})}
+        return lambda: federation_of(engine, task, data, local=local, **settings)
 
     return {
         "loop": make("loop"),
@@ -51,6 +54,8 @@ def federations() -> dict[str, Callable[[], Federation]]:
         "loop freeze": make("loop", buffers="freeze"),
         "loop empty": make("loop", data=empty),
         "loop disk": make("loop", task=plain(), states="disk"),
+        "loop drawn": make("loop", task=plain(), local={"epochs": (1, 3)}),
+        "loop transforms": make("loop", task=plain(), transforms=TRANSFORMS),
         "stacked": make("stacked", task=plain(), chunk=1),
         "stacked together": make("stacked", task=plain()),
     }

@@ -149,7 +149,9 @@ def test_shares_are_whole_tiles_or_all(lanes: int, depth: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
-def test_the_engine_computes_the_same_with_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_computes_the_same_with_them(
+    traced: None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = classification(RAGGED)
     left, found = {}, []
 

@@ -26,6 +26,8 @@ from sartor.model.task import Batch, Task
 from sartor.runs.evaluation import evaluate
 from sartor.runs.settings import Evaluate
 
+pytestmark = pytest.mark.usefixtures("traced")
+
 SHAPES = {
     "softmax": (1, 4, 4),
     "mlp": (1, 4, 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from sartor.model.task import Task
 from sartor.remote.admission import Admission, assemble
 from sartor.remote.messages import Parts, read_header
 from sartor.remote.node import Node
+from sartor.remote.policy import Policy
 from sartor.remote.requests import Failed, Requests
 from sartor.remote.server import RemoteEngine
 from sartor.runs.experiment import from_mapping
@@ -38,18 +40,23 @@ class HereGrid:
         self.replies: dict[str, Parts | None] = {}
         self.sent: list[tuple[int, Parts]] = []
         self.number = 0
+        self.most: dict[str, int] = {}
 
     def nodes(self) -> set[int]:
         return set(self.at) - self.gone
 
-    def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+    def key(self, node: int) -> str:
+        return f"key {node}"
+
+    def send(self, node: int, parts: Parts, lifetime: float, most: int, note: str = "") -> str:
         self.number += 1
         message = str(self.number)
+        self.most[message] = most
         self.requests[message] = (node, carried(parts))
         self.sent.append((node, parts))
         return message
 
-    def poll(self, message: str, most: int) -> Parts | None:
+    def poll(self, message: str) -> Parts | None:
         node, parts = self.requests[message]
         if node in self.gone:
             raise Failed("gone", "the node is offline")
@@ -59,9 +66,13 @@ class HereGrid:
             reply = self.change(node, carried(self.at[node].handle(parts)))
             self.replies[message] = reply
         reply = self.replies[message]
-        if reply is not None and sum(len(part) for name, part in reply.items() if name != "header") > most:
+        tensors = [part for name, part in (reply or {}).items() if name != "header"]
+        if sum(map(len, tensors)) > self.most[message]:
             raise Failed("oversized", "too large")
         return reply
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(min(seconds, 0.005))
 
     def forget(self, message: str) -> None:
         self.requests.pop(message, None)
@@ -73,7 +84,7 @@ class HereGrid:
     def earlier(self) -> dict[str, tuple[int, str, bool]]:
         return {}
 
-    def take_up(self, message: str, node: int, lifetime: float) -> None:
+    def take_up(self, message: str, node: int, lifetime: float, most: int) -> None:
         raise AssertionError("there is nothing to take up")
 
 
@@ -141,7 +152,7 @@ def nodes_of(
             loads(block),
             None if folder is None else folder / str(place),
             task=task,
-            sends_personal=sends_personal,
+            policy=Policy(personal_models=sends_personal),
         )
         for place, block in enumerate(blocks, 1)
     }

@@ -15,12 +15,28 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).parents[2] / "src"
 PATIENCE = 300.0  # seconds, generous also on a busy machine
+EVERYTHING = (
+    *("sartor.commands.main", "sartor.remote.flower", "sartor.remote.join", "sartor.remote.serve"),
+    *("flwr.superlink.main", "httpcore", "uvicorn.lifespan.on", "uvicorn.protocols.http.h11_impl"),
+    *("anyio._backends._asyncio", "alembic.command", "sqlalchemy.dialects.sqlite", "sqlite3"),
+    *(
+        "pyarrow.parquet",
+        "dateutil.parser",
+        "cloudpickle",
+        "cryptography.x509",
+        "numpy.random",
+        "numpy.ctypeslib",
+    ),
+    *("cryptography.hazmat.backends.openssl.backend", "sartor.studies.presets"),
+)
+"""What servers and nodes import sooner or later."""
 
 
 class Child:
@@ -123,6 +139,9 @@ def _run(words: Sequence[str]) -> int:
             importlib.import_module(words[0]).main(words[1:])
     except SystemExit as end:
         return int(end.code or 0)
+    except Exception:
+        traceback.print_exc()
+        return 70
     return 0
 
 
@@ -130,13 +149,8 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     import torch
 
-    import sartor.commands.main
-    import sartor.remote.flower
-    import sartor.remote.join
-    import sartor.remote.serve  # noqa: F401
-
-    with contextlib.suppress(ImportError):
-        import flwr.superlink.main  # noqa: F401
+    for name in EVERYTHING:
+        importlib.import_module(name)
 
     torch.set_num_threads(1)
     ended: dict[int, int] = {}

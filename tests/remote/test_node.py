@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from owned import forgetful
 from sartor import extensions
-from sartor.data.clients import Moments, prepare
+from sartor.data.clients import prepare
+from sartor.data.moments import Moments
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import import_code, read_code
@@ -325,7 +326,8 @@ def test_a_node_answers_with_what_its_clients_send() -> None:
         ({"numbers": [6]}, "clients that are not at this node"),
         ({"numbers": [-1]}, "clients that are not at this node"),
         ({"numbers": []}, "no such clients"),
-        ({"numbers": "all"}, "ValueError"),
+        ({"rounds": []}, "its rounds are not one for each client"),
+        ({"numbers": "all"}, "numbers is 'all'"),
         ({"kind": "eval"}, "no such request: 'eval'"),
         ({"run": "other"}, "started anew"),
         (
@@ -430,7 +432,7 @@ def test_parts_are_normalised_as_the_whole() -> None:
     moments = Moments.of(halves[0].train.x) + Moments.of(halves[1].train.x)
     whole = prepare(data, normalise=True)
     for half, rows in zip(halves, (slice(0, 55), slice(55, None)), strict=True):
-        found = prepare(half, normalise=True, like=moments).train.x
+        found = prepare(half, normalise=True, like={"x": moments}).train.x
         assert torch.allclose(found, whole.train.x[rows], rtol=1e-6, atol=1e-7)
 
 
@@ -589,7 +591,7 @@ def test_the_server_lets_no_node_in_that_does_not_say_what_it_has_imported(
     with pytest.raises(Failed, match=rf"the server has imported mine\.py \(SHA-256 {code.sha256[:12]}\)"):
         admission.greet(1)
     with pytest.raises(Failed, match=r"does not say that it has the same code, mine\.py"):
-        admission._introduction({"names": ["a"]}, {})
+        admission._introduction(1, {"names": ["a"]}, {})
 
 
 def test_a_node_reads_what_a_function_of_its_owner_gives(forgetful: None, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from flower_grid import HereGrid, experiment_of, part_of
 from helpers import classification
 from sartor.remote.messages import BadMessage, Parts
 from sartor.remote.node import Node, _groups_of
+from sartor.remote.policy import Policy
 from sartor.remote.serve import Service, serve_on
 from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment
@@ -41,7 +42,7 @@ def told(method: str, **tables: Any) -> Experiment:
 
 
 def node(data: Any, block: list[int], folder: Path) -> Node:
-    return Node(lambda experiment: part_of(data, block), folder, sends_personal=True)
+    return Node(lambda experiment: part_of(data, block), folder, policy=Policy(personal_models=True))
 
 
 @pytest.fixture

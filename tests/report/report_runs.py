@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from sartor.data.partitions import make_partition
 from sartor.runs.experiment import from_mapping
 from sartor.runs.record import RunFolder
+from sartor.runs.seals import BLANK, sealed
 
 NAMES = ("north", "south", "<script>window.hurt = 1</script>", "<a href='https://example.org'>x</a> & $y$")
 
@@ -75,6 +77,13 @@ def store_run(
                 {"algorithm": algorithm, "data": "digits", "partition_hash": "h", "last": {}}
             )
     return path
+
+
+def rewrite(run: Path, old: str, new: str) -> None:
+    """Let a run have recorded other rounds."""
+    lines = (run / "rounds.jsonl").read_text().replace(old, new).splitlines(keepends=True)
+    blank = [re.sub(r"crc32:\w{8}", BLANK, line) for line in lines]
+    (run / "rounds.jsonl").write_bytes(b"".join(sealed(line.encode()) for line in blank))
 
 
 def everything(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from report_runs import NAMES, everything, store_run
+from report_runs import NAMES, everything, rewrite, store_run
 from typer.testing import CliRunner
 
 import sartor
@@ -154,12 +154,7 @@ def test_without_a_clock_there_is_no_virtual_time(tmp_path: Path) -> None:
 
 def test_own_is_the_personal_model_or_else_the_shared_one(tmp_path: Path) -> None:
     run = store_run(tmp_path / "a", "fedupdate", personal=True)
-    text = (
-        (run / "rounds.jsonl")
-        .read_text()
-        .replace('"personal_local": {"accuracy": 0.5', '"personal_local": {"accuracy": 0.75')
-    )
-    (run / "rounds.jsonl").write_text(text)
+    rewrite(run, '"personal_local": {"accuracy": 0.5', '"personal_local": {"accuracy": 0.75')
     material = read([run, store_run(tmp_path / "b", "fedavg")])
     found = lines(curves(material, "accuracy"), OWN, "round")
     assert found["fedupdate"].y == [0.25, 0.75]
@@ -171,8 +166,7 @@ def test_own_is_the_personal_model_or_else_the_shared_one(tmp_path: Path) -> Non
 
 def test_a_loss_that_was_not_finite_is_a_gap(tmp_path: Path) -> None:
     run = store_run(tmp_path / "a", accuracies=(0.25, 0.5, 0.75))
-    lost = (run / "rounds.jsonl").read_text().replace('"loss": 0.5', '"loss": null')
-    (run / "rounds.jsonl").write_text(lost)
+    rewrite(run, '"loss": 0.5', '"loss": null')
     figure = curves(read([run]), "loss")
     assert lines(figure, "shared_local", "round")["fedavg"].y == [0.75, None, 0.25]
     assert json.loads(json.dumps(spec(view(figure, "shared_local", "round"))))["data"][0]["y"][1] is None
@@ -261,7 +255,7 @@ def test_what_a_method_records_is_drawn(algorithm: str, name: str, tmp_path: Pat
 
 
 def test_without_classes_there_is_the_loss_alone(tmp_path: Path) -> None:
-    data = from_clients({name: (torch.randn(20, 3), torch.randn(20, 1)) for name in "abc"}, regression=True)
+    data = from_clients({name: (torch.randn(20, 3), torch.randn(20, 1)) for name in "abc"}, targets="number")
     task = sartor.Task(torch.nn.Linear(3, 1), loss=lambda outputs, y: ((outputs - y) ** 2).mean(1))
     sartor.run("fedavg", data=data, model=task, rounds=2, engine="loop", out=tmp_path / "run")
     material = read([tmp_path / "run"])
@@ -515,7 +509,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
     config = (run / "config.toml").read_text().replace('"digits"', json.dumps(evil))
     (run / "config.toml").write_text(config)
     summary = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps({**summary, "data": evil}))
+    RunFolder.open(run).write_summary({**summary, "data": evil})
     material = read([run])
     reader = Reader(page(material, figures(material)))
     assert [tag for tag, _ in reader.tags].count("script") == 3  # the data, plotly and our own

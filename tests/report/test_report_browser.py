@@ -41,7 +41,6 @@ MARKS = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(
         CHROMIUM is None or DRIVER is None,
         reason="needs a Chromium and its driver (Debian: apt-get install chromium chromium-driver)",

@@ -493,7 +493,9 @@ def test_a_checkpoint_of_a_newer_version_is_refused(data: ClientData, cut: RunFo
 def test_another_experiment_is_refused(data: ClientData, cut: RunFolder) -> None:
     config = cut.path / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1", "lr = 0.2"))
-    with pytest.raises(SartorError, match=r"of another experiment than config\.toml describes"):
+    with pytest.raises(
+        SartorError, match=r"config\.toml: is not the experiment that the run was started with"
+    ):
         resume(cut.path, data=data)
 
 

@@ -65,7 +65,7 @@ def test_the_environment_names_what_numbers_depend_on(run: RunFolder) -> None:
     assert stored["python"] == sys.version.split()[0]
     assert stored["device"] == "cpu"
     assert stored["device_name"]
-    assert {*environment(), "imports"} == set(stored)
+    assert {*environment(), "imports", "experiment"} == set(stored)
 
 
 # -- which folder --------------------------------------------------------------------------------------
@@ -127,8 +127,9 @@ def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
 def test_a_folder_taken_in_the_very_last_moment_is_refused(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    looks = iter((None, "config.toml"))  # as if the other run came just after the first look
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "exists", lambda path: False)  # as if the other run came just after the look
+        patch.setattr(RunFolder, "_held", lambda run: next(looks))
         with pytest.raises(SartorError, match="already holds a run"):
             RunFolder.create(run.path, from_mapping({"rounds": 9}))
     assert run.experiment == EXPERIMENT
@@ -139,7 +140,8 @@ def test_a_folder_taken_in_the_very_last_moment_is_refused(
 
 def test_a_round_is_in_the_file_at_once(run: RunFolder) -> None:
     run.add_round({"round": 1})
-    assert (run.path / "rounds.jsonl").read_text() == '{"round": 1}\n'
+    (line,) = (run.path / "rounds.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"round": 1, "seal": line[-16:-2]}
     assert RunFolder.open(run.path).rounds == [{"round": 1}]
 
 
@@ -238,7 +240,7 @@ def test_a_summary_is_replaced_in_one_step(run: RunFolder) -> None:
     run.write_summary({"round": 1})
     with open(run.path / "summary.json") as reader:
         run.write_summary({"round": 2})
-        assert json.load(reader) == {"round": 1}  # who reads meanwhile sees the old file whole
+        assert json.load(reader)["round"] == 1  # who reads meanwhile sees the old file whole
     assert run.summary == {"round": 2}
 
 
@@ -319,3 +321,7 @@ def test_damaged_files_are_named(tmp_path_factory: Any, content: bytes) -> None:
         except SartorError as error:
             message = str(error)
             assert name in message
+            assert "\n" not in message
+        (run.path / name).unlink()
+        if name == "config.toml":
+            (run.path / name).write_text("")

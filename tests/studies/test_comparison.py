@@ -239,7 +239,7 @@ def test_without_classes_the_smaller_loss_is_better(tmp_path: Path) -> None:
     for number in range(4):
         x = generator.normal(size=(20, 3)).astype(np.float32)
         clients[f"c{number}"] = (x, (x @ np.array([1.0, -2.0, 0.5]) + number).astype(np.float32))
-    data = from_clients(clients, regression=True)
+    data = from_clients(clients, targets="number")
     torch.manual_seed(0)
     task = sartor.Task(nn.Linear(3, 1), loss=lambda outputs, y: (outputs[:, 0] - y) ** 2, name="line")
     methods = {"still": {"algorithm": "fedavg", "lr": 0.0}, "moving": {"algorithm": "fedavg", "lr": 0.05}}

@@ -114,7 +114,7 @@ def test_without_classes_the_smallest_loss_is_chosen(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(30, 2, generator=generator)
     clients = {name: (x + shift, (x + shift).sum(dim=1)) for name, shift in (("a", 0.0), ("b", 0.5))}
-    data = from_clients(clients, regression=True, validation_fraction=0.2)
+    data = from_clients(clients, targets="number", validation_fraction=0.2)
     task = sartor.Task(nn.Linear(2, 1), loss=lambda outputs, y: (outputs[:, 0] - y) ** 2, name="line")
     found = search({"fedavg": {"lr": [0.0, 0.05]}}, data=data, model=task, rounds=2, out=tmp_path)
     assert found.score == "loss"

@@ -29,6 +29,10 @@ class Hyper:
 
     lr: float = setting(0.1, "local learning rate", symbol="η", low=0)
 
+    def or_lr(self, rate: float | None) -> float:
+        """Another learning rate of the method, which follows ``lr`` where it is not set."""
+        return self.lr if rate is None else rate
+
 
 @dataclass(frozen=True)
 class Server:
@@ -47,6 +51,20 @@ class Algorithm(ABC, Generic[H, S]):
     The first argument is the dataclass of its hyper-parameters, whose values are ``self.hyper``; the second
     is that of the server's state. A method that others extend leaves a type variable in the place of what
     they replace; its own is then the variable's bound.
+
+    >>> def train(client, hyper, w):
+    ...     return Reply(delta=client.descend(w, lr=hyper.lr) - w)
+    >>> class Halved(Algorithm[Hyper, Server]):
+    ...     '''FedAvg whose server takes half of the step.'''
+    ...
+    ...     name, family, paper = "halved", "global", "an example"
+    ...     server_keeps, client_keeps, traffic = "w", "nothing", "1 / 1"
+    ...
+    ...     def round(self, server, federation, cohort):
+    ...         replies = federation.map(train, cohort, shared={"w": server.w})
+    ...         return Server(server.w + replies.mean("delta") / 2)
+    >>> Halved(Hyper(lr=0.1)).hyper.lr  # with `@register` before it, sartor.run("halved") finds it
+    0.1
     """
 
     name: ClassVar[str]
@@ -58,12 +76,20 @@ class Algorithm(ABC, Generic[H, S]):
     """Down / up per participating client and round, in models."""
     buffers: ClassVar[str] = "average"
     """What happens to float buffers unless the experiment says otherwise."""
+    deployable: ClassVar[bool] = True
+    """Whether it can run on real machines, where the data stay with the clients."""
     own_models: ClassVar[bool] = False
     """Whether clients may have models of different architectures (``[[models]]``)."""
     public: ClassVar[bool] = False
     """Whether it learns from public samples, which the experiment has to name (``[public]``)."""
     quadratic: ClassVar[bool] = False
     """Whether the server's work grows with the square of the number of clients."""
+    year: ClassVar[int | None] = None
+    """When it was published, where ``paper`` does not say."""
+    needs_validation: ClassVar[bool] = False
+    """Whether clients must have validation data."""
+    sums_only: ClassVar[bool] = False
+    """Whether the server needs nothing of the replies but sums weighted by what it knows of the clients."""
     Hyper: ClassVar[type] = Hyper
     """The dataclass of the hyper-parameters, as the class's first argument has it."""
     _arguments: ClassVar[tuple[Any, ...]]
@@ -108,6 +134,14 @@ class Algorithm(ABC, Generic[H, S]):
         """
         return None
 
+    def ready(self, server: S, federation: Federation) -> S:
+        """The server's state after a round that is evaluated; it may ask clients as a round does.
+
+        For what a method does to its model at the end. The next round goes on from what is returned, so
+        training must not depend on it: else it would on how often a run is evaluated.
+        """
+        return server
+
     def welcome(self, server: S, federation: Federation) -> S:
         """The server's state for a federation of newcomers, for evaluation without training.
 
@@ -142,7 +176,12 @@ A = TypeVar("A", bound=type[Algorithm[Any, Any]])
 
 
 def register(cls: A) -> A:
-    """Make an algorithm known by its name; usable as a decorator."""
+    """Make an algorithm known by its name; usable as a decorator.
+
+    >>> from sartor.algorithms import registered
+    >>> registered()["fedavg"].paper
+    'McMahan et al. 2017'
+    """
     described = ("name", "family", "paper", "server_keeps", "client_keeps", "traffic")
     missing = [field for field in described if not isinstance(getattr(cls, field, None), str)]
     if missing or not cls.__doc__:

@@ -8,7 +8,7 @@ or a step of many clients at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from sartor import random
+from sartor.client.law import Law
 from sartor.errors import SettingError
 from sartor.model.optimizers import Optimizer, adam, chain, decay, momentum
-from sartor.model.task import Batch, Change, Frozen, Objective, Pass, Penalty, Task
+from sartor.model.task import Batch, Change, Frozen, LossAndPass, Pass, Penalty, Task
+from sartor.nests import Nest
 
 if TYPE_CHECKING:
     from sartor.client.settings import Local
@@ -29,10 +31,11 @@ Direction = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of one scan: ``steps`` of them, or ``epochs`` passes over the samples.
+    """The batches of one scan: ``steps`` of them, or ``epochs`` passes over the samples, ``times`` as many.
 
-    The last, short batch of a pass is kept. ``size`` 0 takes all samples at once. Shuffled batches come from
-    the keyed stream named ``stream``: two scans of one round that name the same see the same batches.
+    With a ``law`` the epochs of every client are drawn. The last, short batch of a pass is kept. ``size`` 0
+    takes all samples at once. Shuffled batches come from the keyed stream named ``stream``: two scans of one
+    round that name the same see the same batches.
     """
 
     split: str = "train"
@@ -41,6 +44,8 @@ class Batches:
     steps: int = 0
     shuffled: bool = False
     stream: str = "batch"
+    times: int = 1
+    law: Law | None = None
 
     def width(self, most: int) -> int:
         """Samples per batch, where the largest client has ``most``."""
@@ -50,12 +55,13 @@ class Batches:
         """Batches of one pass over n samples; for integers, arrays and tensors."""
         return (n + width - 1) // width
 
-    def count(self, n: Any) -> Any:
-        """Steps that a client with n samples takes: none without samples."""
+    def count(self, n: Any, epochs: Any = None) -> Any:
+        """Steps that a client with n samples takes: none without samples. ``epochs`` are those drawn."""
         width = self.size
         if self.steps:
-            return self.steps * (n > 0)
-        return self.epochs * (self.per_epoch(n, width) if width else 1 * (n > 0))
+            return self.times * self.steps * (n > 0)
+        epochs = self.epochs if epochs is None else epochs
+        return self.times * epochs * (self.per_epoch(n, width) if width else 1 * (n > 0))
 
 
 class Scan(Protocol):
@@ -68,7 +74,15 @@ class Scan(Protocol):
 
 
 class Client:
-    """One client, as a client function sees it: its number, its samples through methods, nothing else."""
+    """One client, as a client function sees it: its number, its samples through methods, nothing else.
+
+    >>> def train(client, hyper, w, mine):  # mine is not sent: it is what this client kept
+    ...     def direction(w_k, batch):
+    ...         return client.grad(w_k, batch) + 0.1 * (w_k - mine)
+    ...
+    ...     w_k = client.descend(w, direction, lr=hyper.lr)
+    ...     return Reply(w=w_k).keep(mine=w_k)
+    """
 
     def __init__(
         self,
@@ -82,6 +96,7 @@ class Client:
         buffers: Tensor | None,
         frozen: bool,
         evaluation_batch: int,
+        most: dict[str, int],
         seed: int | Tensor = 0,
     ) -> None:
         self.task = task
@@ -93,6 +108,8 @@ class Client:
         self._frozen = frozen
         self._scan = scan
         self._evaluation_batch = evaluation_batch
+        self._most = most
+        """Of each split, the most samples that a client has which runs in one batch with this one."""
         self._seed = seed
 
     @property
@@ -133,13 +150,13 @@ class Client:
         """A pass in training mode, for losses of a method's own; see :meth:`differentiate`."""
         return self.task.forward(w, batch, self.buffers, self._frozen, change)
 
-    def differentiate(self, objective: Objective, w: Tensor) -> tuple[Tensor, Pass]:
+    def differentiate(self, objective: LossAndPass, w: Tensor) -> tuple[Tensor, Pass]:
         """The gradient of a method's own objective, and the pass it made, whose buffers are taken."""
         gradient, run = self.task.differentiate(objective, w)
         self.buffers = run.buffers
         return gradient, run
 
-    def outputs(self, w: Tensor, x: Tensor) -> Tensor:
+    def outputs(self, w: Tensor, x: Nest) -> Any:
         """What the model returns, in evaluation mode."""
         return self.task.outputs(w, x, self.buffers)
 
@@ -166,6 +183,36 @@ class Client:
 
         return self.scan(add, torch.zeros_like(like), Batches(split, self._evaluation_batch))
 
+    def gather(
+        self,
+        quantity: Callable[[Batch], Tensor],
+        like: Tensor,
+        split: str = "train",
+        *,
+        most: int = 0,
+        stream: str = "",
+    ) -> tuple[Tensor, Tensor]:
+        """A row for each sample of a split, and which rows are real: others are there to fill up.
+
+        ``quantity`` gives a row shaped as ``like`` for every sample of a batch. With ``most`` there are so
+        many rows at most, the first ones; with a ``stream`` samples come in an order that is drawn from it.
+        What is made of the rows must not depend on how many fill up.
+        """
+        length = max(1, min(most or self._most[split], self._most[split]))
+
+        def add(carry: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+            rows, filled = carry
+            new = quantity(batch)
+            places = filled + torch.arange(len(new), device=new.device)
+            fits = places < length if batch.weight is None else (places < length) & (batch.weight > 0)
+            places = torch.where(fits, places, length).view(-1, *[1] * like.dim())
+            return rows.scatter(0, places.expand_as(new), new), filled + fits.sum()
+
+        empty = like.new_zeros((length + 1, *like.shape)), torch.zeros_like(self.n)
+        batches = Batches(split, self._evaluation_batch, shuffled=bool(stream), stream=stream or "batch")
+        rows, filled = self.scan(add, empty, batches)
+        return rows[:length], torch.arange(length, device=rows.device) < filled
+
     def full_gradient(self, w: Tensor) -> Tensor:
         """∇f_i(w): the gradient of the mean loss over all training samples."""
         return self.mean(lambda batch: self.grad(w, batch, track=False), like=w)
@@ -176,27 +223,32 @@ class Client:
             lambda batch: batch.mean(self.task.losses(w, batch, self.buffers)), w.new_zeros(()), split
         )
 
-    def evaluate(self, model: Tensor | Callable[[Tensor], Tensor], split: str = "test") -> dict[str, Tensor]:
-        """Sum of losses, number of samples and, for classes, the confusion matrix (rows: truth) of a model.
+    def evaluate(
+        self,
+        model: Tensor | Callable[[Nest], Any],
+        split: str = "test",
+        tallies: Sequence[str] = ("confusion",),
+    ) -> dict[str, Tensor]:
+        """Sum of losses, number of samples, and what else is counted of a model's predictions.
 
         ``model`` is a vector, or a function from inputs to outputs for methods that predict in another way.
+        ``tallies`` are those of the task's objective, by name; it has a confusion matrix (rows: truth) where
+        a target is a class. One that it does not have is left out.
         """
         outputs = model if callable(model) else lambda x: self.outputs(model, x)
-        classes = self.task.classes
+        known = self.task.objective.tallies(self.task.width)
+        counted = {name: known[name] for name in tallies if name in known}
         like = self.counts[split]
         carry = {"loss": like.new_zeros((), dtype=self.task.dtype)}
-        if classes is not None:
-            carry["confusion"] = like.new_zeros((classes, classes), dtype=torch.float32)
+        carry |= {name: like.new_zeros(tally.shape, dtype=tally.dtype) for name, tally in counted.items()}
 
         def add(carry: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
             result = outputs(batch.x)
             added = {
                 "loss": carry["loss"] + batch.mean(self.task.loss_function(result, batch.y)) * batch.size
             }
-            if classes is not None:
-                truth, guess = _one_hot(batch.y, classes), _one_hot(result.argmax(dim=-1), classes)
-                truth = truth if batch.weight is None else truth * batch.weight[:, None].to(truth.dtype)
-                added["confusion"] = carry["confusion"] + truth.T @ guess
+            for name, tally in counted.items():
+                added[name] = carry[name] + tally.count(result, batch.y, batch.weight)
             return added
 
         total = self.scan(add, carry, Batches(split, self._evaluation_batch))
@@ -205,16 +257,29 @@ class Client:
     # The local loop -------------------------------------------------------------------------------
 
     def batches(
-        self, *, epochs: int | None = None, steps: int | None = None, stream: str = "batch"
+        self,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        stream: str = "batch",
+        split: str = "train",
+        times: int = 1,
     ) -> Batches:
         """The shuffled training batches of the ``local`` settings, or so many epochs or steps of them."""
+        law = None
         if epochs is None and steps is None:
-            epochs, steps = self.local.epochs, self.local.steps
-        return Batches("train", self.local.batch, epochs or 0, steps or 0, shuffled=True, stream=stream)
+            epochs, steps, law = self.local.most_epochs, self.local.steps, self.local.law
+        size = self.local.batch
+        return Batches(split, size, epochs or 0, steps or 0, True, stream, times, law)
+
+    def epochs(self, batches: Batches) -> Tensor | None:
+        """The epochs that are drawn for this client in this round; None where all do as many."""
+        return None if batches.law is None else batches.law.epochs(self._seed, self.round, self.number)
 
     def steps(self, *, epochs: int | None = None, steps: int | None = None) -> Tensor:
         """K_i: how many steps :meth:`descend` takes with these arguments."""
-        count: Tensor = self.batches(epochs=epochs, steps=steps).count(self.n)
+        batches = self.batches(epochs=epochs, steps=steps)
+        count: Tensor = batches.count(self.n, self.epochs(batches))
         return count
 
     def rate(self, lr: float | Tensor) -> float | Tensor:
@@ -241,13 +306,15 @@ class Client:
         updates: int = 1,
         only: Tensor | None = None,
         stream: str = "batch",
+        split: str = "train",
     ) -> Tensor:
         """Local training from ``w``: K_i steps against ``direction(w_k, batch)``, by default the gradient.
 
         The ``local`` settings say how many steps, which optimiser, momentum and weight decay; ``epochs`` or
         ``steps`` override the amount. ``updates`` steps are taken on every batch. ``only`` is a boolean
         vector: what is false in it does not move, not by momentum or weight decay either. The optimiser
-        starts afresh each time.
+        starts afresh each time. ``split`` says on which samples; ``union`` is for
+        :meth:`~sartor.federation.federation.Federation.together` alone.
         """
         follow = direction or self.grad
 
@@ -255,7 +322,16 @@ class Client:
             return follow(w_k, batch), memory
 
         return self.descend_with(
-            w, plain, (), lr=lr, epochs=epochs, steps=steps, updates=updates, only=only, stream=stream
+            w,
+            plain,
+            (),
+            lr=lr,
+            epochs=epochs,
+            steps=steps,
+            updates=updates,
+            only=only,
+            stream=stream,
+            split=split,
         )[0]
 
     def descend_with(
@@ -270,8 +346,13 @@ class Client:
         updates: int = 1,
         only: Tensor | None = None,
         stream: str = "batch",
+        times: int = 1,
+        split: str = "train",
     ) -> tuple[Tensor, Carry]:
-        """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned."""
+        """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned.
+
+        ``times`` multiplies the number of steps, for methods that need several batches for one.
+        """
         rate = self.rate(lr)
         optimizer = _optimizer(self.local)
         carry: dict[str, Any] = {"w": w, "slots": optimizer.init(w), "memory": memory}
@@ -289,7 +370,8 @@ class Client:
             after = {"w": w_k, "slots": slots, "memory": memory}
             return after if self.buffers is None else {**after, "buffers": self.buffers}
 
-        carry = self.scan(body, carry, self.batches(epochs=epochs, steps=steps, stream=stream))
+        batches = self.batches(epochs=epochs, steps=steps, stream=stream, split=split, times=times)
+        carry = self.scan(body, carry, batches)
         self.buffers = carry.get("buffers")
         return carry["w"], carry["memory"]
 
@@ -309,10 +391,6 @@ def require_plain_sgd(local: Local, method: str, *, weight_decay: bool = True) -
         if refused:
             cure = f"set local.{key} to {plain!r}"
             raise SettingError(f"local.{key} = {value!r}: {method} is defined for plain SGD steps; {cure}")
-
-
-def _one_hot(labels: Tensor, classes: int) -> Tensor:
-    return (labels[:, None] == torch.arange(classes, device=labels.device)).to(torch.float32)
 
 
 def _optimizer(local: Local) -> Optimizer:

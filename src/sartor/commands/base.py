@@ -77,6 +77,12 @@ def reported(command: Command) -> Command:
             if not getattr(error, "told", False):
                 print(f"sartor: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
+        except BrokenPipeError:  # whoever read the output has enough
+            raise
+        except OSError as error:  # a path that is too long, a folder that may not be read: as the system says
+            place = f"{error.filename}: " if error.filename else ""
+            print(f"sartor: {SartorError(f'{place}{error.strerror or error}')}", file=sys.stderr)
+            raise typer.Exit(2) from None
         except KeyboardInterrupt as stop:
             if os.environ.get("RANK", "0") == "0":
                 print(f"sartor: {str(stop) or 'stopped'}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -105,7 +105,7 @@ def compare(
     result = comparison.compare(
         algorithms,
         experiment=experiment,
-        seeds=parse_seeds(seeds),
+        seeds=parse_seeds(seeds, experiment.get("compare"), seed),
         target=target,
         against=against,
         references=references,
@@ -127,8 +127,17 @@ def compare(
         )
 
 
-def parse_seeds(given: str | None) -> int | list[int] | None:
-    """``5`` as a number of seeds, ``1,2,5`` as a list of them."""
+def parse_seeds(given: str | None, stored: Any = None, seed: int | None = None) -> int | list[int] | None:
+    """``5`` as a number of seeds, ``1,2,5`` as a list of them; beside a list, ``--seed`` has no meaning."""
+    wanted = stored.get("seeds") if given is None and isinstance(stored, dict) else _seeds(given)
+    if seed is not None and isinstance(wanted, list):
+        raise SettingError(
+            f"--seed {seed}: the seeds are the list {','.join(map(str, wanted))}; give one of the two"
+        )
+    return None if given is None else wanted
+
+
+def _seeds(given: str | None) -> int | list[int] | None:
     if given is None:
         return None
     try:
@@ -150,7 +159,9 @@ def show(estimate: Estimate | None, factor: float = 1.0, digits: int = 1) -> str
 
 def _print_comparison(result: Comparison) -> None:
     """Scores, costs, pairs and ranks, a table each."""
-    percent = result.score == "accuracy"
+    from sartor.runs.metrics import is_share
+
+    percent = is_share(result.score)
     factor, digits = (100.0, 1) if percent else (1.0, 4)
     cells = [cell for cell in _cells() if any(cell in method.cells for method in result.methods)]
     validated = any(method.best_by_validation for method in result.methods)

@@ -1,4 +1,4 @@
-"""``sartor serve``, ``join``, ``keys`` and ``flower-app``: real federations, one command at every machine."""
+"""``sartor serve``, ``join``, ``audit``, ``keys``, ``flower-app``: real federations, machine by machine."""
 
 from __future__ import annotations
 
@@ -64,6 +64,10 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    linger: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds after the end for nodes that are away to come and hear of it."),
+    ] = 10.0,
     resume: Annotated[
         Path | None, typer.Option(help="Continue the run of this folder.", show_default=False)
     ] = None,
@@ -97,7 +101,9 @@ def serve(
     if tls is not None:
         certificate, key, authority = tls
         check_issued(certificate, authority)
-    service = Service(host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit, store)
+    service = Service(
+        host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit, store, linger
+    )
     experiment = None
     if resume is None:
         experiment = from_mapping(read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION))
@@ -149,19 +155,29 @@ def join(
             help="Send the personal models to a server that asks for them; left out: they stay here.",
         ),
     ] = False,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="POLICY.toml",
+            help="What this node agrees to; `sartor settings policy` lists what can be said.",
+            show_default=False,
+        ),
+    ] = None,
     imports: Imports = None,
 ) -> None:
     """Take part in a federation with the data and the personal models of this machine, which stay here.
 
-    sartor join fl.example.org:8000 --data mine.npz --key north.key --ca ca.crt
+    sartor join fl.example.org:8000 --data mine.npz --key north.key --ca ca.crt --policy policy.toml
     """
     from sartor.remote.join import join as join_server
     from sartor.remote.join import loader
+    from sartor.remote.policy import node_policy
 
     logging.basicConfig(format="sartor: %(message)s", level=logging.WARNING, stream=sys.stderr)
     if device not in ("cpu", "cuda"):
         raise SettingError(f"--device: must be one of cpu, cuda, got {device!r}")
     import_words(imports)
+    agreed = node_policy(policy, allow_personal_models)
     load = loader(data, name, client_column, label_column)
     folder = state or Path("sartor-node") / (name or data.resolve().stem)
     join_server(
@@ -173,9 +189,41 @@ def join(
         insecure=insecure,
         patience=patience,
         device=device,
-        sends_personal=allow_personal_models,
+        policy=agreed,
         show=lambda text: print(f"sartor: {text}", file=sys.stderr, flush=True),
     )
+
+
+@app.command()
+@reported
+def audit(
+    state: Annotated[Path, typer.Argument(metavar="STATE", help="The node's state folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check and show what a node was asked for, and what has left it.
+
+    sartor audit sartor-node/north
+    """
+    import json
+
+    from sartor.errors import SartorError
+    from sartor.remote.audit import LOG, Entry, read
+
+    if not (state / LOG).is_file():
+        raise SartorError(f"{state}: no node's state folder, it has no {LOG}")
+    last = None
+    for entry in read(state):
+        if not isinstance(entry, Entry):
+            words = (
+                f"{len(entry)} bytes of a line that was not finished: the node was killed while it wrote it"
+            )
+            print(words, file=sys.stderr if as_json else sys.stdout)
+            continue
+        last = entry
+        told = f"{entry.line:>4}  {entry.time}  {entry.event:<10}  {entry.words}"
+        print(json.dumps(vars(entry)) if as_json else told)
+    if last is not None and not as_json:
+        print(f"{last.line} lines, whole; the last has SHA-256 {last.sha256}")
 
 
 @app.command()
@@ -188,10 +236,19 @@ def keys(
     nodes: Annotated[
         str, typer.Option(help="How many nodes, or their names with commas between them.")
     ] = "3",
+    clients: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NODE=NAME,...",
+            help="Clients that a node's key may bring; may be repeated. Left out: the one of the node's "
+            "name, or where nodes are given by number any that no other key may bring.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make a certificate for the server and a key for every node.
 
-    sartor keys keys --host fl.example.org --nodes north,south,west
+    sartor keys keys --host fl.example.org --nodes north,south,west --clients west=lisbon,porto
     """
     from sartor.remote.keys import make_keys
 
@@ -201,7 +258,13 @@ def keys(
         raise SettingError(
             f"--nodes: expected a number, or different names of letters and digits, got {nodes!r}"
         )
-    for path in make_keys(folder, host, names):
+    brings = {} if nodes.isdigit() else {name: [name] for name in names}
+    for text in clients or ():
+        node, _, own = text.partition("=")
+        if node not in names or not all(name.strip() for name in own.split(",")):
+            raise SettingError(f"--clients: expected NODE=NAME,NAME with one of the nodes, got {text!r}")
+        brings[node] = [name.strip() for name in own.split(",")]
+    for path in make_keys(folder, host, names, brings):
         print(path)
 
 

@@ -105,18 +105,23 @@ def print_result(summary: dict[str, Any]) -> None:
 def print_cells(summary: dict[str, Any]) -> None:
     """The evaluation matrix, a row per cell; with the best rounds, where the summary has them."""
     bests = [key for key in ("best_by_validation", "best_on_test") if key in summary]
-    heads = ("model", "tested on", "accuracy", "by samples", "worst decile", "loss")
+    headline = summary["headline"]
+    heads = ["model", "tested on", headline.replace("_", " "), "by samples", "worst decile"]
+    heads += [] if headline == "loss" else ["loss"]
     rows = []
     for name, cell in summary["last"].items():
         if cell is None:
             continue
-        worst = cell.get("accuracy_spread", {}).get("worst_decile")
-        numbers = [cell["accuracy"], cell.get("accuracy_weighted"), worst, cell["loss"]]
+        worst = cell.get(f"{headline}_spread", {}).get("worst_decile")
+        numbers = [cell.get(headline), cell.get(f"{headline}_weighted"), worst]
+        numbers += [] if headline == "loss" else [cell["loss"]]
         for key in bests:
             best = summary[key][name]
-            numbers.append(None if best is None else best["accuracy"])
+            numbers.append(None if best is None else best[headline])
         rows.append((*name.split("_"), *map(text, numbers)))
     print_table((*heads, *(key.replace("_", " ") for key in bests)), rows)
+    for note in summary.get("notes", ()):
+        print(f"note: {note}")
 
 
 def _print_cost(cost: dict[str, Any]) -> None:

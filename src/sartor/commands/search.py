@@ -82,7 +82,7 @@ def search(
         experiment=experiment,
         budget=budget,
         method=method,
-        seeds=parse_seeds(seeds),
+        seeds=parse_seeds(seeds, experiment.get("search"), seed),
         together=together,
         out=out,
         progress=sys.stderr.isatty(),
@@ -100,7 +100,9 @@ def search(
 
 def _print_search(result: Search) -> None:
     """Every trial, the chosen one marked."""
-    factor, digits = (100.0, 2) if result.score == "accuracy" else (1.0, 4)
+    from sartor.runs.metrics import is_share
+
+    factor, digits = (100.0, 2) if is_share(result.score) else (1.0, 4)
     rows = []
     for tuned in result.methods:
         for trial in tuned.trials:
@@ -108,6 +110,6 @@ def _print_search(result: Search) -> None:
             note = "chosen" if trial.number == tuned.chosen else "failed" if trial.failed else ""
             score = show(trial.validation, factor, digits)
             rows.append((tuned.label, str(trial.number + 1), values, score, trial.cell or "-", note))
-    unit = " in percent" if result.score == "accuracy" else ""
+    unit = " in percent" if is_share(result.score) else ""
     heads = ("method", "trial", "hyper-parameters", f"validation {result.score}{unit}", "of", "")
     print_table(heads, rows)

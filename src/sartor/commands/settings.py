@@ -1,4 +1,4 @@
-"""``sartor settings``: every setting of an experiment."""
+"""``sartor settings``: every setting of an experiment, and of a node's policy."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ def settings(
     imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
-    """List every setting of an experiment."""
+    """List every setting of an experiment, and of a node's policy."""
     from dataclasses import asdict
 
     from sartor.commands.words import import_words
-    from sartor.runs.experiment import describe_settings
+    from sartor.remote.policy import Policy, Requirement
+    from sartor.runs.experiment import describe_class, describe_settings
     from sartor.runs.record import to_json
     from sartor.settings import unknown
 
     import_words(imports)
-    rows = describe_settings()
+    rows = [*describe_settings(), *describe_class(Policy, "policy")]
+    rows += describe_class(Requirement, "policy.require")
     if section is not None:
         known = {row.key for row in rows} | {row.key.split(".")[0] for row in rows}
         if section not in known:

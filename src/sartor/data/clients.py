@@ -1,7 +1,8 @@
 """What a federation trains on: the samples of all clients, laid out client by client.
 
-:class:`ClientData` is the one container every source, partition and kind of own data ends in. All samples
-of a split lie in one tensor, so that a client is a slice and a cohort a gather. :func:`from_clients` builds
+:class:`ClientData` is the one container every source, partition and kind of own data ends in. Inputs and
+targets are nests of tensors (:mod:`sartor.nests`) of any type, and all samples of a split lie one after the
+other in each of them, so that a client is a slice and a cohort a gather. :func:`from_clients` builds
 it from data that is split by client already; see :mod:`sartor.data.partitions` for data that is not.
 :func:`lazy_clients` is for more clients than fit into memory: their samples are fetched when they are asked.
 """
@@ -10,49 +11,66 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from threading import Lock
 from typing import Any, TypeAlias, overload
 
 import numpy as np
 import torch
 
+from sartor import nests
 from sartor.data.apportion import cut
 from sartor.data.labels import check_labels, listed, other_kind, texts_of
+from sartor.data.moments import Moments, moments_of
+from sartor.data.samples import TARGETS, inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.streams import stream
 from sartor.errors import DataError
+from sartor.nests import Nest
 from sartor.settings import shown
+
+log = logging.getLogger(__name__)
 
 SPLITS = ("train", "test", "validation")
 POOLED_CLIENTS = 100
 """Lazy clients whose test samples are the pooled test set where none is given."""
 Samples: TypeAlias = "tuple[Any, Any]"
-"""The samples of one client as ``(x, y)``, arrays or tensors."""
+"""The samples of one client as ``(x, y)``: arrays, tensors, or tuples and dicts of such."""
+Pair: TypeAlias = "tuple[Nest, Nest]"
+"""Those that were read: inputs and targets as nests of tensors."""
+Change: TypeAlias = "Callable[[Nest], Nest]"
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
     """The samples of all clients, one after the other: client ``i`` has ``count[i]`` from ``start[i]`` on."""
 
-    x: torch.Tensor
-    y: torch.Tensor
+    x: Nest
+    y: Nest
     start: np.ndarray
     count: np.ndarray
 
-    def of(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, client: int) -> Pair:
         """The samples of one client, as views."""
         rows = slice(int(self.start[client]), int(self.start[client] + self.count[client]))
-        return self.x[rows], self.y[rows]
+        return nests.rows(self.x, rows), nests.rows(self.y, rows)
 
     def to(self, device: torch.device | str) -> Split:
         """The same samples on a device."""
-        return dataclasses.replace(self, x=self.x.to(device), y=self.y.to(device))
+        x, y = nests.mapped(lambda leaf: leaf.to(device), (self.x, self.y))
+        return dataclasses.replace(self, x=x, y=y)
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Split:
-        """The same samples with a function applied to ``x``."""
-        return dataclasses.replace(self, x=function(self.x))
+    def map(self, function: Change, targets: Change | None = None) -> Split:
+        """The same samples with a function applied to ``x``, and perhaps another to ``y``."""
+        return dataclasses.replace(self, x=function(self.x), y=self.y if targets is None else targets(self.y))
+
+    def owner(self, row: int) -> tuple[int, int]:
+        """The client that has the sample in a row, and the sample's number there."""
+        client = int(np.flatnonzero((self.start <= row) & (row < self.start + self.count))[0])
+        return client, row - int(self.start[client])
 
     def some(self, clients: np.ndarray) -> Split:
         """Those of some clients, in this order."""
@@ -66,22 +84,27 @@ class LazySplit(Split):
     Samples of client ``i`` are ``count[i]`` from ``start[i]`` on of what is fetched for it.
     """
 
-    fetch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    fetch: Callable[[int], Pair]
 
-    def of(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, client: int) -> Pair:
         """The samples of one client, fetched or remembered."""
         x, y = self.fetch(client)
         rows = slice(int(self.start[client]), int(self.start[client] + self.count[client]))
-        return x[rows], y[rows]
+        return nests.rows(x, rows), nests.rows(y, rows)
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Split:
-        """The same samples with a function applied to ``x`` whenever they are fetched."""
+    def map(self, function: Change, targets: Change | None = None) -> Split:
+        """The same samples with functions applied to ``x`` and ``y`` whenever they are fetched."""
 
-        def fetch(client: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def fetch(client: int) -> Pair:
             x, y = self.fetch(client)
-            return function(x), y
+            return function(x), y if targets is None else targets(y)
 
-        return dataclasses.replace(self, x=function(self.x), fetch=fetch)
+        y = self.y if targets is None else targets(self.y)
+        return dataclasses.replace(self, x=function(self.x), y=y, fetch=fetch)
+
+    def owner(self, row: int) -> tuple[int, int]:
+        """The client whose samples are there to show."""
+        return int(np.argmax(self.count > 0)), row
 
     def some(self, clients: np.ndarray) -> Split:
         """Those of some clients, in this order."""
@@ -98,16 +121,17 @@ class ClientData:
     """Everything a run needs to know of its data: each client's splits and the pooled test set.
 
     ``pooled_x, pooled_y`` are the official test set where there is one, otherwise all clients' test samples
-    together. ``classes`` is None for regression. ``hash`` identifies the partition, for own data the
-    contents. ``labels`` are the names of the classes, in the order of their numbers, where labels are texts.
+    together. ``classes`` is how many classes (or labels, of which a sample may have several) the targets
+    have, None where they are something else. ``hash`` identifies the partition, for own data the contents.
+    ``labels`` are the names of the classes, in the order of their numbers, where labels are texts.
     """
 
     names: Sequence[str]
     train: Split
     test: Split
     validation: Split | None
-    pooled_x: torch.Tensor
-    pooled_y: torch.Tensor
+    pooled_x: Nest
+    pooled_y: Nest
     classes: int | None
     hash: str
     name: str
@@ -122,13 +146,14 @@ class ClientData:
 
     def to(self, device: torch.device | str) -> ClientData:
         """The same data on a device."""
+        x, y = nests.mapped(lambda leaf: leaf.to(device), (self.pooled_x, self.pooled_y))
         return dataclasses.replace(
             self,
             train=self.train.to(device),
             test=self.test.to(device),
             validation=None if self.validation is None else self.validation.to(device),
-            pooled_x=self.pooled_x.to(device),
-            pooled_y=self.pooled_y.to(device),
+            pooled_x=x,
+            pooled_y=y,
             public_x=None if self.public_x is None else self.public_x.to(device),
         )
 
@@ -142,6 +167,15 @@ class ClientData:
             validation=None if self.validation is None else self.validation.some(clients),
         )
 
+    def map(self, function: Change, targets: Change | None = None) -> ClientData:
+        """The same data with every sample mapped; a pooled test set that is the clients' stays theirs."""
+        splits = {name: getattr(self, name) for name in SPLITS if getattr(self, name) is not None}
+        mapped = {name: split.map(function, targets) for name, split in splits.items()}
+        x = mapped["test"].x if self.pooled_x is self.test.x else function(self.pooled_x)
+        y = self.pooled_y if targets is None else targets(self.pooled_y)
+        y = mapped["test"].y if self.pooled_y is self.test.y else y
+        return dataclasses.replace(self, pooled_x=x, pooled_y=y, **mapped)
+
 
 def from_clients(
     clients: Mapping[str, Samples | Mapping[str, Samples]],
@@ -149,7 +183,7 @@ def from_clients(
     test_fraction: float = 0.2,
     validation_fraction: float = 0.0,
     seed: int = 0,
-    regression: bool = False,
+    targets: str = "class",
     labels: Sequence[str] | None = None,
     name: str = "own",
 ) -> ClientData:
@@ -158,8 +192,9 @@ def from_clients(
     Each client gives ``(x, y)``, of which a test part and, if asked for, a validation part are drawn; or
     its own splits as ``{"train": (x, y), "test": (x, y), "validation": (x, y)}``, where a missing ``test``
     or ``validation`` is drawn from ``train``. A client with at least two samples has at least one to test
-    on and one to train on. Labels are whole numbers from 0, or any finite numbers with ``regression=True``;
-    or texts, which are numbered in alphabetical order, or as in ``labels``, outside which there is none then.
+    on and one to train on. ``x`` is an array, or arrays in tuples and dicts; types are kept. ``targets`` says
+    what ``y`` is (:mod:`sartor.data.samples`): by default one class per sample, a whole number from 0 or a
+    text. Texts are numbered in alphabetical order, or as in ``labels``, outside which there is none then.
 
     >>> x, y = np.eye(10), np.arange(10) % 2
     >>> data = from_clients({"north": (x, y), "south": (x[:5], y[:5])})
@@ -168,24 +203,31 @@ def from_clients(
     >>> data = from_clients({"north": (x, ["ill"] * 10), "south": (x, ["well", "ill"] * 5)})
     >>> data.labels, data.classes, data.test.of(0)[1].tolist()
     (('ill', 'well'), 2, [0, 0])
+    >>> words = {"tokens": np.array([[5, 1], [2, 0]]), "length": np.array([2, 1])}
+    >>> data = from_clients({"north": (words, np.array([0.5, 1.5]))}, targets="number")
+    >>> data.train.x["tokens"].dtype, data.train.x["tokens"].shape, data.classes
+    (torch.int64, torch.Size([1, 2]), None)
     """
+    if targets not in TARGETS:
+        raise DataError(f"targets: one of {', '.join(TARGETS)}, got {shown(targets)}")
     if not clients:
         raise DataError(f"{name}: no clients; give at least one")
     check_fraction("test_fraction", test_fraction)
     check_fraction("validation_fraction", validation_fraction)
-    parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {split: [] for split in SPLITS}
+    parts: dict[str, list[Pair]] = {split: [] for split in SPLITS}
     names = tuple(str(client) for client in clients)
     if len(set(names)) < len(names):
         raise DataError(f"{name}: two clients have the same name")
-    found = None if regression else _text_labels(clients)
+    found = _text_labels(clients) if targets == "class" else None
     for client, given in zip(names, clients.values(), strict=True):
-        own = _splits_of(client, given, regression, found)
+        own = _splits_of(client, given, targets, found)
         for split, fraction in (("test", test_fraction), ("validation", validation_fraction)):
             if split not in own and (fraction > 0 or split == "test"):
                 x, y = own["train"]
-                strata = np.zeros(len(y), np.int64) if regression else y.numpy()
-                kept, taken = cut(np.arange(len(y)), strata, fraction, stream(seed, "cut", split, client))
-                own["train"], own[split] = (x[kept], y[kept]), (x[taken], y[taken])
+                rows = np.arange(nests.length(y))
+                strata = y.numpy() if is_class(y) else np.zeros(len(rows), np.int64)
+                kept, taken = cut(rows, strata, fraction, stream(seed, "cut", split, client))
+                own["train"], own[split] = nests.rows((x, y), kept), nests.rows((x, y), taken)
         for split, samples in own.items():
             parts[split].append(samples)
     _check_shapes(names, parts)
@@ -194,8 +236,27 @@ def from_clients(
             f"{name}: {len(parts['validation'])} of {len(names)} clients have a validation split; "
             "give one to every client, or set validation_fraction to draw the missing ones"
         )
-    data = gather(names, parts, regression=regression, labels=found, name=name)
+    data = gather(names, parts, targets=targets, labels=found, name=name)
+    _question_labels(data)
     return data if labels is None else relabel(data, labels)
+
+
+def _question_labels(data: ClientData) -> None:
+    """Say so where no two clients have a label in common: then they may not mean the same by them."""
+    if data.clients < 2 or data.classes is None or not is_class(data.train.y):
+        return
+    held = [set(data.train.of(client)[1].tolist()) for client in range(data.clients)]
+    if sum(map(len, held)) > len(set().union(*held)) or max(map(len, held)) < 2:
+        return
+    words = [[data.labels[label] if data.labels else str(label) for label in sorted(own)] for own in held[:2]]
+    log.warning(
+        "%s: no two clients share a label (%s has %s, %s has %s); are labels the same at all of them?",
+        data.name,
+        data.names[0],
+        listed(words[0]),
+        data.names[1],
+        listed(words[1]),
+    )
 
 
 def lazy_clients(
@@ -206,6 +267,7 @@ def lazy_clients(
     n_test: int | Sequence[int] | np.ndarray,
     n_validation: int | Sequence[int] | np.ndarray = 0,
     classes: int | None,
+    targets: str | None = None,
     pooled: Samples | None = None,
     cache_bytes: int = 256 << 20,
     name: str = "lazy",
@@ -214,9 +276,10 @@ def lazy_clients(
 
     ``fetch(i)`` returns ``(x, y)`` of client ``i``, always the same: its ``n_train`` training samples, then
     its ``n_test`` test samples, then its ``n_validation``. The numbers are given beforehand, one for all or
-    one for each. ``classes`` is None for regression. What was fetched is remembered up to ``cache_bytes``,
-    the least recently used clients are forgotten first. ``pooled`` is the pooled test set; left out, it is
-    the test samples of up to 100 clients, evenly spaced.
+    one for each. ``targets`` says what ``y`` is, as in :func:`from_clients`; left out, one class per sample,
+    or numbers where ``classes`` is None. What was fetched is remembered up to ``cache_bytes``, the least
+    recently used clients are forgotten first. ``pooled`` is the pooled test set; left out, it is the test
+    samples of up to 100 clients, evenly spaced.
 
     >>> def fetch(client):
     ...     generator = np.random.default_rng(client)
@@ -239,7 +302,8 @@ def lazy_clients(
     }
     if not counts["train"].any():
         raise DataError(f"{name}: n_train: no client has a training sample")
-    source = _LazySource(name, fetch, total, classes, cache_bytes)
+    targets = targets or ("number" if classes is None else "class")
+    source = _LazySource(name, fetch, total, targets, classes, cache_bytes)
     first = int(np.argmax(counts["train"] > 0))
 
     def split_of(split: str) -> LazySplit:
@@ -251,15 +315,17 @@ def lazy_clients(
     if pooled is None:
         spaced = np.unique(np.linspace(0, count - 1, POOLED_CLIENTS).astype(np.int64))
         parts = [splits["test"].of(int(client)) for client in spaced]
-        pooled_x, pooled_y = (torch.cat(part) for part in zip(*parts, strict=True))
+        pooled_x, pooled_y = nests.joined(parts)
     else:
-        pooled_x = tensor_x(pooled[0], f"{name}: pooled")
-        pooled_y = tensor_y(pooled[1], f"{name}: pooled", classes is None)
-    if not len(pooled_y):
+        pooled_x = inputs_of(pooled[0], f"{name}: pooled")
+        pooled_y = targets_of(pooled[1], f"{name}: pooled", targets)
+    if not nests.length(pooled_y):
         raise DataError(f"{name}: no test samples; raise n_test or give pooled=(x, y)")
     digest = hashlib.sha256(repr((name, count, classes)).encode())
-    for part in (*counts.values(), pooled_y.numpy(), pooled_x.numpy()):
+    for part in counts.values():
         digest.update(np.ascontiguousarray(part).tobytes())
+    for content in (*_leaf_bytes(pooled_y, "y"), *_leaf_bytes(pooled_x, "x")):
+        digest.update(content)
     return ClientData(
         names=_Numbers(count),
         train=splits["train"],
@@ -302,17 +368,19 @@ class _LazySource:
         name: str,
         fetch: Callable[[int], Samples],
         total: np.ndarray,
+        targets: str,
         classes: int | None,
         cache_bytes: int,
     ) -> None:
         self._name, self._fetch, self._total = name, fetch, total
-        self._classes, self._limit = classes, cache_bytes
-        self._shape: torch.Size | None = None
-        self._known: OrderedDict[int, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self._targets, self._classes, self._limit = targets, classes, cache_bytes
+        self._like: Pair | None = None
+        """Samples that were fetched first, whose form all others have."""
+        self._known: OrderedDict[int, Pair] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
 
-    def __call__(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, client: int) -> Pair:
         with self._lock:
             if client in self._known:
                 self._known.move_to_end(client)
@@ -326,30 +394,40 @@ class _LazySource:
                 self._bytes -= _nbytes(self._known.popitem(last=False)[1])
         return samples
 
-    def _checked(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _checked(self, client: int) -> Pair:
         where = f"{self._name}: client {client}"
         given = self._fetch(client)
         if not isinstance(given, (tuple, list)) or len(given) != 2:
             raise DataError(f"{where}: fetch must return (x, y), got {type(given).__name__}")
-        x, y = tensor_x(given[0], where), tensor_y(given[1], where, self._classes is None)
-        total = int(self._total[client])
-        if not len(x) == len(y) == total:
+        x, y = inputs_of(given[0], where), targets_of(given[1], where, self._targets)
+        total, found = int(self._total[client]), (nests.length(x), nests.length(y))
+        if set(found) != {total}:
             raise DataError(
-                f"{where}: fetch returned {len(x)} samples and {len(y)} labels, but "
+                f"{where}: fetch returned {found[0]} samples and {found[1]} labels, but "
                 f"n_train, n_test and n_validation add up to {total}"
             )
-        if self._classes is not None and len(y) and int(y.max()) >= self._classes:
-            raise DataError(f"{where}: label {int(y.max())}, but there are {self._classes} classes")
-        if self._shape is None:
-            self._shape = x.shape[1:]
-        elif x.shape[1:] != self._shape:
-            found, others = tuple(x.shape[1:]), tuple(self._shape)
-            raise DataError(f"{where}: samples of shape {found}, but those of other clients have {others}")
+        classes = number_of_classes(y, self._targets) if total else None
+        if classes is not None and self._classes is not None and classes > self._classes:
+            raise DataError(f"{where}: label {classes - 1}, but there are {self._classes} classes")
+        if self._like is None:
+            self._like = nests.rows((x, y), slice(0, 0))
+        check_alike((x, y), self._like, where, "those of other clients have")
+        try:
+            x, y = nests.mapped(_in_type, (x, y), self._like)
+        except TypeError as error:
+            raise DataError(f"{where}: {error}") from None
         return x, y
 
 
-def _nbytes(samples: tuple[torch.Tensor, torch.Tensor]) -> int:
-    return sum(part.nbytes for part in samples)
+def _in_type(leaf: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A leaf in another's type, if that can hold it."""
+    if torch.promote_types(leaf.dtype, like.dtype) != like.dtype:
+        raise TypeError(f"numbers of {leaf.dtype}, where the clients fetched first have {like.dtype}")
+    return leaf.to(like.dtype)
+
+
+def _nbytes(samples: Pair) -> int:
+    return sum(leaf.nbytes for leaf in nests.leaves(samples))
 
 
 def _counts_of(where: str, given: int | Sequence[int] | np.ndarray, clients: int) -> np.ndarray:
@@ -365,19 +443,21 @@ def _counts_of(where: str, given: int | Sequence[int] | np.ndarray, clients: int
 
 def gather(
     names: Sequence[str],
-    parts: Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]],
+    parts: Mapping[str, Sequence[Pair]],
     *,
-    regression: bool,
+    targets: str,
     labels: tuple[str, ...] | None,
     name: str,
 ) -> ClientData:
     """Client data from checked tensors, a pair per client and split; the pooled test set is theirs."""
-    splits = {split: _concatenate(parts[split]) for split in SPLITS if parts[split]}
-    if not len(splits["test"].y):
+    splits = _one_type({split: _concatenate(parts[split]) for split in SPLITS if parts[split]})
+    if not nests.length(splits["test"].y):
         raise DataError(f"{name}: no client has a test sample; give each client at least two samples")
     classes = None if labels is None else len(labels)
-    if labels is None and not regression:
-        classes = int(max(int(split.y.max()) for split in splits.values() if len(split.y))) + 1
+    if labels is None:
+        found = [number_of_classes(split.y, targets) for split in splits.values() if nests.length(split.y)]
+        known = [number for number in found if number is not None]
+        classes = max(known) if len(known) == len(found) else None
     return ClientData(
         names=tuple(names),
         train=splits["train"],
@@ -437,16 +517,16 @@ def prepare(
     data: ClientData,
     *,
     normalise: bool = False,
-    features: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    like: ClientData | Moments | None = None,
+    features: Change | None = None,
+    like: ClientData | Mapping[str, Moments] | None = None,
 ) -> ClientData:
     """The same clients with features in place of their samples, and with normalised samples.
 
     ``features`` comes first (see :mod:`sartor.data.features`). With ``normalise`` each channel, or each
-    column of flat samples, gets mean 0 and standard deviation 1 over the clients' *training* samples; a
-    constant one is only centred. Nothing is learned from validation or test samples. ``like`` gives the
-    training samples (with features, not normalised), or their moments, that decide in place of the clients'
-    own.
+    column of flat samples, of every leaf of floats gets mean 0 and standard deviation 1 over the clients'
+    *training* samples; a constant one is only centred. Nothing is learned from validation or test samples.
+    ``like`` gives the training samples (with features, not normalised), or their leaves' moments, that decide
+    in place of the clients' own.
 
     >>> data = from_clients({"a": (np.array([[1.0], [3.0], [9.0]]), [0, 0, 1])})
     >>> sorted(prepare(data, normalise=True).train.x.flatten().tolist())
@@ -455,11 +535,19 @@ def prepare(
     if isinstance(data.train, LazySplit) and normalise:
         raise DataError(f"{data.name}: lazy clients cannot be normalised here; do it in their fetch function")
     if features is not None:
-        data = _map_x(data, features)
+        data = data.map(features)
     if not normalise:
         return data
-    moments = like if isinstance(like, Moments) else Moments.of((like or data).train.x)
-    return _map_x(data, moments.normalise)
+    moments = moments_of((like or data).train.x) if like is None or isinstance(like, ClientData) else like
+
+    def scaled(path: str, leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.is_floating_point():
+            return leaf
+        return (
+            moments[path].normalise(leaf[:, None])[:, 0] if leaf.ndim == 1 else moments[path].normalise(leaf)
+        )
+
+    return data.map(lambda x: nests.named(scaled, x, "x"))
 
 
 def check_fraction(name: str, fraction: float) -> None:
@@ -468,56 +556,9 @@ def check_fraction(name: str, fraction: float) -> None:
         raise DataError(f"{name}: must be at least 0 and below 1, got {fraction!r}")
 
 
-def _map_x(data: ClientData, function: Callable[[torch.Tensor], torch.Tensor]) -> ClientData:
-    """The same data with every sample mapped; a pooled test set that is the clients' stays theirs."""
-    splits = {name: getattr(data, name) for name in SPLITS if getattr(data, name) is not None}
-    mapped = {name: split.map(function) for name, split in splits.items()}
-    pooled = mapped["test"].x if data.pooled_x is data.test.x else function(data.pooled_x)
-    return dataclasses.replace(data, pooled_x=pooled, **mapped)
-
-
-@dataclass(frozen=True)
-class Moments:
-    """How samples lie in each channel, or in each column of flat ones: in double precision, one number each.
-
-    Those of parts add up to those of the whole, so nobody needs to see all samples.
-    """
-
-    number: int
-    mean: torch.Tensor
-    squares: torch.Tensor
-    """Squared distances from the mean, added up."""
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> Moments:
-        """The moments of some samples."""
-        flat = x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
-        number = flat.shape[0] * flat.shape[2]
-        chunks = torch.split(flat, 4096)
-        nothing = torch.zeros(flat.shape[1], dtype=torch.float64)
-        mean = sum((chunk.double().sum(dim=(0, 2)) for chunk in chunks), nothing) / max(number, 1)
-        centred = ((chunk.double() - mean[:, None]).square().sum(dim=(0, 2)) for chunk in chunks)
-        return cls(number, mean, sum(centred, nothing))
-
-    def __add__(self, other: Moments) -> Moments:
-        number = self.number + other.number
-        apart = other.mean - self.mean
-        mean = self.mean + apart * (other.number / max(number, 1))
-        between = apart.square() * (self.number * other.number / max(number, 1))
-        return Moments(number, mean, self.squares + other.squares + between)
-
-    def normalise(self, x: torch.Tensor) -> torch.Tensor:
-        """Samples shifted and scaled to mean 0 and deviation 1."""
-        deviation = (self.squares / self.number).sqrt()
-        # A constant channel has a deviation of rounding size at most; dividing by it would blow up noise.
-        deviation = torch.where(deviation > 1e-7 * (1 + self.mean.abs()), deviation, 1.0)
-        shape = (-1, *[1] * (x.ndim - 2))
-        return (x - self.mean.float().view(shape)).div_(deviation.float().view(shape))
-
-
 def _splits_of(
-    client: str, given: Samples | Mapping[str, Samples], regression: bool, labels: tuple[str, ...] | None
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    client: str, given: Samples | Mapping[str, Samples], targets: str, labels: tuple[str, ...] | None
+) -> dict[str, Pair]:
     """The given splits of one client as checked tensors."""
     if not isinstance(given, Mapping):
         given = {"train": given}
@@ -531,10 +572,11 @@ def _splits_of(
         where = f"client {client}, {split}"
         if not isinstance(samples, (tuple, list)) or len(samples) != 2:
             raise DataError(f"{where}: expected (x, y)")
-        x, y = tensor_x(samples[0], where), tensor_y(samples[1], where, regression, labels)
-        if len(x) != len(y):
-            raise DataError(f"{where}: {len(x)} samples in x but {len(y)} labels in y")
-        if len(x) == 0:
+        x, y = inputs_of(samples[0], where), targets_of(samples[1], where, targets, labels)
+        in_x, in_y = nests.length(x), nests.length(y)
+        if in_x != in_y:
+            raise DataError(f"{where}: {in_x} samples in x but {in_y} labels in y")
+        if in_x == 0:
             raise DataError(f"{where}: no samples; leave the client out or give it data")
         own[split] = (x, y)
     return own
@@ -559,95 +601,48 @@ def _text_labels(clients: Mapping[str, Samples | Mapping[str, Samples]]) -> tupl
     return tuple(sorted(found)) or None
 
 
-def tensor_x(values: Any, where: str) -> torch.Tensor:
-    """Features as a finite float32 tensor with samples along the first axis, in memory of its own."""
-    array = _array(values, where, "x")
-    if array.ndim < 2:
-        raise DataError(f"{where}: x must be [samples, features...], got shape {array.shape}")
-    with np.errstate(over="ignore"):  # a number beyond float32 becomes inf and is reported below
-        x = torch.from_numpy(np.array(array, np.float32, order="C"))
-    bad = ~torch.isfinite(x).flatten(1).all(dim=1)
-    if bad.any():
-        raise DataError(
-            f"{where}: x has a value that is not finite in float32, first in sample {int(bad.nonzero()[0])}"
-        )
-    return x
-
-
-def tensor_y(
-    values: Any, where: str, regression: bool, labels: tuple[str, ...] | None = None
-) -> torch.Tensor:
-    """Labels as an int64 tensor of whole numbers from 0, or targets as finite float32.
-
-    ``labels``, in alphabetical order, are all those there are where labels are texts.
-    """
-    texts = None if labels is None else texts_of(values)
-    if labels is not None and texts is None:
-        raise DataError(
-            f"{where}: labels are numbers, those of other clients the texts {listed(labels)}; "
-            "give all clients labels of one kind"
-        )
-    array = _array(values, where, "y") if texts is None else texts
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.ndim != 1:
-        raise DataError(f"{where}: y must have one number per sample, got shape {array.shape}")
-    if regression:
-        with np.errstate(over="ignore"):
-            targets = np.array(array, np.float32)
-        if not np.isfinite(targets).all():
-            row = int(np.argmin(np.isfinite(targets)))
-            raise DataError(f"{where}: y has a value that is not finite, first in sample {row}")
-        return torch.from_numpy(targets)
-    if labels is not None:
-        return torch.from_numpy(np.searchsorted(np.array(labels), array).astype(np.int64))
-    with np.errstate(invalid="ignore"):  # nan is reported as not whole
-        whole = array == np.trunc(array)
-    wrong = ~(whole & (array >= 0) & (array < 2**31))
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        raise DataError(
-            f"{where}: labels are whole numbers from 0, got {array[row]} in sample {row}; "
-            "use regression=True for targets"
-        )
-    return torch.from_numpy(array.astype(np.int64))
-
-
-def _array(values: Any, where: str, what: str) -> np.ndarray:
-    """A numeric array of whatever was given."""
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
-        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-    try:
-        array = np.asarray(values)
-    except ValueError:
-        raise DataError(f"{where}: {what} is ragged; every sample must have the same shape") from None
-    if array.dtype == bool:
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iuf":
-        raise DataError(f"{where}: {what} must hold numbers, got {array.dtype}")
-    return array
-
-
-def _check_shapes(
-    names: Sequence[str], parts: Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]]
-) -> None:
-    """All samples of all clients have one shape."""
-    expected = parts["train"][0][0].shape[1:]
+def _check_shapes(names: Sequence[str], parts: Mapping[str, Sequence[Pair]]) -> None:
+    """All samples of all clients have one form."""
     for split, samples in parts.items():
-        for client, (x, _) in zip(names, samples, strict=False):
-            if x.shape[1:] != expected:
-                raise DataError(
-                    f"client {client}, {split}: samples of shape {tuple(x.shape[1:])}, "
-                    f"but client {names[0]} has {tuple(expected)}"
-                )
+        for client, pair in zip(names, samples, strict=False):
+            check_alike(pair, parts["train"][0], f"client {client}, {split}", f"client {names[0]} has")
 
 
-def _concatenate(samples: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Split:
+def check_alike(pair: Pair, like: Pair, where: str, others: str) -> None:
+    """Inputs and targets have the leaves, shapes and types of others."""
+    for name, nest, known in zip(("x", "y"), pair, like, strict=True):
+        found, wanted = nests.paths(nest, name), nests.paths(known, name)
+        if found.keys() != wanted.keys():
+            raise DataError(f"{where}: {name} holds {', '.join(found)}, but {others} {', '.join(wanted)}")
+        for path, leaf in found.items():
+            if leaf.shape[1:] != wanted[path].shape[1:]:
+                what = "samples" if path == "x" else f"{path} is"
+                shapes = tuple(leaf.shape[1:]), tuple(wanted[path].shape[1:])
+                raise DataError(f"{where}: {what} of shape {shapes[0]}, but {others} {shapes[1]}")
+
+
+def _concatenate(samples: Sequence[Pair]) -> Split:
     """One split from its clients' samples."""
-    count = np.array([len(y) for _, y in samples], np.int64)
-    x, y = torch.cat([x for x, _ in samples]), torch.cat([y for _, y in samples])
+    count = np.array([nests.length(y) for _, y in samples], np.int64)
+    x, y = nests.joined([x for x, _ in samples]), nests.joined([y for _, y in samples])
     return Split(x, y, np.cumsum(count) - count, count)
+
+
+def _one_type(splits: dict[str, Split]) -> dict[str, Split]:
+    """Every leaf in the one type that holds all its numbers, where clients or splits have several."""
+
+    def widest(*leaves: torch.Tensor) -> torch.Tensor:
+        dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves))
+        return leaves[0][:0].to(dtype)
+
+    x = nests.mapped(widest, *(split.x for split in splits.values()))
+    y = nests.mapped(widest, *(split.y for split in splits.values()))
+    return {
+        name: split.map(
+            lambda own: nests.mapped(_in_type, own, x), lambda own: nests.mapped(_in_type, own, y)
+        )
+        for name, split in splits.items()
+    }
 
 
 def _content_hash(names: Sequence[str], splits: Mapping[str, Split], labels: tuple[str, ...] | None) -> str:
@@ -662,8 +657,14 @@ def _content_hash(names: Sequence[str], splits: Mapping[str, Split], labels: tup
 
 
 def _bytes_of(split: Split) -> Iterator[bytes]:
-    """A split as bytes: shape, sizes, labels and samples."""
-    yield repr((tuple(split.x.shape), split.y.dtype)).encode()
+    """A split as bytes: forms, sizes, labels and samples."""
+    yield repr((nests.form(split.x, "x"), nests.form(split.y, "y"))).encode()
     yield split.count.astype("<i8").tobytes()
-    yield split.y.numpy().tobytes()
-    yield split.x.numpy().tobytes()
+    yield from _leaf_bytes(split.y, "y")
+    yield from _leaf_bytes(split.x, "x")
+
+
+def _leaf_bytes(nest: Nest, name: str) -> Iterator[bytes]:
+    """The contents of every leaf, in the order of their paths."""
+    for _, leaf in sorted(nests.paths(nest, name).items()):
+        yield leaf.contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sartor import nests
 from sartor.data.apportion import cut
-from sartor.data.clients import SPLITS, ClientData, Samples, from_clients, relabel, tensor_x, tensor_y
+from sartor.data.clients import SPLITS, ClientData, Pair, Samples, from_clients, relabel
 from sartor.data.partitions import Partition, apply, make_partition
-from sartor.data.readers import read_npz
+from sartor.data.readers import check_file, check_fits, read_npz
+from sartor.data.samples import inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.schemes import Scheme
 from sartor.data.sources import Source
 from sartor.data.streams import stream
@@ -31,14 +33,15 @@ def from_folder(
     test_fraction: float = 0.2,
     validation_fraction: float = 0.0,
     seed: int = 0,
-    regression: bool = False,
+    targets: str = "class",
     labels: Sequence[str] | None = None,
 ) -> ClientData:
     """A folder with one npz file per client, named after it.
 
     A file holds ``x`` and ``y``, or ``train_x, train_y, test_x, test_y`` and perhaps ``validation_x,
-    validation_y``. What is not given is drawn as in :func:`~sartor.data.clients.from_clients`, which has the
-    other settings too.
+    validation_y``. A dict of arrays is written with its names behind a dot: ``x.input_ids``, ``x.length``;
+    a tuple with its places: ``x.0``, ``x.1``. What is not given is drawn as in
+    :func:`~sartor.data.clients.from_clients`, which has the other settings too.
     """
     path = Path(path)
     files = sorted(path.glob("*.npz"))
@@ -50,7 +53,7 @@ def from_folder(
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
         seed=seed,
-        regression=regression,
+        targets=targets,
         name=path.name,
     )
     return data if labels is None else relabel(data, labels, str(path))
@@ -58,22 +61,41 @@ def from_folder(
 
 def read_client(file: Path) -> Samples | Mapping[str, Samples]:
     """What an npz file holds of one client, as :func:`~sartor.data.clients.from_clients` takes it."""
-    arrays = read_npz(file)
-    if set(arrays) == {"x", "y"}:
-        return arrays["x"], arrays["y"]
+    held = _nested(read_npz(file))
+    if set(held) == {"x", "y"}:
+        return held["x"], held["y"]
     known = {f"{split}_{part}" for split in SPLITS for part in "xy"}
     pairs = {split: (f"{split}_x", f"{split}_y") for split in SPLITS}
-    given = {split: pair for split, pair in pairs.items() if set(pair) & set(arrays)}
+    given = {split: pair for split, pair in pairs.items() if set(pair) & set(held)}
     if (
-        set(arrays) - known
+        set(held) - known
         or "train" not in given
-        or any(not set(pair) <= set(arrays) for pair in given.values())
+        or any(not set(pair) <= set(held) for pair in given.values())
     ):
         raise DataError(
             f"{file}: expected the arrays x and y, or train_x, train_y, test_x, test_y and perhaps "
-            f"validation_x, validation_y; it has {', '.join(arrays) or 'nothing'}"
+            f"validation_x, validation_y; it has {', '.join(held) or 'nothing'}"
         )
-    return {split: (arrays[x], arrays[y]) for split, (x, y) in given.items()}
+    return {split: (held[x], held[y]) for split, (x, y) in given.items()}
+
+
+def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays whose names have dots as dicts of arrays, or as tuples where the names are places."""
+    held: dict[str, Any] = {}
+    for name, array in arrays.items():
+        root, dot, rest = name.partition(".")
+        if dot and isinstance(held.setdefault(root, {}), dict):
+            held[root][rest] = array
+        else:
+            held[name] = array
+    return {root: _inner(value) if isinstance(value, dict) else value for root, value in held.items()}
+
+
+def _inner(named: dict[str, Any]) -> Any:
+    inner = _nested(named)
+    if set(inner) == {str(place) for place in range(len(inner))}:
+        return tuple(inner[str(place)] for place in range(len(inner)))
+    return inner
 
 
 def from_table(
@@ -86,7 +108,7 @@ def from_table(
     test_fraction: float = 0.2,
     validation_fraction: float = 0.0,
     seed: int = 0,
-    regression: bool = False,
+    targets: str = "class",
     labels: Sequence[str] | None = None,
 ) -> ClientData:
     """A CSV or Parquet table with a column that names the client of each row.
@@ -134,22 +156,28 @@ def from_table(
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
         seed=seed,
-        regression=regression,
+        targets=targets,
         name=path.stem,
     )
     return data if labels is None else relabel(data, labels, str(path))
 
 
-def source_from_dataset(dataset: Any, test: Any = None, name: str = "dataset") -> Source:
-    """A source from a torch data set that gives ``(x, y)`` pairs, and perhaps another to test on."""
-    x, y = _collect(dataset, name)
-    test_x, test_y = (x[:0], y[:0]) if test is None else _collect(test, f"{name} test")
-    if test_x.shape[1:] != x.shape[1:]:
-        raise DataError(
-            f"{name}: test samples of shape {tuple(test_x.shape[1:])}, training {tuple(x.shape[1:])}"
-        )
-    classes = int(max(int(part.max()) for part in (y, test_y) if len(part))) + 1
-    return Source(name, x, y, test_x, test_y, classes)
+def source_from_dataset(
+    dataset: Any, test: Any = None, name: str = "dataset", targets: str = "class"
+) -> Source:
+    """A source from a torch data set that gives ``(x, y)`` pairs, and perhaps another to test on.
+
+    ``x`` may be a dict or a tuple, and so may ``y`` with ``targets="any"``; see :mod:`sartor.data.samples`.
+    """
+    x, y = _collect(dataset, name, targets)
+    test_x, test_y = nests.rows((x, y), slice(0, 0))
+    if test is not None:
+        test_x, test_y = _collect(test, f"{name} test", targets)
+        if nests.form(test_x) != nests.form(x):
+            raise DataError(f"{name}: test samples of {nests.words(test_x)}, training {nests.words(x)}")
+    found = [number_of_classes(part, targets) for part in (y, test_y) if nests.length(part)]
+    known = [number for number in found if number is not None]
+    return Source(name, x, y, test_x, test_y, max(known) if len(known) == len(found) else None)
 
 
 def from_dataset(
@@ -162,6 +190,8 @@ def from_dataset(
     test_fraction: float = 0.2,
     validation_fraction: float = 0.0,
     normalise: bool = False,
+    targets: str = "class",
+    leaf: str | None = None,
     name: str = "dataset",
 ) -> ClientData:
     """A torch data set of ``(x, y)`` pairs, divided among clients.
@@ -169,13 +199,13 @@ def from_dataset(
     ``partition`` is a partition, a scheme to draw one with as in :func:`make_partition` (give ``clients``
     too), or the sample numbers of each client: ``{"a": [0, 1, 2], "b": {"train": [3, 4], "test": [5]}}``.
     In such a mapping samples are numbered through ``dataset`` and then ``test``; no sample may be in two
-    splits.
+    splits. ``targets`` says what ``y`` is, ``leaf`` names the leaf to divide by: :func:`make_partition`.
     """
-    source = source_from_dataset(dataset, test, name)
+    source = source_from_dataset(dataset, test, name, targets)
     if isinstance(partition, Mapping) and not isinstance(partition.get("name"), str):
         partition = _partition_by_index(source, partition, test_fraction, validation_fraction, seed)
     elif not isinstance(partition, Partition):
-        partition = make_partition(source, partition, clients, seed, validation_fraction, test_fraction)
+        partition = make_partition(source, partition, clients, seed, validation_fraction, test_fraction, leaf)
     return apply(source, partition, normalise=normalise)
 
 
@@ -187,6 +217,7 @@ def from_flower_partitioner(
     test_fraction: float = 0.2,
     validation_fraction: float = 0.0,
     seed: int = 0,
+    targets: str = "class",
 ) -> ClientData:
     """The partitions of a Flower Datasets partitioner with its ``dataset`` set; ``x``, ``y`` name columns.
 
@@ -211,6 +242,7 @@ def from_flower_partitioner(
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
         seed=seed,
+        targets=targets,
         name="flower",
     )
 
@@ -220,8 +252,12 @@ def _read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
     import pyarrow
     from pyarrow import csv, parquet
 
+    check_file(path)
+    check_fits(path, path.stat().st_size)
     try:
         if path.suffix.lower() in (".parquet", ".pq"):
+            groups = parquet.read_metadata(path)
+            check_fits(path, sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)))
             table = parquet.read_table(path)
         elif path.suffix.lower() == ".csv":
             types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
@@ -229,8 +265,6 @@ def _read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
         else:
             raise DataError(f"{path}: expected a name that ends in .csv or .parquet")
         names = list(table.column_names)
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a table ({' '.join(str(error).split())[:200]})") from None
     twice = {name for name in names if names.count(name) > 1}
@@ -249,11 +283,11 @@ def _numbers(path: Path, column: str, values: Any) -> npt.NDArray[Any]:
         raise DataError(
             f"{path}: column {column} does not hold numbers ({values.type}); leave it out of the features"
         )
-    return array.astype(np.float64)
+    return array.astype(np.float32)
 
 
-def _collect(dataset: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """All samples of a data set in two tensors."""
+def _collect(dataset: Any, name: str, targets: str) -> Pair:
+    """All samples of a data set, inputs and targets."""
     try:
         pairs = [dataset[i] for i in range(len(dataset))]
         xs, ys = zip(*((pair[0], pair[1]) for pair in pairs), strict=True)
@@ -261,17 +295,21 @@ def _collect(dataset: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         raise DataError(
             f"{name}: expected a data set with a length that gives (x, y) pairs ({error})"
         ) from None
-    x = tensor_x(_stacked(xs), name)
-    return x, tensor_y(_stacked(ys), name, regression=False)
+    return inputs_of(_stacked(xs), name), targets_of(_stacked(ys), name, targets)
 
 
 def _stacked(values: Any) -> Any:
-    """Samples, given one by one or together, as one array."""
+    """Samples, given one by one or together, as one array, or as arrays in dicts and tuples like theirs."""
     if isinstance(values, (np.ndarray, torch.Tensor)) and values.dtype != object:
         return values
+    first = values[0]
     try:
+        if isinstance(first, Mapping):
+            return {key: _stacked([value[key] for value in values]) for key in first}
+        if isinstance(first, tuple) and any(isinstance(part, (np.ndarray, torch.Tensor)) for part in first):
+            return tuple(_stacked(part) for part in zip(*values, strict=True))
         return np.stack([np.asarray(value) for value in values])
-    except ValueError:
+    except (ValueError, KeyError):
         raise DataError("the samples have different shapes; bring them to one shape first") from None
 
 
@@ -287,7 +325,9 @@ def _partition_by_index(
     source: Source, given: Mapping[str, Any], test_fraction: float, validation_fraction: float, seed: int
 ) -> Partition:
     """A partition from sample numbers; missing splits are drawn from each client's training samples."""
-    labels = np.concatenate([source.train_y.numpy(), source.test_y.numpy()])
+    labels = np.zeros(sum(source.sizes), np.int64)
+    if is_class(source.train_y):
+        labels = np.concatenate(source.labels())
     parts: dict[str, list[npt.NDArray[np.int64]]] = {split: [] for split in SPLITS}
     for client, value in given.items():
         own = _index_of(client, value, len(labels))
@@ -306,7 +346,7 @@ def _partition_by_index(
         test=tuple(parts["test"]),
         validation=tuple(parts["validation"]) or None,
         labels=labels,
-        train_total=len(source.train_y),
+        train_total=source.sizes[0],
     )
 
 

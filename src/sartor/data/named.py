@@ -42,22 +42,28 @@ def register_data(name: str) -> Callable[[Function], Function]:
     return added
 
 
-def read_data(settings: Data, seed: int) -> Source | ClientData:
-    """The samples that an experiment names, not yet divided among clients, or divided already."""
+def read_data(settings: Data, seed: int, targets: str = "class") -> Source | ClientData:
+    """The samples that an experiment names, not yet divided among clients, or divided already.
+
+    ``targets`` says what a target is (:mod:`sartor.data.samples`).
+    """
     if settings.path is None:
         loader = SOURCES.get(settings.name)
         if not isinstance(loader, Loader):
             return load_source(settings.name, settings.folder)
-        return _called(loader.function, f"data.name = {settings.name!r}", settings, seed, settings.name)
+        return _called(
+            loader.function, f"data.name = {settings.name!r}", settings, seed, settings.name, targets
+        )
     if function_file(settings.path) is not None:
         _refuse_columns(settings)
         what = f"data.path = {settings.path!r}"
         name = Path(settings.path).name.partition(".py:")[0]
-        return _called(find_function(settings.path, "data.path"), what, settings, seed, name)
+        return _called(find_function(settings.path, "data.path"), what, settings, seed, name, targets)
     path = Path(settings.path)
     options: dict[str, Any] = {
         "validation_fraction": settings.validation,
         "seed": seed,
+        "targets": targets,
         "labels": settings.labels,
     }
     if path.is_dir():
@@ -77,7 +83,7 @@ def _refuse_columns(settings: Data) -> None:
 
 
 def _called(
-    function: Callable[..., Any], what: str, settings: Data, seed: int, name: str
+    function: Callable[..., Any], what: str, settings: Data, seed: int, name: str, targets: str
 ) -> Source | ClientData:
     """What a user's function gives."""
     given = call(function, what, seed=seed, clients=settings.clients, folder=data_folder(settings.folder))
@@ -94,7 +100,7 @@ def _called(
         raise DataError(
             f"{what}: expected {{client: (x, y)}}, ClientData or a Source, it gives a {type(given).__name__}"
         )
-    made = from_clients(given, validation_fraction=settings.validation, seed=seed, name=name)
+    made = from_clients(given, validation_fraction=settings.validation, seed=seed, targets=targets, name=name)
     return _numbered(made, settings, what)
 
 

@@ -24,9 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sartor import nests
 from sartor.data.apportion import Counts, cut
 from sartor.data.clients import SPLITS, ClientData, Split, check_fraction, prepare
 from sartor.data.readers import read_npz
+from sartor.data.samples import is_class
 from sartor.data.schemes import (
     PARTITIONS,
     Labels,
@@ -40,6 +42,7 @@ from sartor.data.sources import Source
 from sartor.data.streams import stream
 from sartor.errors import DataError, SettingError
 from sartor.files import replacing
+from sartor.nests import Nest
 
 __all__ = [
     "PARTITIONS",
@@ -52,6 +55,8 @@ __all__ = [
 ]
 
 FORMAT = "sartor partition 1"
+LEAF = "leaf"
+"""The parameter that names the leaf by which a source was divided."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,18 +183,20 @@ def make_partition(
     seed: int = 0,
     validation: float = 0.0,
     test_fraction: float = 0.2,
+    leaf: str | None = None,
 ) -> Partition:
     """Divide the samples of a source, or labels alone, among clients.
 
     ``data`` is a source, an array of labels, or the labels of a training and a test set. Each client's test
     samples follow its own training labels; they come from the test set, or, where there is none, are cut
     from the client's samples by ``test_fraction``. ``validation`` is the share of each client's training
-    samples set aside, class by class. ``clients`` may be left out for a column only.
+    samples set aside, class by class. ``clients`` may be left out for a column only. ``leaf`` names the leaf
+    of a source whose numbers stand for labels here, as in ``x.site``; left out, the target does.
     """
     check_fraction("validation", validation)
     check_fraction("test_fraction", test_fraction)
     scheme = find_scheme(spec)
-    labels = _labels(data)
+    labels = _labels(data, leaf, scheme)
     if clients is None and scheme.name != "column":
         raise SettingError("clients: how many clients is needed for every partition but column")
     if clients is not None and clients < 1:
@@ -214,7 +221,7 @@ def make_partition(
         train, held = _cut_all(train, labels.train, validation, seed, "validation")
     return Partition(
         name=scheme.name,
-        parameters=parameters_of(scheme),
+        parameters=parameters_of(scheme) if leaf is None else {**parameters_of(scheme), LEAF: leaf},
         seed=int(seed),
         names=draw.names or tuple(str(client) for client in range(len(train))),
         train=_ascending(train),
@@ -231,19 +238,23 @@ def apply(
     partition: Partition,
     *,
     normalise: bool = False,
-    features: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    features: Callable[[Nest], Nest] | None = None,
 ) -> ClientData:
     """The clients' data: a source divided by a partition.
 
     ``features`` and ``normalise`` are as in :func:`~sartor.data.clients.prepare`. The pooled test set is the
     source's, or the clients' together where it has none.
     """
-    own = np.concatenate([source.train_y.numpy(), source.test_y.numpy()])
-    if partition.train_total != len(source.train_y) or not np.array_equal(partition.labels, own):
+    leaf = partition.parameters.get(LEAF)
+    train, test = source.sizes
+    known = (partition.train_total, len(partition.labels) - partition.train_total)
+    fits = known == (train, test)
+    if fits and (leaf is not None or is_class(source.train_y)):
+        fits = np.array_equal(partition.labels, np.concatenate(source.labels(leaf)))
+    if not fits:
         raise DataError(
-            f"the partition was not made for {source.name}: it knows {partition.train_total} training and "
-            f"{len(partition.labels) - partition.train_total} test samples, the source has "
-            f"{len(source.train_y)} and {len(source.test_y)}, and all labels must be the same; "
+            f"the partition was not made for {source.name}: it knows {known[0]} training and "
+            f"{known[1]} test samples, the source has {train} and {test}, and all labels must be the same; "
             "make it again from this source"
         )
     splits: dict[str, Split] = {}
@@ -251,7 +262,7 @@ def apply(
         x, y = _take(source, np.concatenate(parts))
         count = np.array([len(part) for part in parts], np.int64)
         splits[name] = Split(x, y, np.cumsum(count) - count, count)
-    official = len(source.test_y) > 0
+    official = test > 0
     data = ClientData(
         names=partition.names,
         train=splits["train"],
@@ -296,7 +307,7 @@ def plot_partition(data: Partition | ClientData, path: str | Path) -> None:
     """Draw which client trains on how many samples of which class: dots with the number as area."""
     counts = _train_counts(data)
     if counts is None:
-        raise DataError(f"{data.name}: a partition is drawn by class, and regression targets have none")
+        raise DataError(f"{data.name}: a partition is drawn by class, and its targets have none")
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -361,10 +372,14 @@ def _check(partition: Partition) -> None:
             )
 
 
-def _labels(data: Source | npt.ArrayLike | tuple[npt.ArrayLike, npt.ArrayLike]) -> Labels:
+def _labels(
+    data: Source | npt.ArrayLike | tuple[npt.ArrayLike, npt.ArrayLike], leaf: str | None, scheme: Scheme
+) -> Labels:
     """Training and test labels, checked."""
     if isinstance(data, Source):
-        return Labels(data.train_y.numpy(), data.test_y.numpy())
+        if leaf is None and not is_class(data.train_y) and scheme.name in ("iid", "column"):
+            return Labels(*(np.zeros(size, np.int64) for size in data.sizes))  # which nobody looks at
+        return Labels(*data.labels(leaf))
     given: Sequence[Any] = (
         data if isinstance(data, tuple) and len(data) == 2 and np.ndim(data[0]) == 1 else (data, [])
     )
@@ -391,27 +406,30 @@ def _ascending(parts: Sequence[Counts]) -> tuple[Counts, ...]:
     return tuple(np.sort(part) for part in parts)
 
 
-def _take(source: Source, index: Counts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples by their number in the training and test set one after the other."""
+def _take(source: Source, index: Counts) -> Nest:
+    """Samples by their number in the training and test set one after the other: inputs and targets."""
     rows = torch.from_numpy(index)
-    first = len(source.train_y)
+    first = source.sizes[0]
+    train, test = (source.train_x, source.train_y), (source.test_x, source.test_y)
     if not len(index) or int(index.max()) < first:
-        return source.train_x[rows], source.train_y[rows]
+        return nests.rows(train, rows)
     if int(index.min()) >= first:
-        return source.test_x[rows - first], source.test_y[rows - first]
-    x = torch.empty((len(rows), *source.train_x.shape[1:]), dtype=source.train_x.dtype)
-    y = torch.empty(len(rows), dtype=source.train_y.dtype)
+        return nests.rows(test, rows - first)
     early = rows < first
-    x[early], y[early] = source.train_x[rows[early]], source.train_y[rows[early]]
-    x[~early], y[~early] = source.test_x[rows[~early] - first], source.test_y[rows[~early] - first]
-    return x, y
+
+    def both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        taken = torch.empty((len(rows), *one.shape[1:]), dtype=one.dtype)
+        taken[early], taken[~early] = one[rows[early]], other[rows[~early] - first]
+        return taken
+
+    return nests.mapped(both, train, test)
 
 
 def _train_counts(data: Partition | ClientData) -> Counts | None:
-    """Training samples per client and class; None for regression."""
+    """Training samples per client and class; None where targets are not one class per sample."""
     if isinstance(data, Partition):
         return data.counts("train")
-    if data.classes is None:
+    if data.classes is None or not is_class(data.train.y):
         return None
     parts = np.split(np.arange(len(data.train.y)), np.cumsum(data.train.count)[:-1])
     return class_counts(data.train.y.cpu().numpy(), parts, data.classes)

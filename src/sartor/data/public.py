@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from sartor.data.clients import Moments
+from sartor import nests
+from sartor.data.moments import Moments
 from sartor.data.named import read_data
 from sartor.data.settings import Data, Public
 from sartor.data.sources import SOURCES, Source
@@ -35,6 +36,8 @@ def read_public(
     if not isinstance(source, Source):
         raise DataError("public: expected samples that are not divided among clients (a Source)")
     x = source.train_x
+    if not isinstance(x, torch.Tensor):
+        raise DataError(f"public: its samples are {nests.words(x)}; public samples are one array each")
     if settings.count > len(x):
         raise DataError(f"public.count: {settings.count}, but {source.name} has {len(x)} samples")
     if settings.count:

@@ -1,7 +1,8 @@
 """Readers of data files: IDX, CIFAR's binary records and npz.
 
 A file is read whole and checked, or not at all; what is wrong with it becomes a
-:class:`~sartor.errors.DataError` that names the file. Nothing is unpickled.
+:class:`~sartor.errors.DataError` that names the file. Nothing is unpickled, and nothing is unpacked that
+would not fit into memory.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gzip
 import math
 import struct
+import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +18,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from sartor.errors import DataError
+from sartor.kernels.device import free_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -77,17 +81,43 @@ def read_cifar(path: str | Path, label_bytes: int, classes: int, records: int | 
     return rows[:, label_bytes:].reshape(-1, 3, 32, 32), labels
 
 
+def check_file(path: Path) -> None:
+    """Refuse what is no file, such as a pipe, whose end might never come."""
+    try:
+        regular = path.is_file()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({_reason(error)})") from None
+    if not regular:
+        raise DataError(
+            f"{path}: {'cannot be read, it is not a regular file' if path.exists() else 'no such file'}"
+        )
+
+
+def check_fits(path: Path, needed: int) -> None:
+    """Refuse data whose bytes, once unpacked, are more than the memory that is free."""
+    free = free_bytes(torch.device("cpu"))
+    if needed > free:
+        raise DataError(
+            f"{path}: holds {needed / 1e9:.1f} GB once it is unpacked, and {free / 1e9:.1f} GB of memory are "
+            "free; give less"
+        )
+
+
 def read_npz(path: str | Path, required: Sequence[str] = ()) -> dict[str, npt.NDArray[Any]]:
     """All arrays of an npz file; objects, which would need pickle, are refused."""
     path = Path(path)
+    check_file(path)
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as packed:
+                check_fits(path, sum(member.file_size for member in packed.infolist()))
         file = np.load(path, allow_pickle=False)
         if isinstance(file, np.ndarray):
             raise ValueError("it is a single array")
         with file:
             arrays = {name: file[name] for name in file.files}
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
+    except DataError:
+        raise
     except (
         Exception
     ) as error:  # damaged bytes surface as almost anything from zip, zlib, the header parser or memory
@@ -99,17 +129,17 @@ def read_npz(path: str | Path, required: Sequence[str] = ()) -> dict[str, npt.ND
 
 
 def _content(path: Path, most: int | None) -> bytes:
-    """The bytes of a file, unzipped if gzipped; with ``most``, not much more than that many are read."""
-    limit = -1 if most is None else most + 1
+    """The bytes of a file, unzipped if gzipped; not much more than ``most``, or than fit into memory."""
+    check_file(path)
+    check_fits(path, path.stat().st_size)
+    most = free_bytes(torch.device("cpu")) // 4 if most is None else most
     try:
         with open(path, "rb") as file:
             if file.read(2) != b"\x1f\x8b":
                 file.seek(0)
                 return file.read()
         with gzip.open(path) as unzipped:
-            return unzipped.read(limit)
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
+            return unzipped.read(most + 1)
     except EOFError:
         raise DataError(f"{path}: truncated; the gzip stream ends early") from None
     except (OSError, zlib.error) as error:

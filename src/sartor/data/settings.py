@@ -75,6 +75,28 @@ class Public:
             raise SettingError("public.count: of no samples; give public.name or public.path too")
 
 
+@dataclass(frozen=True)
+class Expect:
+    """What the data must be, so that no client or node that has others can take part; by default anything."""
+
+    shape: tuple[int, ...] | None = setting(None, "sizes of a sample, as in [1, 28, 28]", low=1)
+    classes: int | None = setting(None, "number of classes", low=1)
+    names: tuple[str, ...] | None = setting(None, "the names of all clients")
+    samples: int | None = setting(None, "most training samples of a client", low=1)
+    low: float | None = setting(None, "smallest value in a sample, before it is normalised")
+    high: float | None = setting(None, "largest value in a sample, before it is normalised")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it is said between which values samples lie."""
+        return self.low is not None and self.high is not None
+
+    def __post_init__(self) -> None:
+        """Values between which there are some."""
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise SettingError(f"expect.low = {self.low:g}: above expect.high = {self.high:g}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartitionChoice:
     """How the samples are dealt to the clients: a scheme by name with its settings, or a stored partition."""
@@ -82,6 +104,9 @@ class PartitionChoice:
     name: str = setting("dirichlet", "the partition scheme")
     settings: Any
     file: str | None = setting(None, "a stored partition (npz) to reuse; the scheme is then not used")
+    leaf: str | None = setting(
+        None, "the leaf whose numbers stand for labels, as in x.site or y.kind; left out: the target"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ too. A download has a temporary name until it is checked, so a file with its pro
 from __future__ import annotations
 
 import gzip
+import http.client
 import importlib.util
 import os
 import shutil
@@ -24,12 +25,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sartor import nests
 from sartor.data.apportion import apportion
+from sartor.data.download import fetch, user_cache
 from sartor.data.readers import Bytes, read_cifar, read_idx, read_npz
+from sartor.data.samples import is_class
 from sartor.data.streams import stream
 from sartor.errors import DataError
 from sartor.extensions import Registry
 from sartor.files import replacing
+from sartor.nests import Nest
 from sartor.settings import unknown
 
 if TYPE_CHECKING:
@@ -38,18 +43,53 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Labelled samples that are not divided among clients yet; the test set may be empty.
+    """Samples with their targets that are not divided among clients yet; the test set may be empty.
 
-    ``train_x`` is ``[n, channels, height, width]`` or ``[n, features]`` float32, for the named sources in
-    0..1.
+    Inputs and targets are nests of tensors. ``train_x`` of the named sources is
+    ``[n, channels, height, width]`` float32 in 0..1. ``classes`` is None where targets are no classes.
     """
 
     name: str
-    train_x: torch.Tensor
-    train_y: torch.Tensor
-    test_x: torch.Tensor
-    test_y: torch.Tensor
-    classes: int
+    train_x: Nest
+    train_y: Nest
+    test_x: Nest
+    test_y: Nest
+    classes: int | None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many training and how many test samples there are."""
+        return nests.length(self.train_y), nests.length(self.test_y)
+
+    def labels(self, leaf: str | None = None) -> tuple[Labelled, Labelled]:
+        """The whole numbers from 0 by which samples are divided, of training and of test samples.
+
+        ``leaf`` names one that has one number per sample, as in ``x.site``; left out, it is the target.
+        """
+        held = {
+            path: (own, test)
+            for name, nest, other in (("x", self.train_x, self.test_x), ("y", self.train_y, self.test_y))
+            for (path, own), test in zip(nests.paths(nest, name).items(), nests.leaves(other), strict=True)
+        }
+        if leaf is not None and leaf not in held:
+            raise unknown("partition.leaf", leaf, held, "leaf")
+        if leaf is None and not is_class(self.train_y):
+            raise DataError(
+                f"{self.name}: targets are not one class per sample, by which samples could be divided; name "
+                f"a leaf that has one number per sample (partition.leaf: {', '.join(held)}), or take "
+                "partition.name = 'iid'"
+            )
+        train, test = held["y" if leaf is None else leaf]
+        if train.ndim != 1:
+            shape = list(train.shape[1:])
+            raise DataError(f"partition.leaf = {leaf!r}: has {shape} numbers per sample, one is needed")
+        if is_class(train) and (not len(train) or int(train.min()) >= 0):
+            return train.numpy().astype(np.int64), test.numpy().astype(np.int64)
+        _, places = np.unique(torch.cat([train, test]).numpy(), return_inverse=True)
+        return places[: len(train)].astype(np.int64), places[len(train) :].astype(np.int64)
+
+
+Labelled: TypeAlias = "npt.NDArray[np.int64]"
 
 
 @dataclass(frozen=True)
@@ -128,9 +168,7 @@ def data_folder(folder: str | Path | None = None) -> Path:
     """The folder for data files: the given one, else ``SARTOR_DATA``, else the user's cache."""
     if folder or os.environ.get("SARTOR_DATA"):
         return Path(folder or os.environ["SARTOR_DATA"]).expanduser()
-    import pooch
-
-    return Path(pooch.os_cache("sartor"))
+    return user_cache()
 
 
 def load_source(name: str, folder: str | Path | None = None) -> Source:
@@ -355,6 +393,17 @@ SOURCES: Registry[Origin | Loader] = Registry("sartor.data", "data set", _PUBLIC
 """The data sets by name, those of users and of installed packages included."""
 
 
+_FAILURES = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    http.client.HTTPException,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+)
+
+
 def _download(name: str, origin: Origin, folder: Path) -> None:
     """Fetch the missing files into the data folder, or say which files are wanted and where to put them."""
     missing = [file for file in origin.files if origin.find(folder, file) is None]
@@ -364,7 +413,7 @@ def _download(name: str, origin: Origin, folder: Path) -> None:
             continue
         try:
             _retrieve(name, download, folder)
-        except (OSError, ValueError, tarfile.TarError, zipfile.BadZipFile, KeyError, EOFError) as error:
+        except _FAILURES as error:
             reason = " ".join(str(error).split())[:300]
             still = [file for file in origin.files if origin.find(folder, file) is None]
             raise DataError(
@@ -376,25 +425,18 @@ def _download(name: str, origin: Origin, folder: Path) -> None:
 
 def _retrieve(name: str, download: Download, folder: Path) -> None:
     """Download one file, check it, and unpack the members if it is an archive."""
-    import pooch
-
     place = folder / download.file
-    pooch.get_logger().setLevel("WARNING")
-    downloader = pooch.HTTPDownloader(progressbar=_Bar(name), chunk_size=1 << 16, timeout=30)
     if not download.members:
         with _made(place.parent):
-            pooch.retrieve(
-                download.url, f"md5:{download.md5}", place.name, place.parent, downloader=downloader
-            )
+            fetch(download.url, download.md5, place, f"downloading {name}")
         return
     with (
         _made(place.parent),
         tempfile.TemporaryDirectory(dir=place.parent, prefix=".download-") as temporary,
     ):
-        path = pooch.retrieve(
-            download.url, f"md5:{download.md5}", place.name, temporary, downloader=downloader
-        )
-        with _Archive(Path(path)) as archive:
+        path = Path(temporary) / place.name
+        fetch(download.url, download.md5, path, f"downloading {name}")
+        with _Archive(path) as archive:
             for file, member in download.members:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 with (
@@ -440,34 +482,3 @@ class _Archive:
         if content is None:
             raise KeyError(f"{member} is not a file in the archive")
         return content
-
-
-class _Bar:
-    """A progress bar in the shape pooch asks for; silent where the output is no terminal."""
-
-    def __init__(self, name: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self.task = self.progress.add_task(f"downloading {name}", total=None)
-        self.total = 0
-        self.done = 0
-
-    def update(self, number: int) -> None:
-        """Some bytes more."""
-        if self.done == 0:
-            self.progress.start()
-        self.done += number
-        self.progress.update(self.task, completed=min(self.done, self.total), total=self.total or None)
-
-    def reset(self) -> None:
-        """Begin to count again."""
-        self.done = 0
-
-    def close(self) -> None:
-        """The download is over."""
-        with suppress(RuntimeError):
-            self.progress.stop()

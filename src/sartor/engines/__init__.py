@@ -9,8 +9,6 @@ import logging
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.grouped import GroupedEngine
@@ -22,6 +20,7 @@ from sartor.federation.federation import Answers, Federation
 from sartor.federation.grouped import GroupedFederation
 from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
+from sartor.nests import Nest
 
 __all__ = ["choose_engine", "federation_of", "make_engine", "make_federation"]
 
@@ -31,7 +30,7 @@ ENGINES: dict[str, type[LocalEngine]] = {"loop": LoopEngine, "stacked": StackedE
 log = logging.getLogger(__name__)
 
 
-def choose_engine(name: str, task: Task, device: str, x: Tensor, y: Tensor) -> str:
+def choose_engine(name: str, task: Task, device: str, x: Nest, y: Nest) -> str:
     """The engine that ``auto`` means for a model, before anything runs.
 
     On CUDA: stacked. On a CPU: stacked for models without convolutions, whose steps are too small to keep a

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sartor.data.clients import ClientData, Split
+from sartor import nests
+from sartor.data.clients import ClientData, LazySplit, Split
 from sartor.engines.samples import Samples, samples_of
 from sartor.federation.engine import Engine
 from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
+from sartor.nests import Nest
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,13 @@ class Origins:
     """Each client's number in its run: what keys its randomness."""
     seeds: np.ndarray
     """The seed of its run."""
+
+
+def union_size(data: ClientData) -> int:
+    """How many training samples all clients have together, which lie in one piece; 0 where they do not."""
+    train = data.train
+    here = not isinstance(train, LazySplit) and int(train.count.sum()) == nests.length(train.y)
+    return nests.length(train.y) if here else 0
 
 
 class LocalEngine(Engine):
@@ -42,8 +51,14 @@ class LocalEngine(Engine):
             name: samples_of(split, self.device) for name, split in splits.items() if split is not None
         }
         everyone = np.zeros(data.clients, dtype=np.int64)
-        pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + len(data.pooled_y))
+        pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + nests.length(data.pooled_y))
         self.samples["pooled"] = samples_of(pooled, self.device)
+        train = self.samples["train"]
+        if origins is None and union_size(
+            data
+        ):  # clients of several runs, or at a node, are not to be joined
+            whole = Split(train.x, train.y, everyone, everyone + union_size(data))
+            self.samples["union"] = samples_of(whole, self.device)
         if data.public_x is not None:
             # In place of labels the places of samples: what is known of each is found by them.
             places = torch.arange(len(data.public_x))
@@ -51,4 +66,41 @@ class LocalEngine(Engine):
             self.samples["public"] = samples_of(public, self.device)
             self.public = self.samples["public"].x
         self.counts = {name: samples.counts for name, samples in self.samples.items()}
-        self.blank = torch.zeros_like(self.samples["train"].x[:1])
+        train = self.samples["train"]
+        self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1]), train.x)
+        task.check_loss(train.x, train.y)
+
+    def refused(self, numbers: np.ndarray) -> str | None:
+        """Which sample of these clients the model cannot take, and why; None where it takes all of them."""
+        for number in numbers.tolist():
+            for split, samples in self.samples.items():
+                if split == "union":
+                    continue  # these are the clients' training samples
+                x, _, start = samples.of(number)
+                first = int(start[number])
+                found = self._first_refused(x, first, first + int(samples.counts[number]))
+                if found is None:
+                    continue
+                place, reason = found
+                leaves = nests.paths(nests.rows(x, slice(place, place + 1)), "x").items()
+                ranges = [
+                    f"{path} from {leaf.min()} to {leaf.max()}" for path, leaf in leaves if leaf.numel()
+                ]
+                common = {"pooled": "the pooled test data", "public": "the public samples"}
+                who = common.get(split, f"client {self.names[number]!r}, {split}")
+                return f"{who}: the model refuses sample {place - first} ({', '.join(ranges)}): {reason}"
+        return None
+
+    def _first_refused(self, x: Nest, first: int, end: int) -> tuple[int, str] | None:
+        """The first of some samples that the model cannot take, found by halves."""
+        try:
+            w = self.task.initial().to(self.device)
+            with torch.no_grad():
+                if end > first:
+                    self.task.outputs(w, nests.rows(x, slice(first, end)))
+            return None
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if end - first == 1:
+                return first, next(iter(str(error).strip().splitlines()), type(error).__name__)
+        middle = (first + end) // 2
+        return self._first_refused(x, first, middle) or self._first_refused(x, middle, end)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from sartor import nests
 from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
 from sartor.federation.engine import Engine
@@ -35,8 +36,8 @@ class GroupedEngine(Engine):
         self.names = tuple(data.names)
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         self.counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
-        self.counts["pooled"] = np.full(data.clients, len(data.pooled_y), dtype=np.int64)
-        self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
+        self.counts["pooled"] = np.full(data.clients, nests.length(data.pooled_y), dtype=np.int64)
+        self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1], device=self.device), data.train.x)
         self._place = np.zeros(data.clients, dtype=np.int64)
         self._engines: dict[int, LocalEngine] = {}
         for group, members in self.groups.divided(np.arange(data.clients)):

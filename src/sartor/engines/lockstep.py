@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sartor import nests
 from sartor.data.clients import ClientData, Split
-from sartor.engines.base import Origins
+from sartor.engines.base import Origins, union_size
 from sartor.engines.samples import Samples
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.federation.engine import Engine
@@ -46,8 +47,10 @@ class SeedEngine(Engine):
         self.names = tuple(data.names)
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
-        self.counts = {**counts, "pooled": np.full(data.clients, len(data.pooled_y), dtype=np.int64)}
-        self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
+        self.counts = {**counts, "pooled": np.full(data.clients, nests.length(data.pooled_y), dtype=np.int64)}
+        if union_size(data):
+            self.counts["union"] = np.full(data.clients, union_size(data), dtype=np.int64)
+        self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1], device=self.device), data.train.x)
         self.first = 0
         """The number of its first client in the shared engine."""
         self._seat = seat
@@ -195,6 +198,8 @@ class _Shared:
         origins = Origins(numbers, np.repeat(seeds, counts))
         self._engine = StackedEngine(first.task, _one_after_the_other(data), first.settings, origins)
         self._engine.samples["pooled"] = _pooled(data, first.device)
+        if all(map(union_size, data)):
+            self._engine.samples["union"] = _unions(data, self._engine.samples["train"], first.device)
 
     def answers(self, asked: Sequence[tuple[SeedEngine, Work]]) -> list[Outcome]:
         """Do what several runs ask for in one call."""
@@ -231,10 +236,10 @@ def _one_after_the_other(every: Sequence[ClientData]) -> ClientData:
     """The clients of several federations as those of one; the pooled test data are the first one's."""
 
     def joined(splits: Sequence[Split]) -> Split:
-        begin = np.cumsum([0, *(len(split.y) for split in splits)])
+        begin = np.cumsum([0, *(nests.length(split.y) for split in splits)])
         return Split(
-            torch.cat([split.x for split in splits]),
-            torch.cat([split.y for split in splits]),
+            nests.joined([split.x for split in splits]),
+            nests.joined([split.y for split in splits]),
             np.concatenate([split.start + first for split, first in zip(splits, begin, strict=False)]),
             np.concatenate([split.count for split in splits]),
         )
@@ -255,32 +260,38 @@ def _pooled(every: Sequence[ClientData], device: torch.device) -> Samples:
     starts = []
     for data in every:
         place = next((at for at, other in enumerate(kept) if _same_pool(data, other)), len(kept))
-        starts.append(sum(len(other.pooled_y) for other in kept[:place]))
+        starts.append(sum(nests.length(other.pooled_y) for other in kept[:place]))
         if place == len(kept):
             kept.append(data)
     clients = [data.clients for data in every]
     pooled = Split(
-        torch.cat([data.pooled_x for data in kept]),
-        torch.cat([data.pooled_y for data in kept]),
+        nests.joined([data.pooled_x for data in kept]),
+        nests.joined([data.pooled_y for data in kept]),
         np.repeat(starts, clients),
-        np.repeat([len(data.pooled_y) for data in every], clients),
+        np.repeat([nests.length(data.pooled_y) for data in every], clients),
     )
     return Samples(pooled, device)
 
 
+def _unions(every: Sequence[ClientData], train: Samples, device: torch.device) -> Samples:
+    """The training data of all clients of each client's own run, where they lie one run after the other."""
+    clients, sizes = [data.clients for data in every], [union_size(data) for data in every]
+    start = np.repeat(np.cumsum([0, *sizes[:-1]]), clients)
+    return Samples(Split(train.x, train.y, start, np.repeat(sizes, clients)), device)
+
+
 def _same_pool(one: ClientData, other: ClientData) -> bool:
-    return torch.equal(one.pooled_y, other.pooled_y) and torch.equal(one.pooled_x, other.pooled_x)
+    return nests.same(one.pooled_y, other.pooled_y) and nests.same(one.pooled_x, other.pooled_x)
 
 
 def fit_together(every: Sequence[tuple[Task, ClientData]]) -> bool:
     """Whether the clients of several runs can stand in one engine: samples and models have one shape."""
     kinds = {
         (
-            data.train.x.shape[1:],
-            data.train.x.dtype,
-            data.train.y.shape[1:],
-            data.train.y.dtype,
+            nests.form(data.train.x),
+            nests.form(data.train.y),
             data.classes,
+            task.width,
             data.validation is None,
             task.size,
             task.buffer_size,

@@ -6,15 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sartor import nests
 from sartor.data.clients import LazySplit, Split
 from sartor.kernels.device import to_device
+from sartor.nests import Nest
 
 
 class Samples:
     """One split on the device, with every client's place in it on host and device."""
 
     def __init__(self, split: Split, device: torch.device) -> None:
-        self.x, self.y = split.x.to(device), split.y.to(device)
+        self.x, self.y = nests.mapped(lambda leaf: leaf.to(device), (split.x, split.y))
         self.counts = np.array(split.count, dtype=np.int64)
         self.start = torch.from_numpy(np.array(split.start, dtype=np.int64)).to(device)
         self.count = torch.from_numpy(self.counts).to(device)
@@ -28,8 +30,8 @@ class Samples:
         """Have the samples of these clients in ``x`` and ``y``; whether those are other tensors now."""
         return False
 
-    def of(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tensors that hold the samples of one client, and every client's place in them."""
+    def of(self, number: int) -> tuple[Nest, Nest, Tensor]:
+        """Nests that hold the samples of one client, and every client's place in them."""
         return self.x, self.y, self.start
 
 
@@ -41,14 +43,14 @@ class LazySamples(Samples):
 
     def __init__(self, split: LazySplit, device: torch.device) -> None:
         super().__init__(split, device)
-        self.x, self.y = self.x.clone(), self.y.clone()
+        self.x, self.y = nests.mapped(torch.clone, (self.x, self.y))
         self._split = split
         self._held: np.ndarray | None = None
 
     @property
     def fetched(self) -> int:
         """How many numbers are brought for a client at most."""
-        return int(self.counts.max()) * self.x[:1].numel()
+        return int(self.counts.max()) * sum(leaf[:1].numel() for leaf in nests.leaves(self.x))
 
     def bring(self, numbers: np.ndarray) -> bool:
         """Fetch the samples of these clients into the window, in place of those that it held."""
@@ -57,26 +59,28 @@ class LazySamples(Samples):
             return False
         counts = self.counts[numbers]
         total = int(counts.sum())
-        grown = total > len(self.y)
+        grown = total > nests.length(self.y)
         if grown:
             # Zeros, as what lies behind the last sample may be read, though its weight is 0.
             capacity = 1 << (total - 1).bit_length()
-            self.x = self.x.new_zeros((capacity, *self.x.shape[1:]))
-            self.y = self.y.new_zeros((capacity, *self.y.shape[1:]))
+            self.x, self.y = nests.mapped(
+                lambda leaf: leaf.new_zeros((capacity, *leaf.shape[1:])), (self.x, self.y)
+            )
         if total:
-            parts = [self._split.of(number) for number in numbers.tolist()]
-            for window, part in zip((self.x, self.y), zip(*parts, strict=True), strict=True):
-                window[:total] = to_device(torch.cat(part).numpy(), window.device)
+            fetched = nests.joined([self._split.of(number) for number in numbers.tolist()])
+            for window, part in zip(nests.leaves((self.x, self.y)), nests.leaves(fetched), strict=True):
+                window[:total] = to_device(part.numpy(), window.device)
         self.start[to_device(numbers, self.start.device)] = to_device(
             np.cumsum(counts) - counts, self.start.device
         )
         self._held = numbers
         return grown
 
-    def of(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    def of(self, number: int) -> tuple[Nest, Nest, Tensor]:
         """One client's samples by themselves: several threads may ask at once."""
-        x, y = (part.to(self.x.device) for part in self._split.of(number))
-        if x.dim() == 4 and self.x.is_contiguous(memory_format=torch.channels_last):
+        x, y = nests.mapped(lambda leaf: leaf.to(self.start.device), self._split.of(number))
+        images = isinstance(x, Tensor) and x.dim() == 4
+        if images and self.x.is_contiguous(memory_format=torch.channels_last):
             x = x.contiguous(memory_format=torch.channels_last)
         return x, y, self.start.new_zeros(1).expand(len(self.start))
 

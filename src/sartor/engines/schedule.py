@@ -54,17 +54,23 @@ class Plan:
         return None if self.rows is None or self.turns is None else np.stack([self.rows, self.turns])
 
 
-def plan(batches: Batches, sizes: np.ndarray, lanes: int = 0, rounded: bool = False) -> Plan:
-    """Lay out the steps of clients with these numbers of samples.
+def plan(
+    batches: Batches,
+    sizes: np.ndarray,
+    lanes: int = 0,
+    rounded: bool = False,
+    epochs: np.ndarray | None = None,
+) -> Plan:
+    """Lay out the steps of clients with these numbers of samples, and ``epochs`` where they are drawn.
 
     ``lanes`` 0 chooses, ``rounded`` buckets the shape.
     """
     clients, most = len(sizes), int(sizes.max(initial=0))
     width = batches.width(most)
-    counts = np.asarray(batches.count(sizes), dtype=np.int64)
+    counts = np.asarray(batches.count(sizes, epochs), dtype=np.int64)
     longest, total = int(counts.max(initial=0)), int(counts.sum())
-    epochs = -(-counts // np.maximum(batches.per_epoch(sizes, width), 1))
-    places = max(1, int((epochs * sizes).max(initial=0)))
+    passes = -(-counts // np.maximum(batches.per_epoch(sizes, width), 1))
+    places = max(1, int((passes * sizes).max(initial=0)))
     if rounded:
         places = bucket(places)
         if not batches.size:

@@ -257,6 +257,8 @@ class Conditions:
     deadline: float = 0.0
     on_bad_reply: str = "stop"
     largest_norm: float = 0.0
+    largest_ratio: float = 0.0
+    largest_weight: float = 0.0
 
 
 # Work in flight -------------------------------------------------------------------------------------------

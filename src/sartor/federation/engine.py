@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sartor.federation.clock import EventQueue, Job
 from sartor.federation.exchange import Outcome, Work
+from sartor.nests import Nest
 
 
 class Engine(ABC):
@@ -31,7 +32,7 @@ class Engine(ABC):
     """The clients, by number."""
     counts: Mapping[str, np.ndarray]
     """How many samples every client has in each split; ``pooled`` are the same for all."""
-    blank: Tensor
+    blank: Nest
     """One sample of zeros."""
     public: Tensor | None = None
     """Samples without labels that server and clients know, where there are any."""

@@ -64,7 +64,7 @@ class Replies:
     ages: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """For collected jobs: how many rounds ago each started."""
     given: dict[str, Tensor] = field(default_factory=dict)
-    """For collected jobs: what the server had sent to each as ``shared``, one row per client."""
+    """For collected jobs: what the server had sent, as ``shared`` or as ``each``, one row per client."""
     folded: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Quantities that were added up as clients answered: the mean by p'_i, and the sum."""
     groups: dict[int, Replies] = field(default_factory=dict)
@@ -176,6 +176,12 @@ def personal(function: ClientFunction) -> ClientFunction:
     """Mark a client function whose reply is a client's own: its model, or what belongs to it.
 
     Nodes of a real federation evaluate such a model and do not send it, unless they were told that they may.
+
+    >>> @personal
+    ... def own_model(client, hyper, v):
+    ...     return Reply(w=v)
+    >>> is_personal(own_model)
+    True
     """
     function.personal = True  # type: ignore[attr-defined]
     return function
@@ -188,7 +194,17 @@ def is_personal(function: ClientFunction) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """A client function with what it is sent: the argument of ``map`` as a value."""
+    """A client function with what it is sent: the arguments of ``map`` as a value.
+
+    An algorithm's ``personalize`` gives one, for whoever is evaluated: ``shared`` goes to every client, of
+    ``each`` a client is sent its own row.
+
+    >>> def refined(client, hyper, w):
+    ...     return Reply(w=client.descend(w, lr=hyper.lr, epochs=1))
+    >>> call = Call(refined, shared={"w": torch.zeros(3)})
+    >>> call.function.__name__, list(call.shared), call.each
+    ('refined', ['w'], {})
+    """
 
     function: ClientFunction
     shared: Arguments = field(default_factory=dict)
@@ -286,9 +302,16 @@ class Check:
     """Whether replies are fit to be used: norms are found on the device, and looked at when the host asks."""
 
     def __init__(
-        self, who: str, numbers: np.ndarray, names: tuple[str, ...], norms: list[Tensor], largest: float
+        self,
+        who: str,
+        numbers: np.ndarray,
+        names: tuple[str, ...],
+        norms: list[Tensor],
+        largest: float,
+        ratio: float = 0.0,
     ) -> None:
-        self.who, self.numbers, self.names, self.norms, self.largest = who, numbers, names, norms, largest
+        self.who, self.numbers, self.names, self.norms = who, numbers, names, norms
+        self.largest, self.ratio = largest, ratio
 
     @staticmethod
     def bad(checks: Sequence[Check]) -> list[np.ndarray]:
@@ -300,10 +323,19 @@ class Check:
         shapes = [(len(check.norms), len(check.numbers)) for check in checks]
         ends = np.cumsum([rows * columns for rows, columns in shapes])
         parts = [part.reshape(shape) for part, shape in zip(np.split(found, ends[:-1]), shapes, strict=True)]
-        return [
-            ~(part <= (check.largest or np.finfo(part.dtype).max))
-            for check, part in zip(checks, parts, strict=True)
-        ]
+        return [~(part <= check.bounds(part)) for check, part in zip(checks, parts, strict=True)]
+
+    def bounds(self, norms: np.ndarray) -> np.ndarray:
+        """The largest norm that each quantity may have: ``[quantities, 1]``.
+
+        Of fewer than three replies nobody can say which is too large beside the others.
+        """
+        most = np.full((len(norms), 1), self.largest or np.finfo(norms.dtype).max, dtype=np.float64)
+        for place, row in enumerate(norms if self.ratio and len(self.numbers) >= 3 else ()):
+            median = np.median(np.where(np.isfinite(row), row, np.inf))
+            if 0 < median < np.inf:
+                most[place] = min(most[place, 0], self.ratio * float(median))
+        return most
 
     def told(self, bad: np.ndarray, names: Sequence[str]) -> str:
         """The first bad reply in words."""
@@ -311,6 +343,8 @@ class Check:
         quantity = int(np.flatnonzero(bad[:, place])[0])
         norm = float(self.norms[quantity][place])
         reason = f"has norm {norm:.3g}, above replies.largest_norm = {self.largest:g}"
+        if not self.largest or norm <= self.largest:
+            reason = f"has norm {norm:.3g}, above replies.largest_ratio = {self.ratio:g} times the median"
         if not np.isfinite(norm):
             reason = "is not finite; a smaller learning rate (hyper.lr) is the usual cure"
         client = names[self.numbers[place]]

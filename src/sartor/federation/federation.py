@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -50,14 +51,17 @@ from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
 from sartor.model.groups import tasks_of
 from sartor.model.task import Task
+from sartor.nests import Nest
 
 log = logging.getLogger(__name__)
 
 Answers = Callable[[int, np.ndarray], np.ndarray]
 MOST_CHECKS = 256
 """Exchanges on a GPU after which the host looks whether their replies were fit to be used."""
-IDLE = 1.0
-"""The virtual time that passes in an exchange for which nobody is there, so that someone can come."""
+MOST_NAMED = 20
+"""Clients of which the log says that not all of their samples count."""
+UNIT = 1.0
+"""The virtual time of an exchange for which nobody is there, so that someone can come, or with no client."""
 
 
 @dataclass
@@ -107,8 +111,10 @@ class Federation:
             self.states.declare("buffers", self.buffers)
         self._answers = answers
         self._passage = Passage(settings.transforms, self)
-        self._streams: dict[int, int] = {}
-        """What keyed each client's last job."""
+        self._streams: dict[str, int] = {}
+        """What keyed each client's last job of a client function."""
+        self._last: tuple[Call, Tensor | None] | None = None
+        """The call of the last dispatch, and the float buffers at that time."""
 
     @property
     def local(self) -> Local:
@@ -145,6 +151,8 @@ class Federation:
         if round > 1:
             self._passage.check()
         self._round, self._exchanges, self.answered = round, 0, 0
+        self.heard: np.ndarray | None = None
+        """Whose answers the last exchange that was waited for has used; None where there was none."""
         if self._distant is not None:
             self._distant.round = round
         self.notes: dict[str, Any] = {}
@@ -177,12 +185,34 @@ class Federation:
 
     @cached_property
     def _sizes(self) -> Tensor:
-        return torch.from_numpy(self.engine.counts["train"].copy()).to(self._device)
+        return torch.from_numpy(self._counts.copy()).to(self._device)
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """n_i of every client, as far as they count (``replies.largest_weight``)."""
+        counts: np.ndarray = np.asarray(self.engine.counts["train"])
+        most = self.conditions.largest_weight * float(np.median(counts))
+        if not most or counts.max(initial=0) <= most:
+            return counts
+        for number in np.flatnonzero(counts > most)[:MOST_NAMED].tolist():
+            told = "client %r: %d training samples, of which %d count (replies.largest_weight)"
+            log.warning(told, self.names[number], counts[number], most)
+        return np.asarray(np.minimum(counts, int(most)))
 
     @property
     def splits(self) -> tuple[str, ...]:
         """The parts that the clients' data have: train, test, and validation where there is any."""
-        return tuple(name for name in self.engine.counts if name not in ("pooled", "public"))
+        return tuple(name for name in self.engine.counts if name not in ("pooled", "union", "public"))
+
+    def union(self) -> int:
+        """How many training samples all clients have together, for :meth:`together`.
+
+        An error where they are not in one place: at real machines, or fetched client by client.
+        """
+        if "union" in self.engine.counts:
+            return int(self.engine.counts["union"][0])
+        where = "on other machines" if self._distant is not None else "fetched client by client (lazy data)"
+        raise SartorError(f"{self.method}: needs the data of all clients in one place, but they are {where}")
 
     @property
     def public(self) -> Tensor:
@@ -216,7 +246,7 @@ class Federation:
         """One row for every client, all of one value; a number for each where no width is given."""
         return torch.full((self.clients, *width), fill, dtype=dtype, device=self._device)
 
-    def blank_sample(self) -> Tensor:
+    def blank_sample(self) -> Nest:
         """One sample of zeros in the shape of the clients', to find out what a model makes of such."""
         return self.engine.blank
 
@@ -275,7 +305,7 @@ class Federation:
             replies = self._accept(function, outcome, self.buffers)
         if not len(replies):
             self._nobody()
-        self.answered = len(replies)
+        self.answered, self.heard = len(replies), replies.clients
         return replies
 
     def _block(self) -> int:
@@ -319,6 +349,27 @@ class Federation:
         if buffers and before is not None and len(replies):
             self._take_buffers(replies, before, torch.cat(buffers))
         return replies
+
+    def together(
+        self, function: ClientFunction, shared: Arguments | None = None, hyper: Any = None
+    ) -> dict[str, Tensor]:
+        """What one virtual client replies that has the training data of all, as the split ``union``.
+
+        That is a reference and no federation: nobody is away or late, no transform acts, nothing is sent, and
+        it takes a unit of virtual time.
+        """
+        self.union()  # refuses where there is none
+        shared, each, first = self._arguments([0], shared, None)
+        self._exchanges += 1
+        outcome = self._run(function, first, self._rounds(first), shared, each, self.buffers, hyper=hyper)
+        if not self._good(function, first, outcome).all():
+            self._nobody()
+        if outcome.buffers is not None:
+            self.buffers = outcome.buffers[0]
+        self.queue.wait_until(self.now + UNIT)
+        self.answered, self.updates = 1, self.updates + 1
+        self.notes |= {"time": self.now, "updates": self.updates}
+        return {name: value[0] for name, value in outcome.sent.items()}
 
     def ask(
         self,
@@ -399,16 +450,18 @@ class Federation:
             drawn = uniform(self._world, "dispatch", numbers, self.round, self._exchanges)
             idle[np.argsort(np.where(idle, drawn, np.inf), kind="stable")[room:]] = False
         started, each = self._select(numbers, each, idle)
+        name = name_of(function)
         function, shared, each = self._passage.down(function, started, shared, each)
         self._send_down(shared, each, len(started))
         durations = self.conditions.delay.durations(self._world, self.round, started)
-        call = Call(function, shared)
+        call = self._call(function, shared)
         for place, (client, duration) in enumerate(zip(started.tolist(), durations.tolist(), strict=True)):
             row = {name: value[place] for name, value in each.items()}
-            stream = self._streams.get(client, -1)
-            # A client that starts again in the same round gets batches of its own.
+            work = f"{client} {name}"
+            stream = self._streams.get(work, -1)
+            # A client that does the same work again in one round gets batches of its own.
             stream = stream + (1 << 32) if stream & 0xFFFFFFFF == self.round else self.round
-            self._streams[client] = stream
+            self._streams[work] = stream
             finish = self.now + duration
             job = Job(client, self.round, stream, self.now, finish, call, self.buffers, row)
             self.queue.start(job)
@@ -417,12 +470,30 @@ class Federation:
             self._take_notes()
         return started
 
+    def _call(self, function: ClientFunction, shared: dict[str, Tensor]) -> Call:
+        """The call of the last dispatch where it is the same one: what it sends lies there once."""
+        if self._last is not None:
+            call, buffers = self._last
+            same = call.function is function and call.shared.keys() == shared.keys()
+            if same and buffers is self.buffers and all(call.shared[name] is shared[name] for name in shared):
+                return call
+        self._last = Call(function, shared), self.buffers
+        return self._last[0]
+
     def collect(self, count: int | None = None, within: float | None = None) -> Replies:
         """Wait for the next ``count`` answers, or for those that arrive ``within`` a time; in that order.
 
         Waiting ends early when nobody is at work any more. Only now do the states of those clients move.
         """
         return joined(self.arrivals(count, within))
+
+    def collect_next(self, most: int) -> Replies:
+        """Wait for the next answer; with it come those that arrive at the same instant, at most so many."""
+        arrived = self.arrivals(1)
+        if most > 1:
+            with suppress(NobodyAnswered):
+                arrived += self.arrivals(most - 1, within=0.0)
+        return joined(arrived)
 
     def arrivals(self, count: int | None = None, within: float | None = None) -> list[Replies]:
         """What :meth:`collect` gives, piece by piece: the answers of a piece are of one client function."""
@@ -437,7 +508,7 @@ class Federation:
         if have < wanted and within is not None and len(self.queue):
             self.queue.wait_until(end)
         elif not have:
-            self.queue.wait_until(begin + (IDLE if within is None else within))
+            self.queue.wait_until(begin + (UNIT if within is None else within))
         self.notes["time"] = self.now
         arrived = [replies for replies in arrived if len(replies)]
         if not arrived:
@@ -499,7 +570,7 @@ class Federation:
             self._arrival(job, "arrivals")
         given = {}
         if jobs:
-            received = [self._passage.received(job.call) for job in jobs]
+            received = [self._passage.received(job.call, job.each) for job in jobs]
             given = {name: torch.stack([one[name] for one in received]) for name in received[0]}
         ages = np.array([self.round - job.round for job in jobs], dtype=np.int64)
         return replace(replies, ages=ages, given=given)
@@ -583,7 +654,7 @@ class Federation:
         arrived &= ~self._lost(asked, self.round, self._exchanges)
         patience = deadline if late else durations[arrived].max(initial=0.0)
         if not len(asked):
-            patience = IDLE
+            patience = UNIT
         self.queue.wait_until(self.now + float(patience))
         self.notes["time"] = self.now
         # Whoever's answer will not arrive need not be trained: neither side keeps anything of it.
@@ -679,7 +750,8 @@ class Federation:
         if not norms:
             return everyone
         who = f"{self.method or name_of(function)}, round {self.round}"
-        check = Check(who, numbers, tuple(norms), list(norms.values()), self.conditions.largest_norm)
+        most, ratio = self.conditions.largest_norm, self.conditions.largest_ratio
+        check = Check(who, numbers, tuple(norms), list(norms.values()), most, ratio)
         if self.conditions.on_bad_reply == "stop":
             self._checks.append(check)
             if self._device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
@@ -706,7 +778,7 @@ class Federation:
                 raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
 
     def _nobody(self) -> NoReturn:
-        self.answered = 0
+        self.answered, self.heard = 0, np.zeros(0, dtype=np.int64)
         raise NobodyAnswered
 
     def _count(self, name: str, amount: int) -> None:
@@ -749,7 +821,7 @@ class Federation:
             "traffic": [self.traffic.down, self.traffic.up],
             "updates": self.updates,
             "now": self.now,
-            "streams": {str(client): stream for client, stream in self._streams.items()},
+            "streams": dict(self._streams),
             "calls": [self._passage.name_of_call(call.function) for call, _ in calls],
             "jobs": jobs,
         }
@@ -776,7 +848,7 @@ class Federation:
         plain = saved["plain"]
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]
-        self._streams = {int(client): stream for client, stream in plain["streams"].items()}
+        self._streams = dict(plain["streams"])
         self.queue = EventQueue()
         self.queue.wait_until(plain["now"])
         calls = [
@@ -799,8 +871,7 @@ class Federation:
             self._distant.restore(plain["distant"], self.now)
 
     def _replies(self, numbers: np.ndarray, sent: dict[str, Tensor]) -> Replies:
-        counts = self.engine.counts["train"][numbers]
-        return Replies(numbers, counts, sent, self._device, self.task.dtype)
+        return Replies(numbers, self._counts[numbers], sent, self._device, self.task.dtype)
 
     def _take_buffers(self, replies: Replies, before: Tensor, buffers: Tensor) -> None:
         if self.policy == "local":

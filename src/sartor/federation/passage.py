@@ -116,15 +116,13 @@ class Passage:
                 self._told_of.add(name)
         return tuple(states)
 
-    def received(self, call: Call) -> dict[str, Tensor]:
-        """What clients got of what the server shared with them."""
-        sent = {name: value for name, value in call.shared.items() if name != TURN}
+    def received(self, call: Call, each: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a client got: of what the server shared with all, and of what was its own."""
+        sent = {name: value for name, value in call.shared.items() if name != TURN} | each
         shapes = getattr(call.function, "shapes", None)
         if shapes is None:
             return sent
-        shared = {part.split(JOINT)[0] for part in sent}
-        device = self._federation.engine.device
-        like = {name: value for name, value in zeros_of(shapes, device).items() if name in shared}
+        like = zeros_of(shapes, self._federation.engine.device)
         return self.transforms.down.receive(sent, like)
 
     def up(self, function: ClientFunction, outcome: Outcome) -> Outcome:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sartor.client.settings import Local
@@ -11,6 +11,8 @@ from sartor.federation.clock import Conditions
 from sartor.federation.transforms import Transform
 from sartor.settings import setting
 
+LARGEST_RATIO, LARGEST_WEIGHT = 100.0, 10.0
+"""Bounds at real machines where an experiment gives none."""
 POLICIES = ("average", "local", "freeze")
 """What may happen to float buffers."""
 
@@ -51,6 +53,24 @@ class Replies:
         choices=("stop", "drop"),
     )
     largest_norm: float = setting(0.0, "largest norm of what a client sends; 0: no bound", low=0)
+    largest_ratio: float | None = setting(
+        None,
+        "largest norm of what a client sends, as a multiple of the median of those who answer with it; "
+        f"0: no bound; left out: none in a simulation, {LARGEST_RATIO:g} at real machines",
+        low=0,
+    )
+    largest_weight: float | None = setting(
+        None,
+        "training samples of a client that count at most, as a multiple of all clients' median; "
+        f"0: no bound; left out: none in a simulation, {LARGEST_WEIGHT:g} at real machines",
+        low=0,
+    )
+
+    def deployed(self) -> Replies:
+        """The same at real machines: bounds that were left out are set."""
+        ratio = LARGEST_RATIO if self.largest_ratio is None else self.largest_ratio
+        weight = LARGEST_WEIGHT if self.largest_weight is None else self.largest_weight
+        return replace(self, largest_ratio=ratio, largest_weight=weight)
 
 
 @dataclass(frozen=True)

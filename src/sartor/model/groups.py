@@ -15,6 +15,7 @@ import numpy as np
 from sartor.errors import SettingError
 from sartor.model.networks import ModelChoice, build_task
 from sartor.model.task import Task
+from sartor.nests import Nest
 from sartor.settings import setting, unknown
 
 
@@ -150,23 +151,33 @@ def build_groups(
     common: Task,
     models: Sequence[ModelGroup],
     of: np.ndarray,
-    shape: tuple[int, ...],
+    x: Nest,
+    y: Nest,
     classes: int | None,
     seed: int,
     own: Sequence[Task | None] = (),
     entries: Sequence[int] = (),
 ) -> Task:
-    """The task of ``[model]`` with those of ``[[models]]`` that clients have, by :func:`assign`.
+    """The task of ``[model]`` with those of ``[[models]]`` that clients with such samples have, by
+    :func:`assign`; all are trained for the same.
 
     ``own`` stand in for what some of these name. ``entries`` are the groups of the whole federation, where
     ``of`` has those of some of its clients by their places in it.
     """
 
     def built(number: int) -> Task:
-        given = own[number - 1] if own and number else None
         if number == 0:
             return common
-        return given or build_task(models[number - 1].choice, shape, classes, seed)
+        task = own[number - 1] if own else None
+        if task is None:
+            choice = models[number - 1].choice
+            task = build_task(choice, x, y, classes, seed, common.objective)
+        if type(task.objective) is not type(common.objective):
+            raise SettingError(
+                f"models[{number - 1}]: a task for {task.objective.name}, that of [model] is for "
+                f"{common.objective.name}; all clients need the same objective"
+            )
+        return task.suited(x, y, classes)
 
     if entries:
         return grouped(common, list(map(built, entries)), of, entries)

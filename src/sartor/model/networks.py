@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sartor import random
+from sartor import nests, random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry, call, find_function
+from sartor.kernels.device import free_bytes
+from sartor.model.objectives import Classification, Objective
 from sartor.model.task import Task
+from sartor.nests import Nest
 from sartor.settings import setting
 
 Shape = tuple[int, ...]
@@ -162,31 +165,76 @@ def register_model(name: str) -> Callable[[Model], Model]:
     return added
 
 
-def build_task(choice: ModelChoice, shape: Shape, classes: int | None, seed: int) -> Task:
-    """The task of what an experiment says of its model: by name, or a function in a file."""
+def build_task(
+    choice: ModelChoice, x: Nest, y: Nest, classes: int | None, seed: int, objective: Objective | None = None
+) -> Task:
+    """The task of what an experiment says of its model, for such samples: by name, or a function in a file.
+
+    A function is given the shape of a sample (of every leaf, in the form of the sample) and how many outputs
+    the objective needs, as ``classes``.
+    """
+    objective = Classification() if objective is None else objective
+    shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
+    outputs = objective.outputs(y, classes)
     if choice.path is None:
-        return make_task(choice.name, choice.settings, shape, classes, seed)
+        if not isinstance(shape, tuple) or not all(isinstance(size, int) for size in shape):
+            raise SettingError(
+                f"model.name = {choice.name!r}: takes one array, samples are {nests.words(x)}; give a model "
+                "of your own"
+            )
+        return make_task(choice.name, choice.settings, shape, outputs, seed, objective, classes)
     build = find_function(choice.path, "model.path")
     what = f"model.path = {choice.path!r}"
-    made = seeded(lambda: call(build, what, shape=tuple(shape), classes=classes), seed)
+    made = seeded(lambda: call(build, what, shape=shape, classes=outputs), seed)
     if isinstance(made, Task):
         return made
     if not isinstance(made, nn.Module):
         raise SettingError(f"{what}: expected an nn.Module, it gives a {type(made).__name__}")
     head = None if choice.head is None else str(choice.head)
-    return Task(made, classes=classes, head=head, name=Path(choice.path).name)
+    return Task(made, objective=objective, classes=classes, head=head, name=Path(choice.path).name)
 
 
-def make_task(name: str, settings: Any, shape: Shape, classes: int | None, seed: int) -> Task:
-    """The task of a named model on inputs of a shape, with initial weights that depend on the seed alone."""
-    if classes is None:
+def make_task(
+    name: str,
+    settings: Any,
+    shape: Shape,
+    outputs: int | None,
+    seed: int,
+    objective: Objective | None = None,
+    classes: int | None = None,
+) -> Task:
+    """The task of a named model on inputs of a shape, with initial weights that depend on the seed alone.
+
+    ``outputs`` are its classes where no objective says otherwise.
+    """
+    if outputs is None:
         raise SettingError(
-            f"model.name = {name!r}: classifies, but the data has no classes; give a model of your own"
+            f"model.name = {name!r}: classifies, but the data has no classes; give a model of your own, or "
+            "name the objective"
         )
-    module = seeded(lambda: settings.build(tuple(shape), classes), seed)
+    check_size(name, settings, tuple(shape), outputs)
+    module = seeded(lambda: settings.build(tuple(shape), outputs), seed)
     if not isinstance(module, nn.Module):
         raise SettingError(f"model {name}: build() gives a {type(module).__name__}, expected an nn.Module")
-    return Task(module, classes=classes, head=getattr(settings, "head", None), name=name)
+    known = outputs if objective is None else classes
+    task = Task(module, objective=objective, classes=known, head=getattr(settings, "head", None), name=name)
+    task.drawn = True
+    return task
+
+
+def check_size(name: str, settings: Any, shape: Shape, outputs: int) -> None:
+    """Refuse a network of ours that does not fit into memory, before it is made."""
+    if not type(settings).__module__.startswith("sartor."):  # whoever adds a network may count on one call
+        return
+    with torch.device("meta"):
+        module = settings.build(shape, outputs)
+    needed = sum(value.nbytes for value in module.state_dict().values())
+    free = free_bytes(torch.device("cpu"))
+    if needed > free:
+        raise SettingError(
+            f"model {name}: has {needed / 1e9:.1f} GB of parameters for {outputs} classes, and "
+            f"{free / 1e9:.1f} GB of memory are free; take a smaller one"
+        )
 
 
 def seeded(build: Callable[[], Built], seed: int, index: int = 0) -> Built:

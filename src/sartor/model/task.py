@@ -13,27 +13,29 @@ statistics handed out instead of changed in place) and Dropout (masks from the k
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
-from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sartor import random
-from sartor.errors import NotStackable, SartorError
+from sartor import nests, random
+from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.kernels.convolution import conv2d
+from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
+from sartor.nests import Nest
 
 if TYPE_CHECKING:
     from sartor.model.groups import Groups
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 Penalty = Callable[[Tensor], Tensor]
 """From the features (the head's input) of a batch to one number per sample, added to the losses."""
 Change = Callable[[Tensor], Tensor]
@@ -46,20 +48,20 @@ Where some are frozen they are as in evaluation, without dropout; ``True`` is ab
 
 
 class Batch(NamedTuple):
-    """Some samples of one client.
+    """Some samples of one client: inputs and targets, nests of tensors.
 
     ``weight`` is 1 for a real sample and 0 for padding; None when all are real.
     """
 
-    x: Tensor
-    y: Tensor
+    x: Nest
+    y: Nest
     weight: Tensor | None = None
     key: Tensor | int = 0
 
     @property
     def size(self) -> Tensor | int:
         """The number of real samples."""
-        return self.y.shape[0] if self.weight is None else self.weight.sum()
+        return nests.length(self.y) if self.weight is None else self.weight.sum()
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over the real samples of a quantity that has one entry per sample."""
@@ -71,12 +73,12 @@ class Batch(NamedTuple):
 class Pass(NamedTuple):
     """What a pass over a batch in training mode gives; no features where no head is declared."""
 
-    outputs: Tensor
+    outputs: Any
     features: Tensor | None
     buffers: Tensor | None
 
 
-Objective = Callable[[Tensor], tuple[Tensor, Pass]]
+LossAndPass = Callable[[Tensor], tuple[Tensor, Pass]]
 """From a vector to a loss and the pass it was computed from."""
 
 
@@ -116,21 +118,28 @@ class Part:
 
 
 class Task:
-    """A module, a loss and named parts, as functions of flat vectors.
+    """A module, what it is trained for and named parts, as functions of flat vectors.
 
-    ``module`` is taken as it is: its values are the initial model. ``loss(outputs, targets)`` gives one
-    number per sample. ``head`` names the module whose input are the features (``body`` is then everything
-    else); ``stages`` names groups of module paths that together cover the model.
+    ``module`` is taken as it is: its values are the initial model. It is called with a sample's tensor; with
+    the entries of a tuple, one after the other; with those of a dict by name, where its ``forward`` takes
+    these names, else with the dict. ``objective`` is a name, an :class:`Objective` or a loss function;
+    ``loss`` is such a function too, which gives one number per sample or their mean. ``classes`` are those of
+    the data where they are not given. ``head`` names the module whose input are the features (``body`` is
+    then everything else); ``stages`` names groups of module paths that together cover the model.
 
     >>> task = Task(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), head="2")
     >>> task.size, task.parts["head"].size
     (67, 27)
+    >>> task = Task(nn.Linear(4, 1), objective="regression")
+    >>> task.losses(task.initial() * 0, Batch(torch.zeros(2, 4), torch.tensor([1.0, 3.0]))).tolist()
+    [1.0, 9.0]
     """
 
     def __init__(
         self,
         module: nn.Module,
         *,
+        objective: str | Objective | Loss | None = None,
         loss: Loss | None = None,
         classes: int | None = None,
         head: str | None = None,
@@ -138,11 +147,18 @@ class Task:
         name: str = "custom",
     ) -> None:
         self.name = name
+        self.drawn = False
+        """Whether the initial numbers were drawn for this run, and so cannot have been trained."""
         self.groups: Groups | None = None
         """What clients have instead, where they have models of their own."""
         self._common: Task | None = None
-        self.loss_function: Loss = loss or _cross_entropy
-        self.classes = classes
+        if loss is not None and objective is not None:
+            raise SartorError(f"model {name}: a loss and an objective, which has one; give one of them")
+        self.objective = OwnLoss(loss) if loss is not None else objective_of(objective or Classification())
+        self.classes = self.width = classes
+        """How many classes there are, and how many of them, or of labels or numbers, are counted apart."""
+        self._undone: bool | None = None
+        """Whether a loss that is one number per batch is the mean of its samples'; None: not looked at."""
         self.head_path = head
         lazy = [key for key, value in module.named_parameters() if isinstance(value, UninitializedParameter)]
         if lazy:
@@ -168,6 +184,8 @@ class Task:
         self.size, self.buffer_size = self._parameters.size, self._buffers.size
         self._initial_w = self._parameters.flatten(parameters).to(self.dtype)
         self._initial_b = self._buffers.flatten(floats).to(self.dtype)
+        self._original = module
+        self._names = _parameter_names(module)
         self._module = _shareable(module, name)
         self._stored = _stored_names(module)
         self._changed_in_place = _buffers_of_others(self._module, floats)
@@ -218,6 +236,12 @@ class Task:
         named = {**self._parameters.views(w), **floats, **self._constants}
         return {key: named[first].detach().clone() for key, first in self._stored.items()}
 
+    def module(self, w: Tensor, buffers: Tensor | None = None) -> nn.Module:
+        """A module like the one that was given, with a model's values, in evaluation mode."""
+        made = copy.deepcopy(self._original)
+        made.load_state_dict(self.state_dict(w, buffers))
+        return made.eval()
+
     def part(self, name: str) -> Part:
         """A declared part; the error for one that is missing names the module paths there are."""
         if name in self.parts:
@@ -247,6 +271,11 @@ class Task:
         named = [self._declared_head() if path == "head" else path for path in paths]
         parameters = self._part("selected", named) if named else Part("selected", ())
         return parameters, self._buffers_below("selected", named)
+
+    def outside(self, paths: Iterable[str]) -> tuple[Part, Part]:
+        """The parameters and the float buffers that :meth:`select` leaves of the model."""
+        parameters, buffers = self.select(paths)
+        return self.rest(parameters), Part("rest", _gaps(buffers.slices, self.buffer_size))
 
     def norms(self) -> tuple[Part, Part]:
         """The parameters and the running statistics of all BatchNorm layers, found by their type."""
@@ -292,34 +321,25 @@ class Task:
         return Part(name, _merge(slices))
 
     def _rest(self, name: str, parts: list[Part]) -> Part:
-        taken = sorted((piece.start, piece.stop) for part in parts for piece in part.slices)
-        slices, position = [], 0
-        for start, stop in [*taken, (self.size, self.size)]:
-            if start < position and stop > start:
-                raise SartorError(
-                    f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap"
-                )
-            if start > position:
-                slices.append(slice(position, start))
-            position = max(position, stop)
-        return Part(name, tuple(slices))
+        taken = sorted((piece for part in parts for piece in part.slices), key=lambda piece: piece.start)
+        if any(piece.start < before.stop for before, piece in pairwise(taken)):
+            raise SartorError(f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap")
+        return Part(name, _gaps(taken, self.size))
 
     # The functions --------------------------------------------------------------------------------
 
-    def outputs(
-        self, w: Tensor, x: Tensor, buffers: Tensor | None = None, change: Change | None = None
-    ) -> Tensor:
+    def outputs(self, w: Tensor, x: Nest, buffers: Tensor | None = None, change: Change | None = None) -> Any:
         """What the module returns for ``x``, in evaluation mode.
 
         ``change`` is applied to the features before the head gets them.
         """
         return self._call(w, x, buffers, _Mode(training=False, change=change))
 
-    def predict(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
-        """The most likely class of every sample."""
-        return self.outputs(w, x, buffers).argmax(dim=-1)
+    def predict(self, w: Tensor, x: Nest, buffers: Tensor | None = None) -> Any:
+        """What the model says of every sample: its most likely class, or what the objective has instead."""
+        return self.objective.predictions(self.outputs(w, x, buffers))
 
-    def features(self, w: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
+    def features(self, w: Tensor, x: Nest, buffers: Tensor | None = None) -> Tensor:
         """The input of the head, in evaluation mode."""
         mode = _Mode(training=False)
         self._call(w, x, buffers, mode)
@@ -341,6 +361,18 @@ class Task:
         views = self._buffers.views(self._given(buffers, w))
         after = torch.cat([mode.changed.get(key, view).reshape(-1) for key, view in views.items()])
         return Pass(outputs, mode.features, after.detach())
+
+    def loss_function(self, outputs: Any, targets: Nest) -> Tensor:
+        """The loss of every sample, of what the module returned.
+
+        One number for the whole batch where the loss is no mean over samples; see :meth:`check_loss`.
+        """
+        losses = self.objective.losses(outputs, targets)
+        if losses.dim() > 1:
+            return losses.flatten(1).mean(1)
+        if losses.dim() == 0 and self._undone:
+            return torch.vmap(lambda *one: self.objective.losses(*nests.rows(one, None)))(outputs, targets)
+        return losses
 
     def losses(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
         """The loss of every sample, in evaluation mode."""
@@ -402,15 +434,15 @@ class Task:
         gradient, run = self.differentiate(objective, w)
         return gradient, run.buffers
 
-    def differentiate(self, objective: Objective, w: Tensor) -> tuple[Tensor, Pass]:
+    def differentiate(self, objective: LossAndPass, w: Tensor) -> tuple[Tensor, Pass]:
         """The gradient of an objective at ``w``, and the pass it made."""
 
-        def with_tensors(w: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def with_tensors(w: Tensor) -> tuple[Tensor, dict[str, Any]]:
             loss, run = objective(w)
-            found = {} if run.buffers is None else {"buffers": run.buffers}
+            found: dict[str, Any] = {} if run.buffers is None else {"buffers": run.buffers}
             if run.features is not None:
                 found["features"] = run.features.detach()
-            return loss, {**found, "outputs": run.outputs.detach()}
+            return loss, {**found, "outputs": nests.mapped(torch.Tensor.detach, run.outputs)}
 
         if _inside_transform():
             gradient, found = grad(with_tensors, has_aux=True)(w)
@@ -444,7 +476,15 @@ class Task:
     def _given(self, buffers: Tensor | None, w: Tensor) -> Tensor:
         return self.initial_buffers(w.device) if buffers is None else buffers
 
-    def _call(self, w: Tensor, x: Tensor, buffers: Tensor | None, mode: _Mode) -> Tensor:
+    def _arguments(self, x: Nest) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """How the module is called with a sample of this form."""
+        if isinstance(x, tuple):
+            return x, {}
+        if isinstance(x, dict) and (self._names is None or x.keys() <= self._names):
+            return (), x
+        return (x,), {}
+
+    def _call(self, w: Tensor, x: Nest, buffers: Tensor | None, mode: _Mode) -> Any:
         # functional_call swaps tensors into the module while it runs, so every thread has modules of its own.
         if not hasattr(self._local, "modules"):
             self._local.modules = {}
@@ -464,13 +504,17 @@ class Task:
         previous = getattr(_context, "mode", None)
         _context.mode = mode
         try:
-            result = functional_call(module, named, (x,), strict=False)
+            result = functional_call(module, named, *self._arguments(x), strict=False)
         finally:
             _context.mode = previous
         if mode.training:
             moving = [key for key in self._changed_in_place if not mode.still(key.rpartition(".")[0])]
             mode.changed |= {key: named[key] for key in moving}
-        if not isinstance(result, Tensor):
+        if isinstance(result, Tensor):
+            return result
+        if isinstance(getattr(result, "logits", None), Tensor):  # what Hugging Face's models return
+            return result.logits
+        if isinstance(self.objective, Classification) or not _is_nest(result):
             raise SartorError(
                 f"model {self.name}: forward returned {type(result).__name__}, a tensor is needed"
             )
@@ -498,26 +542,128 @@ class Task:
 
     # What the engines ask -------------------------------------------------------------------------
 
-    def why_not_stackable(self, x: Tensor, y: Tensor) -> str | None:
+    def suited(self, x: Nest, y: Nest, classes: int | None) -> Task:
+        """The same task for such samples, with their classes where none were given.
+
+        What a model puts out that cannot be right for them is refused.
+        """
+        few = nests.mapped(lambda leaf: leaf[:2].cpu(), (x, y))
+        try:
+            with torch.no_grad():
+                outputs = self.outputs(self.initial(), few[0])
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise SettingError(
+                f"model {self.name}: cannot take samples of {nests.words(x)}: {reason}"
+            ) from error
+        own = isinstance(self.objective, Own) or self.objective.targets == "any"
+        scores = (
+            isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] >= max(classes or 0, 2)
+        )
+        if own and not scores:
+            classes = None  # these are no scores of classes
+        known = classes if self.classes is None else self.classes
+        if isinstance(outputs, Tensor):
+            wrong = self.objective.wrong(outputs, few[1], known)
+            if wrong is not None:
+                raise SettingError(f"model {self.name}: {wrong}")
+        found = known if nests.leaves(y)[0].dim() == 1 else None, self.objective.width(outputs, few[1], known)
+        if found == (self.classes, self.width):
+            return self
+        suited = copy.copy(self)
+        suited.classes, suited.width = found
+        return suited
+
+    def numbers(self, x: Nest) -> frozenset[str]:
+        """The leaves of whole numbers that the model takes as floats alone, by path; found on zeros."""
+        whole = [path for path, leaf in nests.paths(x, "x").items() if not leaf.is_floating_point()]
+        for chosen in (frozenset[str](), frozenset(whole), *(frozenset({path}) for path in whole)):
+
+            def blank(path: str, leaf: Tensor, chosen: frozenset[str] = chosen) -> Tensor:
+                zeros = torch.zeros((1, *leaf.shape[1:]), dtype=leaf.dtype)
+                return zeros.to(self.dtype) if path in chosen or leaf.is_floating_point() else zeros
+
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    self.outputs(self.initial(), nests.named(blank, x, "x"))
+            except (RuntimeError, ValueError, TypeError, IndexError):
+                continue
+            return chosen
+        return frozenset()  # why, is said where real samples are tried
+
+    def check_loss(self, x: Nest, y: Nest) -> None:
+        """See what an own loss gives for a batch of such samples; what cannot be used is an error."""
+        if self._undone is not None or _counted_by_us(self.objective):
+            return
+        x, y = self._few(x, y)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            outputs = self.outputs(self.initial(), self.typed(x))
+            y = self.typed(y)
+            found = self._raw_losses(outputs, y)
+            fewer = self._raw_losses(*nests.rows((outputs, y), slice(0, 2)))
+            self._undone = False
+            if found.dim() == 0:
+                alone = [self._raw_losses(*nests.rows((outputs, y), slice(row, row + 1))) for row in range(3)]
+                tolerance = torch.finfo(found.dtype).eps ** 0.5
+                self._undone = _close(found, torch.stack(alone).mean(), tolerance)
+            elif len(found) != 3 or len(fewer) != 2 or (3 in found.shape[1:] and 2 in fewer.shape[1:]):
+                raise SartorError(
+                    f"model {self.name}: for 3 samples the loss has shape {list(found.shape)}; it gives one "
+                    f"number per sample, or their mean. Outputs: {_shapes(outputs)}, targets: {_shapes(y)}; "
+                    "bring them to one shape"
+                )
+
+    def _raw_losses(self, outputs: Any, y: Nest) -> Tensor:
+        """What the loss gives, or an error with the shapes that it was given."""
+        try:
+            found = self.objective.losses(outputs, y)
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            shapes = f"outputs {_shapes(outputs)} and targets {_shapes(y)}"
+            raise SartorError(f"model {self.name}: its loss cannot take {shapes}: {reason}") from error
+        if not isinstance(found, Tensor) or not found.is_floating_point():
+            raise SartorError(
+                f"model {self.name}: its loss gives {type(found).__name__}, a tensor of floats is needed"
+            )
+        return found
+
+    def typed(self, nest: Nest) -> Nest:
+        """A nest whose floats have the model's type."""
+        return nests.mapped(lambda leaf: leaf.to(self.dtype) if leaf.is_floating_point() else leaf, nest)
+
+    @staticmethod
+    def _few(x: Nest, y: Nest) -> tuple[Nest, Nest]:
+        """Three samples on the CPU; where there are fewer, one that comes again has its numbers moved on."""
+        held = nests.length(y)
+        few = torch.arange(3) % held
+
+        def others(leaf: Tensor) -> Tensor:
+            rows = leaf[:3].cpu()[few]
+            turned = [row.flatten().roll(turn // held).view(row.shape) for turn, row in enumerate(rows)]
+            return torch.stack(turned)
+
+        return nests.mapped(others, x), nests.mapped(lambda leaf: leaf[:3].cpu()[few], y)
+
+    def why_not_stackable(self, x: Nest, y: Nest) -> str | None:
         """The reason why this model cannot train many clients in one batch, or None.
 
         That is a property of the model for samples of this kind. It is found once, with the first of them, on
         the CPU and in float64, so that no device's rounding decides; in the model's own type where it cannot
         run in float64.
         """
-        kind = (x.shape[1:], x.dtype, y.shape[1:], y.dtype)
+        kind = (nests.form(x), nests.form(y))
         if kind not in self._reasons:
-            few = torch.arange(3) % len(y)
-            # Where there are fewer, a sample that comes again is made another one by moving its numbers on.
-            others = [
-                row.flatten().roll(turn // len(y)).view(row.shape)
-                for turn, row in enumerate(x[:3].cpu()[few])
-            ]
-            self._reasons[kind] = self._tried(torch.stack(others), y[:3].cpu()[few])
+            self.check_loss(x, y)
+            self._reasons[kind] = self._tried(*self._few(x, y))
         return self._reasons[kind]
 
-    def _tried(self, x: Tensor, y: Tensor) -> str | None:
+    def _tried(self, x: Nest, y: Nest) -> str | None:
         """What stands against stacking when one step is tried."""
+        if self._mixes(x, y):
+            return (
+                "its loss gives one number for a batch, which is not the mean over its samples and cannot be "
+                "undone to leave padding out; give one number per sample, as with reduction='none'"
+            )
         reason = None
         for dtype in dict.fromkeys((torch.float64, self.dtype)):
             try:
@@ -532,13 +678,21 @@ class Task:
                 return None if alike else mixed
         return reason
 
-    def _stacks_alike(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> bool:
+    def _mixes(self, x: Nest, y: Nest) -> bool:
+        """Whether the loss is one number for a batch that is no mean over samples."""
+        if self._undone is not False:
+            return False
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            outputs = self.outputs(self.initial(), self.typed(x))
+            return self.objective.losses(outputs, self.typed(y)).dim() == 0
+
+    def _stacks_alike(self, x: Nest, y: Nest, dtype: torch.dtype) -> bool:
         """Whether a step gives the same for a client alone and for one in a stack, padded by the last sample.
 
         In a stack the model may be each client's own or the same for all; the latter only has to run.
         """
-        x, y = (value.to(dtype) if value.is_floating_point() else value for value in (x, y))
-        real = Batch(x[:-1], y[:-1])
+        x, y = nests.mapped(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, (x, y))
+        real = Batch(*nests.rows((x, y), slice(0, -1)))
         initial, buffers = self.initial().to(dtype), self.initial_buffers().to(dtype)
         # Not at the initial values: a layer of zeros hides what mixes samples before it, and where a unit
         # stands on the edge of being active rounding would decide about its gradient.
@@ -556,23 +710,23 @@ class Task:
             assert after is not None  # as there were some before
             return gradient, after
 
-        def lane(
-            w: Tensor, buffers: Tensor, x: Tensor, y: Tensor, weight: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def lane(w: Tensor, buffers: Tensor, x: Nest, y: Nest, weight: Tensor) -> tuple[Tensor, Tensor, Any]:
             return *step(w, buffers, Batch(x, y, weight)), self.outputs(w, x, buffers)
 
-        weight = torch.ones(len(y), dtype=dtype)
+        weight = torch.ones(nests.length(y), dtype=dtype)
         weight[-1] = 0
-        padded = x[None], y[None], weight[None]
+        padded = nests.rows((x, y, weight), None)
         with torch.no_grad():
             torch.vmap(lambda *padded: self.loss(w, Batch(*padded), buffers))(*padded)
         stacked = torch.vmap(lane)(w[None], buffers[None], *padded)
         alone = (*step(w, buffers, real), outputs)
         return all(
-            _close(value[0, : len(one)], one, tolerance) for value, one in zip(stacked, alone, strict=True)
+            _close(value[0, : len(one)], one, tolerance)
+            for value, one in zip(nests.leaves(stacked), nests.leaves(alone), strict=True)
+            if one.is_floating_point()
         )
 
-    def require_stackable(self, x: Tensor, y: Tensor) -> None:
+    def require_stackable(self, x: Nest, y: Nest) -> None:
         """Raise :class:`NotStackable`, with the reason, for a model that only the loop engine can run."""
         reason = self.why_not_stackable(x, y)
         if reason is not None:
@@ -583,7 +737,7 @@ class Task:
         """Whether the module has a convolution; on a CPU those are faster one client at a time."""
         return any(isinstance(module, nn.modules.conv._ConvNd) for module in self._module.modules())
 
-    def activations(self, x: Tensor) -> int:
+    def activations(self, x: Nest) -> int:
         """Numbers held by the outputs of all layers for one sample.
 
         What a step needs beside copies of ``w``.
@@ -598,10 +752,10 @@ class Task:
         handle = nn.modules.module.register_module_forward_hook(count)
         try:
             with torch.no_grad():
-                self.outputs(self._initial_w, x[:1].cpu())
+                self.outputs(self._initial_w, nests.mapped(lambda leaf: leaf[:1].cpu(), x))
         finally:
             handle.remove()
-        return total + x[:1].numel()
+        return total + sum(leaf[:1].numel() for leaf in nests.leaves(x))
 
 
 class _Layout:
@@ -633,6 +787,13 @@ class _Layout:
 def _below(key: str, path: str) -> bool:
     """Whether a name is a module's path or lies below it; the empty path is the whole module."""
     return not path or key == path or key.startswith(path + ".")
+
+
+def _gaps(slices: Iterable[slice], size: int) -> tuple[slice, ...]:
+    """What lies between slices that are sorted and apart, from 0 to ``size``."""
+    edges = [0, *(edge for piece in slices for edge in (piece.start, piece.stop)), size]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return tuple(slice(start, stop) for start, stop in pairs if start < stop)
 
 
 def _merge(slices: list[slice]) -> tuple[slice, ...]:
@@ -675,16 +836,28 @@ def _inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
-        # The same numbers as F.cross_entropy in half the operations: no label is ever to be ignored here.
-        likelihood = F.log_softmax(outputs, dim=-1)
-        if not outputs.is_cuda:
-            return -likelihood.gather(1, targets[:, None])[:, 0]
-        # On CUDA as a sum of which one term is not zero: a compiler can merge that with its gradient.
-        mine = targets[:, None] == torch.arange(outputs.shape[1], device=outputs.device)
-        return -likelihood.where(mine, 0.0).sum(1)
-    return F.cross_entropy(outputs, targets, reduction="none")
+def _counted_by_us(objective: Objective) -> bool:
+    """Whether an objective is one of this package, whose losses are known to be one number per sample."""
+    return type(objective).__module__ == Objective.__module__ and not isinstance(objective, Own)
+
+
+def _parameter_names(module: nn.Module) -> set[str] | None:
+    """The names that a module's forward takes; None where it takes any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+
+
+def _is_nest(value: Any) -> bool:
+    found = tree_leaves(value) if isinstance(value, (tuple, dict)) else []
+    return bool(found) and all(isinstance(leaf, Tensor) for leaf in found)
+
+
+def _shapes(nest: Nest) -> str:
+    """The shapes of a nest's leaves for a message."""
+    found = {path: list(leaf.shape) for path, leaf in nests.paths(nest, "").items()}
+    return str(found[""]) if list(found) == [""] else str(found)
 
 
 # Layers that need to know more than their input ---------------------------------------------------

@@ -52,6 +52,8 @@ class Connection(socket.socket):
         self._listener, self.address = listener, address
         self.since = self.heard = time.monotonic()
         self.received = 0
+        self.key = b""
+        """Of the node that was heard on it last."""
 
     def recv(self, *arguments: Any) -> bytes:
         """Receive, and count."""
@@ -123,17 +125,18 @@ class Listener(socket.socket):
             self._of[address[0]] += 1
             return connection, address
 
-    def knows(self, address: Any) -> bool:
-        """Whether a request on the connection from there was a node's."""
+    def knows(self, address: Any, key: bytes = b"") -> bool:
+        """Whether the last request on the connection from there was one of the node with this key."""
         connection = self._open.get(tuple(address or ()))
-        return connection is not None and connection in self._nodes
+        return connection is not None and connection in self._nodes and connection.key == key
 
-    def heard(self, address: Any) -> None:
-        """A request on the connection from there is a node's."""
+    def heard(self, address: Any, key: bytes = b"") -> None:
+        """A request on the connection from there is one of the node with this key."""
         connection = self._open.get(tuple(address or ()))
         if connection is not None and connection not in self._leaving:
             self._forget(connection)
             self._nodes[connection] = None
+            connection.key = key
 
     def left(self, connection: Connection) -> None:
         """A connection is closed."""

@@ -10,7 +10,6 @@ of an application.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import datetime
 import json
@@ -21,17 +20,20 @@ import ssl
 import sys
 import threading
 import time
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sartor.errors import SartorError, SettingError
 from sartor.remote.connections import Listener
 from sartor.remote.flower_content import TYPE, VERSIONS, from_content, to_content  # turns telemetry off first
-from sartor.remote.messages import HEADER, LARGEST_HEADER, Parts, readable
+from sartor.remote.keys import fingerprint
+from sartor.remote.limits import Limits
+from sartor.remote.messages import HEADER, Parts, readable
 from sartor.remote.requests import Failed
 
 try:
@@ -66,7 +68,13 @@ try:
         RegisterNodeFleetRequest,
     )
     from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PullObjectResponse
+    from flwr.proto.message_pb2 import (
+        ConfirmMessageReceivedRequest,
+        PullObjectRequest,
+        PullObjectResponse,
+        PushObjectRequest,
+        PushObjectResponse,
+    )
     from flwr.proto.node_pb2 import Node as FleetNode
     from flwr.supercore.constant import (
         FLEET_HTTP_PUBLIC_KEY_HEADER,
@@ -90,14 +98,15 @@ try:
         push_objects,
     )
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+    from flwr.supercore.interceptors.http.utils import add_headers
     from flwr.supercore.object_store import NoObjectInStoreError
     from flwr.supercore.primitives.asymmetric import (
         bytes_to_public_key,
         public_key_to_bytes,
+        sign_message,
         verify_signature,
     )
     from flwr.supernode.fleet_http_client import FleetHttpClient
-    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
     from starlette.middleware.base import BaseHTTPMiddleware
@@ -117,10 +126,10 @@ LARGEST_REQUEST = 1 << 20
 """Bytes of any other HTTP request."""
 HEARTBEAT = 15.0
 """Seconds; a node from which nothing was heard for twice as long is gone."""
-SPARE = 1 << 20
-"""Bytes that a reply may have besides its tensors and its header."""
-MOST_OBJECTS = 1000
-"""Pieces that a reply may consist of, besides those its size asks for."""
+SPARE = 1 << 16
+"""Bytes that a reply may have besides its tensors."""
+SPARE_PIECES = 64
+"""Pieces that a reply may consist of, besides one for every megabyte."""
 MOST_PIECES = 1 << 13
 """Pieces that a reply may consist of, however large it is: of 5 MB each, 40 GB."""
 DEEPEST = 8
@@ -139,10 +148,28 @@ NODE_PATHS = frozenset(
         "confirm-message-received",
     )
 )
-REFUSED = (401, 403, 404, 412)
+STIRRING = frozenset(
+    f"/v1/fleet/{call}" for call in ("activate-node", "deactivate-node", "push-messages", "push-object")
+)
+"""What the server waits for."""
+REFUSED = (401, 403, 404, 412, 413)
 """Answers of a server that knows what is asked of it and does not do it."""
 REASON = "sartor-refused"
 """The header of an answer that will be the same however often it is asked for."""
+BUSY = 429
+"""The answer to a node that asks for too much at once."""
+APART = 30.0
+"""Seconds by which the clocks of a node and the server may differ without being said to."""
+NOTICED = 3.0
+"""Seconds by which they must differ to be what a server refuses a signature for."""
+MOST_APART = 3600.0
+"""Seconds by which they may differ."""
+FAULTS = {
+    ErrorCode.NODE_UNAVAILABLE: "gone",
+    ErrorCode.MESSAGE_UNAVAILABLE: "late",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "late",
+}
+"""What Flower says of replies that there are none of: their nodes have left, or their time is over."""
 MOST_CAUGHT = 100
 """So many refusals are remembered until somebody asks for them."""
 
@@ -160,10 +187,21 @@ class _Awaited:
     """When the node had joined: one that has joined again since does not know of the request."""
     asked: frozenset[str]
     """The pieces of the request."""
+    most: int
+    """Bytes of tensors that the reply may have."""
     reply: str = ""
     pieces: tuple[str, ...] = ()
+    tree: dict[str, set[str]] = field(default_factory=dict)
+    """The pieces that the node has announced, each with those that it consists of."""
+    arrived: dict[str, int] = field(default_factory=dict)
+    """Bytes of the pieces that have come."""
     fault: Failed | None = None
     """What the node has tried to answer, and was refused at the door."""
+
+    @property
+    def most_pieces(self) -> int:
+        """Pieces that the reply may consist of."""
+        return min(SPARE_PIECES + self.most // 1_000_000, MOST_PIECES)
 
 
 class SuperLink:
@@ -180,7 +218,7 @@ class SuperLink:
         port: int,
         *,
         tls: tuple[Path, Path] | None = None,
-        keys: Sequence[bytes] | None = None,
+        keys: Collection[bytes] | None = None,
         database: Path | None = None,
         anew: bool = True,
     ) -> None:
@@ -188,6 +226,12 @@ class SuperLink:
         self.lasting = database is not None
         self._lock = None if database is None else _locked(database)
         app = _application(database)
+        # Of what is there for other paths than nodes', every layer would cost each of their calls.
+        app.user_middleware = [
+            layer
+            for layer in app.user_middleware
+            if not layer.cls.__name__.startswith(("Control", "Runtime"))
+        ]
         # The innermost: what it sees is authenticated.
         app.user_middleware.append(Middleware(BaseHTTPMiddleware, dispatch=self._door))
         app.state.enable_supernode_auth = keys is not None
@@ -197,17 +241,19 @@ class SuperLink:
             with contextlib.suppress(ValueError):  # it is known from an earlier process
                 self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
         self._awaited: dict[str, _Awaited] = {}
-        self._announcing = asyncio.Lock()
+        self._storing = threading.Lock()
+        """Held while a message is compared with what is stored and stored itself."""
         self._earlier: dict[str, str] = {}
         """The notes of messages that an earlier process has sent."""
         self._task = 0
         self._run = (self._last_run(anew) if self.lasting else 0) or self._start_run()
         self._caught: deque[tuple[int, Failed]] = deque(maxlen=MOST_CAUGHT)
+        self._stirred = threading.Event()
         self._listener = Listener(_bound(host, port))
         self.port = int(self._listener.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
-                _FleetOnly(app, self._keys, self._listener),
+                _FleetOnly(app, self._keys, self._listener, self._takes, self._stirred),
                 log_level="error",
                 log_config=None,
                 access_log=False,
@@ -248,7 +294,12 @@ class SuperLink:
         """The nodes from which something was heard of late."""
         return set(self._state.get_nodes(self._run))
 
-    def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+    def key(self, node: int) -> str:
+        """The public key of a node, by which it is the same one for as long as it has it."""
+        found = self._state.get_node_info(node_ids=[node])
+        return fingerprint(bytes(found[0].public_key)) if found else ""
+
+    def send(self, node: int, parts: Parts, lifetime: float, most: int, note: str = "") -> str:
         """Put a message where the node fetches it; its group is nothing to Flower, and holds the note."""
         since = self._joined(node)
         metadata = Metadata(
@@ -267,11 +318,14 @@ class SuperLink:
             message.metadata.__dict__["_message_id"] = message.object_id
             tree, pieces = get_object_tree(message), get_all_nested_objects(message)
             identity = str(message.metadata.message_id)
-            self._awaited[identity] = _Awaited(time.monotonic() + lifetime, node, since, frozenset(pieces))
+            due = time.monotonic() + lifetime
+            self._awaited[identity] = _Awaited(due, node, since, frozenset(pieces), most)
             session = self._state.start_session(self._run)
-            stored, missing = self._state.store_message_and_object_tree(
-                remove_content_from_message(message), tree, session
-            )
+            with self._storing:
+                self._disown(_tree_of(tree, sys.maxsize))
+                stored, missing = self._state.store_message_and_object_tree(
+                    remove_content_from_message(message), tree, session
+                )
             if not stored:
                 del self._awaited[identity]
                 raise Failed("gone", "the node is not registered any more")
@@ -279,12 +333,12 @@ class SuperLink:
                 self._state.store_object(self._run, session, name, pieces[name].deflate())
         return identity
 
-    def poll(self, message: str, most: int) -> Parts | None:
+    def poll(self, message: str) -> Parts | None:
         """A node's reply, once all of it has arrived."""
         awaited = self._awaited[message]
         if awaited.fault is not None:
             raise awaited.fault
-        if not awaited.reply and not self._announced(message, awaited, most):
+        if not awaited.reply and not self._announced(message, awaited):
             self._patience(awaited)
             return None
         contents: dict[str, bytes] = {}
@@ -297,8 +351,8 @@ class SuperLink:
                 self._patience(awaited)
                 return None
             size += len(content)
-            if size > most + LARGEST_HEADER + SPARE:
-                raise Failed("oversized", f"more than the {most} bytes that its reply has")
+            if size > awaited.most + SPARE:
+                raise _oversized(awaited)
             contents[piece] = content
         try:
             reply = inflate_object_from_contents(awaited.reply, contents)
@@ -307,25 +361,31 @@ class SuperLink:
             parts = from_content(reply.content)
         except Exception as error:  # whatever a hostile node has sent
             raise Failed("malformed", f"its reply cannot be read ({type(error).__name__})") from None
-        if sum(len(part) for name, part in parts.items() if name != HEADER) > most:
-            raise Failed("oversized", f"more than the {most} bytes that its reply has")
+        if sum(len(part) for name, part in parts.items() if name != HEADER) > awaited.most:
+            raise _oversized(awaited)
         return parts
 
-    def _announced(self, message: str, awaited: _Awaited, most: int) -> bool:
+    def _announced(self, message: str, awaited: _Awaited) -> bool:
         """Whether a reply has been announced; what it consists of is noted."""
         for reply in self._state.get_message_res(message_ids={message}, run_id=self._run):
-            if reply.has_error():
-                gone = reply.error.code == ErrorCode.NODE_UNAVAILABLE
-                raise Failed("gone" if gone else "failed", readable(reply.error.reason))
-            awaited.reply = str(reply.metadata.message_id)
+            if not reply.has_error():
+                awaited.reply = str(reply.metadata.message_id)
+            elif reply.error.code in FAULTS and self._whole(awaited):
+                awaited.reply = next(iter(awaited.tree))  # it has answered, and then left
+            else:
+                raise Failed(FAULTS.get(reply.error.code, "failed"), readable(reply.error.reason))
             try:
                 tree = self._state.object_store.get_object_tree(awaited.reply)
                 awaited.pieces = tuple(part.object_id for part in iterate_object_tree(tree))
             except Exception as error:  # whatever a hostile node has announced
                 raise Failed("malformed", f"its reply is no tree ({type(error).__name__})") from None
-            if len(awaited.pieces) > MOST_OBJECTS + most // 1000:
+            if len(awaited.pieces) > awaited.most_pieces:
                 raise Failed("oversized", f"a reply of {len(awaited.pieces)} pieces")
         return bool(awaited.reply)
+
+    def _whole(self, awaited: _Awaited) -> bool:
+        """Whether all pieces of a reply that was announced are there."""
+        return bool(awaited.tree) and all(self._state.get_object(self._run, name) for name in awaited.tree)
 
     def _patience(self, awaited: _Awaited) -> None:
         """Wait on, unless the node was started anew and so has forgotten what it was asked or uploading."""
@@ -336,14 +396,18 @@ class SuperLink:
         found = self._state.get_node_info(node_ids=[node])
         return str(found[0].last_activated_at) if found else ""
 
+    def rest(self, seconds: float) -> None:
+        """Wait until a node has joined, left or sent something, for so long at most."""
+        if self._stirred.wait(seconds):
+            self._stirred.clear()
+
     def forget(self, message: str) -> None:
         """Remove a message and its reply."""
         awaited = self._awaited.pop(message, None)
         if awaited is not None:
             self._state.delete_messages(message_ins_ids={message})
-            for name in (message, awaited.reply):
-                if name:
-                    self._state.object_store.delete(name)
+            for name in {message, awaited.reply, *list(awaited.tree)[:1]} - {""}:
+                self._state.object_store.delete(name)
 
     def earlier(self) -> dict[str, tuple[int, str, bool]]:
         """Messages with a note that an earlier process has sent, to nodes that are there."""
@@ -353,7 +417,7 @@ class SuperLink:
             try:
                 if awaited.node not in there:
                     raise Failed("gone", "the node is not back")
-                answered = self._announced(message, awaited, sys.maxsize) and all(
+                answered = self._announced(message, awaited) and all(
                     self._state.get_object(self._run, piece) for piece in awaited.pieces
                 )
                 found[message] = (awaited.node, note, answered)
@@ -362,10 +426,10 @@ class SuperLink:
         self._earlier = {}
         return found
 
-    def take_up(self, message: str, node: int, lifetime: float) -> None:
+    def take_up(self, message: str, node: int, lifetime: float, most: int) -> None:
         """Wait for the reply to one of them."""
         awaited = self._awaited[message]
-        awaited.due, awaited.since = time.monotonic() + lifetime, self._joined(node)
+        awaited.due, awaited.since, awaited.most = time.monotonic() + lifetime, self._joined(node), most
 
     def caught(self) -> list[tuple[int, Failed]]:
         """Nodes that tried what the door refused since the last call, besides answers of their own."""
@@ -380,18 +444,22 @@ class SuperLink:
         asked = getattr(request.state, "protobuf_request", None)
         if asked is None:
             return await proceed(request)
-        if self._keys is not None:
-            key = b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER])
-            if key not in self._keys:
-                raise HTTPException(403, "its key is not among those of the server", {REASON: "key"})
-        self._listener.heard(request.scope["client"])
+        key = b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER])
+        if self._keys is not None and key not in self._keys:
+            raise HTTPException(403, "its key is not among those of the server", {REASON: "key"})
+        self._listener.heard(request.scope["client"], key)
         if isinstance(asked, PushMessagesRequest):
             for message in asked.messages_list:
                 if message.metadata.src_node_id != asked.node.node_id:
                     self._catch(asked.node.node_id, "a reply", message.metadata.src_node_id)
-            async with self._announcing:  # one after the other, as each is compared with what is stored
+            await run_in_threadpool(self._storing.acquire)  # each is compared with what is stored
+            try:
                 await run_in_threadpool(self._check_announcement, asked)
                 return await proceed(request)
+            finally:
+                self._storing.release()
+        elif isinstance(asked, PushObjectRequest):
+            self._check_piece(asked)
         elif isinstance(asked, ConfirmMessageReceivedRequest):
             awaited = self._awaited.get(asked.message_object_id)
             if awaited is None:
@@ -407,20 +475,62 @@ class SuperLink:
     def _check_announcement(self, asked: PushMessagesRequest) -> None:
         """Refuse a reply before anything is made of it: Flower follows its tree wherever that leads."""
         answered = asked.messages_list[0].metadata.reply_to_message_id if asked.messages_list else ""
+        own = self._awaited.get(answered)
+        own = own if own is not None and own.node == asked.node.node_id else None
         try:
             if len(asked.messages_list) != 1 or len(asked.message_object_trees) != 1:
                 raise Failed("malformed", "it announces no reply, or several at once")
             if asked.message_object_trees[0].object_id != asked.messages_list[0].metadata.message_id:
                 raise Failed("malformed", "its reply is not the one that it announces the pieces of")
-            _tree_of(asked.message_object_trees[0])
+            if own is not None and own.fault is not None:
+                raise own.fault
+            tree = _tree_of(asked.message_object_trees[0], MOST_PIECES if own is None else own.most_pieces)
             self._compare_tree(asked.message_object_trees[0])
         except Failed as error:
-            awaited = self._awaited.get(answered)
-            if awaited is not None and awaited.node == asked.node.node_id:
-                awaited.fault = error
-            else:
-                self._caught.append((asked.node.node_id, error))
-            raise HTTPException(403, str(error)) from None
+            self._fault(asked.node.node_id, own, error)
+        if own is not None and not own.tree:
+            own.tree = tree
+
+    def _check_piece(self, asked: PushObjectRequest) -> None:
+        """Refuse a piece of no reply of the node, or with which that is larger than was asked for."""
+        node, size = asked.node.node_id, len(asked.object_content)
+        mine = [held for held in tuple(self._awaited.values()) if held.node == node]
+        mine = [held for held in mine if asked.object_id in held.tree]
+        if not mine:
+            raise HTTPException(404, "no such piece of a reply that is waited for")
+        for held in mine:
+            held.arrived[asked.object_id] = size
+            if sum(held.arrived.values()) > held.most + SPARE:
+                self._fault(node, held, _oversized(held))
+
+    def _takes(self, key: bytes, size: int, signed: Callable[[], bool]) -> bool:
+        """Whether a piece of so many bytes from the node with this key may come: a reply may grow by so many.
+
+        Where the node has one reply under way, and has signed this, that reply is none any more if not.
+        """
+        node = self._state.get_node_id_by_public_key(key)
+        mine = [held for held in tuple(self._awaited.values()) if held.node == node and held.fault is None]
+        room = [held.most - sum(tuple(held.arrived.values())) + 2 * SPARE for held in mine]
+        takes = size <= max(room, default=0)
+        if not takes and len(mine) == 1 and mine[0].tree and signed():
+            mine[0].fault = _oversized(mine[0])
+        return takes
+
+    def _fault(self, node: int, awaited: _Awaited | None, error: Failed) -> NoReturn:
+        """Refuse what a node tries; the reply that it belongs to is none any more."""
+        if awaited is not None:
+            awaited.fault = error
+        else:
+            self._caught.append((node, error))
+        raise HTTPException(403, str(error)) from None
+
+    def _disown(self, tree: dict[str, set[str]]) -> None:
+        """Forget replies of which a piece is said to be what one of a request of ours is not."""
+        for awaited in tuple(self._awaited.values()):
+            if any(tree.get(name, children) != children for name, children in awaited.tree.items()):
+                awaited.fault = Failed("malformed", "a piece of its reply does not consist of what it says")
+                self._state.object_store.delete(next(iter(awaited.tree)))
+                awaited.tree = {}
 
     def _compare_tree(self, tree: Any) -> None:
         """Refuse a tree with a piece that is in the store and consists of others there.
@@ -456,7 +566,8 @@ class SuperLink:
             for message in self._state.get_message_ids_from_run_id(found):
                 row = self._state.get_valid_message_ins(message)
                 node, note = json.loads((row and row["group_id"]) or '[0, ""]')
-                self._awaited[message] = _Awaited(0.0, int(node), "", self._pieces(message))
+                pieces = self._pieces(message)
+                self._awaited[message] = _Awaited(0.0, int(node), "", pieces, sys.maxsize)
                 if note:
                     self._earlier[message] = str(note)
                 else:
@@ -489,8 +600,12 @@ class SuperLink:
             self._state.acknowledge_task_heartbeat(self._task)
 
 
-def _tree_of(tree: Any) -> dict[str, set[str]]:
-    """The pieces of a tree, each with those that it consists of.
+def _oversized(awaited: _Awaited) -> Failed:
+    return Failed("oversized", f"more than the {awaited.most} bytes that its reply has")
+
+
+def _tree_of(tree: Any, most: int = MOST_PIECES) -> dict[str, set[str]]:
+    """The pieces of a tree, each with those that it consists of; the tree's own comes first.
 
     A tree of too many is refused, and one that would grow where every mention of a piece is followed.
     """
@@ -500,8 +615,8 @@ def _tree_of(tree: Any) -> dict[str, set[str]]:
         below: list[Any] = []
         for part in level:
             count += len(part.children)
-            if count > MOST_PIECES:
-                raise Failed("oversized", f"a reply of more than {MOST_PIECES} pieces")
+            if count > most:
+                raise Failed("oversized", f"a reply of more than {most} pieces")
             children = {child.object_id for child in part.children}
             if len(part.object_id) != 64:
                 raise Failed("malformed", "a piece of its reply has no name")
@@ -584,8 +699,16 @@ class _FleetOnly:
     them: Flower looks at the signature when it has read all of a request.
     """
 
-    def __init__(self, app: Any, keys: frozenset[bytes] | None, listener: Listener) -> None:
-        self._app, self._keys, self._listener = app, keys, listener
+    def __init__(
+        self,
+        app: Any,
+        keys: frozenset[bytes] | None,
+        listener: Listener,
+        takes: Callable[[bytes, int, Callable[[], bool]], bool],
+        stirred: threading.Event,
+    ) -> None:
+        self._app, self._keys, self._listener, self._limits = app, keys, listener, Limits()
+        self._takes, self._stirred = takes, stirred
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -600,13 +723,34 @@ class _FleetOnly:
         if b"transfer-encoding" in headers or not length.isdigit() or int(length) > most:
             await _refuse(send, 413)
             return
-        if self._keys is not None and not self._listener.knows(scope["client"]):
+        key = _claimed_key(headers)
+        if most == LARGEST_PIECE:
+
+            def signed() -> bool:
+                return not _signature_fault(headers, self._keys)
+
+            if not await run_in_threadpool(self._takes, key, int(length), signed):
+                await _refuse(send, 413)  # it is not waited for, and so it is not read
+                return
+        if self._keys is None:  # anybody may come, under any name
+            await self._serve(scope, receive, send)
+            return
+        if not self._listener.knows(scope["client"], key):
             status = _signature_fault(headers, self._keys)
             if status:
                 await _refuse(send, status, {REASON: "key"} if status == 403 else {})
                 return
-            self._listener.heard(scope["client"])
-        # Flower's application is only asked once all of a request is there, as it costs more than waiting.
+            self._listener.heard(scope["client"], key)
+        if not self._limits.begin(key, int(length)):
+            await _refuse(send, BUSY)
+            return
+        try:
+            await self._serve(scope, receive, send)
+        finally:
+            self._limits.end(key, int(length))
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """Ask Flower's application once all of a request is there, as it costs more than waiting."""
         body, more = bytearray(), True
         while more:
             part = await receive()
@@ -621,15 +765,28 @@ class _FleetOnly:
             return waiting.pop() if waiting else await receive()
 
         await self._app(scope, whole, send)
+        if scope["path"] in STIRRING:
+            self._stirred.set()
 
 
-def _signature_fault(headers: Mapping[bytes, bytes], keys: frozenset[bytes]) -> int:
-    """The status of an answer to headers that nobody who has one of the keys has signed of late; else 0."""
+def _claimed_key(headers: Mapping[bytes, bytes]) -> bytes:
+    """The public key of whoever says to have sent these headers; nothing where they have none."""
+    try:
+        return b64decode(headers.get(FLEET_HTTP_PUBLIC_KEY_HEADER.encode(), b""), validate=True)
+    except ValueError:
+        return b""
+
+
+def _signature_fault(headers: Mapping[bytes, bytes], keys: frozenset[bytes] | None) -> int:
+    """The status of an answer to headers that nobody who has one of the keys has signed of late; else 0.
+
+    Without keys any will do.
+    """
     names = (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER, TIMESTAMP_HEADER)
     try:
         key, signature, stamp = (headers[name.encode()] for name in names)
         public = b64decode(key, validate=True)
-        if public not in keys:
+        if keys is not None and public not in keys:
             return 403
         age = time.time() - datetime.datetime.fromisoformat(stamp.decode("ascii")).timestamp()
         recent = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
@@ -677,6 +834,52 @@ class Request:
     parts: Parts
 
 
+class _Signature:
+    """Signs a node's requests with the time, by the server's clock.
+
+    Servers take signatures of the last minutes; whose clock differs is told the time by any answer.
+    """
+
+    def __init__(self, key: EllipticCurvePrivateKey) -> None:
+        self._key, self._public = key, b64encode(public_key_to_bytes(key.public_key())).decode()
+        self.ahead = self._found = 0.0
+        """Seconds by which the server's clock is ahead of this machine's; 0 where they hardly differ."""
+
+    def now(self) -> float:
+        """The server's time."""
+        return time.time() + self.ahead
+
+    def intercept(self, context: Any, proceed: Callable[[Any], httpx.Response]) -> httpx.Response:
+        """Sign a request, and compare the clocks when it is answered."""
+        stamp = datetime.datetime.fromtimestamp(self.now(), datetime.timezone.utc).isoformat()
+        headers = {
+            FLEET_HTTP_PUBLIC_KEY_HEADER: self._public,
+            TIMESTAMP_HEADER: stamp,
+            FLEET_HTTP_SIGNATURE_HEADER: b64encode(sign_message(self._key, stamp.encode())).decode(),
+        }
+        add_headers(context.request, headers)
+        sent = time.time()
+        response = proceed(context)
+        self._compare(response.headers.get("date", ""), sent)
+        return response
+
+    def adopt(self, least: float = NOTICED) -> bool:
+        """Go by the clock of the server, as far as its last answer told; whether that is another time."""
+        differs = abs(self._found - self.ahead) > least
+        self.ahead = self._found if differs else self.ahead
+        return differs
+
+    def _compare(self, told: str, sent: float) -> None:
+        """A date is of whole seconds, and of some moment between question and answer."""
+        try:
+            date = parsedate_to_datetime(told).timestamp()
+        except (ValueError, TypeError, OverflowError):
+            return
+        earliest, latest = date - time.time(), date + 1 - sent
+        self._found = 0.0 if earliest <= 0 <= latest else (earliest + latest) / 2
+        self.adopt(APART)
+
+
 class FleetLink:
     """A node's connection to the server. ``known`` is the number that the server gave it last time."""
 
@@ -691,15 +894,13 @@ class FleetLink:
     ) -> None:
         _quiet()
         self._address, self._key, self.known = address, public_key_to_bytes(key.public_key()), known
+        self._signature = _Signature(key)
         try:
             self._client = FleetHttpClient.from_server_address(
                 address,
                 insecure,
                 None if certificates is None else str(certificates),
-                interceptors=[
-                    RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-                    NodeAuthHttpInterceptor(key, key.public_key()),
-                ],
+                interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperNode"), self._signature],
             )
         except (OSError, ssl.SSLError) as error:
             raise SartorError(f"{certificates}: no certificate to check the server by: {error}") from None
@@ -711,6 +912,11 @@ class FleetLink:
         self._closing = threading.Event()
         self._lost = threading.Event()
         self._pulse: threading.Thread | None = None
+
+    @property
+    def ahead(self) -> float:
+        """Seconds by which the server's clock is ahead of this machine's; 0 where they hardly differ."""
+        return self._signature.ahead
 
     def connect(self) -> bool:
         """Join, or join again; whether the server may believe that this node has been away.
@@ -782,7 +988,19 @@ class FleetLink:
 
     def reply(self, request: Request, parts: Parts) -> None:
         """Return the reply to a request; where the server cannot be reached, once it can be again."""
-        self._outgoing = Message(to_content(parts), reply_to=request.message)
+        asked, now = request.message.metadata, self._signature.now()
+        metadata = Metadata(
+            run_id=asked.run_id,
+            message_id="",
+            src_node_id=asked.dst_node_id,
+            dst_node_id=asked.src_node_id,
+            reply_to_message_id=asked.message_id,
+            group_id=asked.group_id,
+            created_at=now,
+            ttl=asked.created_at + asked.ttl - now,
+            message_type=asked.message_type,
+        )
+        self._outgoing = make_message(metadata, to_content(parts))
         with no_object_id_recompute():
             self._outgoing.metadata.__dict__["_message_id"] = self._outgoing.object_id
         self._push()
@@ -804,7 +1022,7 @@ class FleetLink:
                 self._outgoing = None
                 return  # the server does not wait for it any more
             put = make_push_object_fn_protobuf(
-                lambda request: self._call(self._client.PushObject, request),
+                lambda request: self._call(self._client.PushObject, request, REFUSED) or PushObjectResponse(),
                 self._node,
                 reply.metadata.run_id,
                 response.session_id,
@@ -841,19 +1059,30 @@ class FleetLink:
 
     def _call(self, function: Callable[[Any], Any], request: Any, tolerated: Sequence[int] = ()) -> Any:
         """A call of the server; None for an answer of these kinds."""
+        before = self.ahead
         try:
             return function(request)
         except httpx.HTTPStatusError as error:
             if REASON in error.response.headers:
                 told = "the server does not know this node's key, which must be among its --nodes"
                 raise Refused(f"{self._address}: {told}") from None
-            if error.response.status_code in tolerated:
+            status = error.response.status_code
+            another_time = status == 401 and self._signature.adopt()
+            if abs(self.ahead) > MOST_APART:
+                told = f"{clocks_apart(self.ahead)}, which is too much; set it"
+                raise Refused(f"{self._address}: {told}") from None
+            if another_time or (status == 401 and self.ahead != before):
+                return self._call(function, request, tolerated)  # by the server's clock
+            if status in tolerated:
                 return None
-            raise Lost(
-                f"the server answers {error.response.status_code} {error.response.text[:200]}"
-            ) from None
+            raise Lost(f"the server answers {status} {readable(error.response.text, 200)}") from None
         except (httpx.HTTPError, OSError, RuntimeError) as error:
             raise Lost(str(error) or type(error).__name__) from None
+
+
+def clocks_apart(ahead: float) -> str:
+    """How the clock of this machine differs from a server's that is ahead of it by these seconds."""
+    return f"this machine's clock is {abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'} the server's"
 
 
 def _quiet() -> None:

@@ -18,6 +18,7 @@ from sartor.extensions import is_file
 from sartor.files import write
 from sartor.remote.messages import HEADER, Parts, readable
 from sartor.remote.requests import Failed
+from sartor.remote.serve import require_deployable
 from sartor.runs.experiment import Experiment, code_of, portable, toml_text
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def call(message, context):
 
 def write_app(folder: Path, experiment: Experiment) -> list[Path]:
     """An application of Flower's that runs the experiment; nothing that exists is written over."""
+    require_deployable(experiment)
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "pyproject.toml": PROJECT,
@@ -122,6 +124,7 @@ class StockGrid:
         self._seen: set[int] = set()
         self._looked = 0.0
         self._next: dict[str, float] = {}
+        self._most: dict[str, int] = {}
 
     def nodes(self) -> set[int]:
         """The nodes that are there, looked up once a second."""
@@ -129,15 +132,20 @@ class StockGrid:
             self._seen, self._looked = set(self._grid.get_node_ids()), time.monotonic()
         return set(self._seen)
 
-    def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
+    def key(self, node: int) -> str:
+        """Nothing: who a node is, is Flower's to look after."""
+        return ""
+
+    def send(self, node: int, parts: Parts, lifetime: float, most: int, note: str = "") -> str:
         """Put a message on its way."""
         message = self._flower.message_to(node, parts, lifetime + 60)
         sent = list(self._grid.push_messages([message]))
         if not sent or not sent[0]:
             raise Failed("gone", "the node is not registered any more")
+        self._most[str(sent[0])] = most
         return str(sent[0])
 
-    def poll(self, message: str, most: int) -> Parts | None:
+    def poll(self, message: str) -> Parts | None:
         """The reply, asked for a few times a second."""
         if time.monotonic() < self._next.get(message, 0.0):
             return None
@@ -149,14 +157,19 @@ class StockGrid:
                 parts = self._flower.from_content(reply.content)
             except Exception as error:  # whatever a hostile node has sent
                 raise Failed("malformed", f"its reply cannot be read ({type(error).__name__})") from None
-            if sum(len(part) for name, part in parts.items() if name != HEADER) > most:
-                raise Failed("oversized", f"more than the {most} bytes that its reply has")
+            if sum(len(part) for name, part in parts.items() if name != HEADER) > self._most[message]:
+                raise Failed("oversized", f"more than the {self._most[message]} bytes that its reply has")
             return parts
         return None
+
+    def rest(self, seconds: float) -> None:
+        """Nothing says when something arrives."""
+        time.sleep(seconds)
 
     def forget(self, message: str) -> None:
         """Flower removes what was fetched; what was not goes when its time is over."""
         self._next.pop(message, None)
+        self._most.pop(message, None)
 
     def caught(self) -> list[tuple[int, Failed]]:
         """Nothing: who sends what is Flower's to look after."""
@@ -166,18 +179,21 @@ class StockGrid:
         """Nothing: messages end with Flower's run."""
         return {}
 
-    def take_up(self, message: str, node: int, lifetime: float) -> None:
+    def take_up(self, message: str, node: int, lifetime: float, most: int) -> None:
         """There is nothing to take up."""
 
 
 def answer(message: Message, context: Any) -> Message:
     """A node's reply to a message; ``--node-config 'data="..." state="..."'`` says where its data lie.
 
-    ``import="mine.py,..."`` there names code of the node's own, which must be the server's.
+    ``import="mine.py,..."`` there names code of the node's own, which must be the server's; ``policy`` is a
+    file that says what the node agrees to.
     """
+    from sartor.remote.audit import Audit
     from sartor.remote.flower_content import from_content, reply_to
     from sartor.remote.join import loader
     from sartor.remote.node import Node
+    from sartor.remote.policy import node_policy
     from sartor.runs.experiment import import_given
 
     settings = context.node_config
@@ -192,12 +208,9 @@ def answer(message: Message, context: Any) -> Message:
         settings.get("client-column"),
         settings.get("label-column"),
     )
-    allowed = settings.get("allow-personal-models", False)
-    if not isinstance(allowed, bool):
-        raise SartorError(
-            f"flower-supernode --node-config: allow-personal-models is true or false, got {allowed!r}"
-        )
-    node = Node(load, Path(str(settings["state"])), sends_personal=allowed)
+    policy = node_policy(settings.get("policy"), settings.get("allow-personal-models", False))
+    state = Path(str(settings["state"]))
+    node = Node(load, state, policy=policy, audit=Audit(state))
     node.recall()
     reply = node.handle(from_content(message.content))
     if node.refusal:

@@ -20,10 +20,13 @@ from sartor.data.named import read_data
 from sartor.data.settings import Data
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import function_file
-from sartor.files import write
+from sartor.files import OWNER_ALONE, private_folder, write
+from sartor.model.objectives import chosen_objective
 from sartor.remote.addresses import is_loopback, split_address
+from sartor.remote.audit import Audit
 from sartor.remote.keys import own_key, read_key
 from sartor.remote.node import Load, Node
+from sartor.remote.policy import Policy
 from sartor.runs.experiment import Experiment, anchored, import_named
 
 log = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
         options: dict[str, Any] = {
             "validation_fraction": experiment.data.validation,
             "seed": experiment.seed,
+            "targets": chosen_objective(experiment.objective).targets,
             "labels": experiment.data.labels,
         }
         if path.is_dir():
@@ -65,10 +69,22 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
 
 def _from_function(path: str, experiment: Experiment) -> ClientData:
     """The clients that a function of the node's owner gives."""
-    data = read_data(Data(path=path, validation=experiment.data.validation), experiment.seed)
+    named = Data(path=path, validation=experiment.data.validation)
+    data = read_data(named, experiment.seed, chosen_objective(experiment.objective).targets)
     if not isinstance(data, ClientData):
         raise DataError(f"{path}: gives samples of no client; give {{client: (x, y)}}")
     return data
+
+
+def _known(path: Path) -> dict[str, int]:
+    """By address the number that this node has at a server, as it was stored."""
+    try:
+        numbers = json.loads(path.read_bytes()) if path.exists() else {}
+    except (OSError, ValueError, RecursionError):
+        numbers = None
+    if not isinstance(numbers, dict) or not all(type(number) is int for number in numbers.values()):
+        raise SartorError(f"{path}: damaged; remove it, and servers take this node for a new one")
+    return numbers
 
 
 def join(
@@ -81,14 +97,14 @@ def join(
     insecure: bool = False,
     patience: float = 600.0,
     device: str = "cpu",
-    sends_personal: bool = False,
+    policy: Policy | None = None,
     show: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Take part in the run of a server until it ends; a server that is gone is waited for.
 
-    A server that asks for personal models gets them only if ``sends_personal``.
+    ``policy`` is what this node agrees to; what it is asked for and what leaves it is logged in ``state``.
     """
-    from sartor.remote.flower import FleetLink, Lost
+    from sartor.remote.flower import FleetLink, Lost, clocks_apart
 
     host, _ = split_address(address)
     if certificates is None and not insecure and not is_loopback(host):
@@ -96,16 +112,18 @@ def join(
             f"{host}: without --ca the server could be anybody and everything would travel readable; "
             "give the certificate that `sartor keys` made for it, or --insecure"
         )
-    state.mkdir(parents=True, exist_ok=True)
+    private_folder(state)
     own = read_key(key) if key is not None else own_key(state / "key.pem")
     known = state / "known.json"
-    numbers: dict[str, int] = json.loads(known.read_text()) if known.exists() else {}
-    node = Node(load, state / "runs", device=device, sends_personal=sends_personal)
+    numbers = _known(known)
+    policy, audit = policy or Policy(), Audit(state)
+    audit.add("started", f"Started to join {address}, with its policy.", policy=policy.to_mapping())
+    node = Node(load, state / "runs", device=device, policy=policy, audit=audit)
     link = FleetLink(
         address, own, certificates=certificates, insecure=certificates is None, known=numbers.get(address, 0)
     )
     try:
-        connected, since, round, quiet = False, time.monotonic(), 0, SHORTEST
+        connected, apart, since, round, quiet = False, False, time.monotonic(), 0, SHORTEST
         while not node.done:
             if node.refusal:
                 raise SartorError(f"{address}: this node cannot take part: {node.refusal}")
@@ -116,8 +134,12 @@ def join(
                     if link.connect():
                         node.renew()
                     numbers[address] = link.known
-                    write(known, json.dumps(numbers).encode())
+                    write(known, json.dumps(numbers).encode(), OWNER_ALONE)
+                    audit.add("joined", f"Joined the server {address} as node {link.known}.")
                     show(f"joined {address} as node {link.known}")
+                    if link.ahead and not apart:
+                        apart = True
+                        show(f"{clocks_apart(link.ahead)}, by which this node goes; set it when you can")
                     connected = True
                 request = link.receive()
                 if request is not None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sartor.errors import DataError, SartorError
 from sartor.federation.rows import checksums, row_bytes
-from sartor.files import leftovers, write
+from sartor.files import OWNER_ALONE, leftovers, private_folder, write
 from sartor.runs.record import separate
 
 MOST_FILES = 16
@@ -84,10 +84,7 @@ class Journal:
         self._folder = folder
         self._entries: dict[int, _Entry] = {}
         if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise DataError(f"{folder}: client states cannot be stored: {error.strerror}") from None
+            private_folder(folder)
             for leftover in leftovers(folder):
                 leftover.unlink()
             for path in sorted(folder.glob("[0-9]*.safetensors"), key=lambda path: _KINDS.index(_kind(path))):
@@ -177,7 +174,7 @@ class Journal:
             checks = _checks(numbers, values)
             tensors |= {f"{name}.numbers": numbers, f"{name}.rows": values, f"{name}.checks": checks}
         path = self._path(exchange, kind)
-        write(path, save(separate(tensors)))
+        write(path, save(separate(tensors)), OWNER_ALONE)
         self._entries[exchange] = _Entry(exchange, kind, path, None)
 
     def _remove(self, exchange: int) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import ipaddress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sartor.errors import DataError, SettingError
 from sartor.files import write
+from sartor.settings import shown
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -35,9 +38,20 @@ def check_issued(certificate: Path, authority: Path) -> None:
         ) from None
 
 
-def make_keys(folder: Path, hosts: list[str], nodes: list[str], days: int = 825) -> list[Path]:
+CLIENT = "client:"
+"""What a line begins with that names a client which the key below it may bring."""
+
+
+def make_keys(
+    folder: Path,
+    hosts: list[str],
+    nodes: list[str],
+    clients: Mapping[str, Sequence[str]] | None = None,
+    days: int = 825,
+) -> list[Path]:
     """Keys for a federation: an authority, the server's certificate by it, and a key for every node.
 
+    ``clients`` are those that a node may bring; one that is not among them may bring any that no other may.
     Nothing that exists is written over.
     """
     from cryptography import x509
@@ -87,7 +101,8 @@ def make_keys(folder: Path, hosts: list[str], nodes: list[str], days: int = 825)
     for node in nodes:
         key = ec.generate_private_key(ec.SECP384R1())  # the curve of Flower's nodes
         write(folder / f"{node}.key", _private(key), 0o600)
-        public += public_key(key)
+        brings = (clients or {}).get(node, ())
+        public += "".join(f"{CLIENT} {name}\n" for name in brings).encode() + public_key(key)
     write(folder / "nodes.pub", public)
     return [folder / name for name in names]
 
@@ -119,8 +134,11 @@ def read_key(path: Path) -> EllipticCurvePrivateKey:
     return key
 
 
-def read_public_keys(path: Path) -> list[bytes]:
-    """The public keys of the nodes that may join: PEM, one after the other in a file."""
+def read_public_keys(path: Path) -> dict[bytes, tuple[str, ...]]:
+    """The public keys of the nodes that may join, each with the clients that it may bring; none: any.
+
+    They stand one after the other in a file, in PEM form, each below the lines that name its clients.
+    """
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     end = b"-----END PUBLIC KEY-----"
@@ -128,16 +146,29 @@ def read_public_keys(path: Path) -> list[bytes]:
         blocks = [block.strip() for block in path.read_bytes().split(end) if block.strip()]
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    keys = []
+    keys: dict[bytes, tuple[str, ...]] = {}
     for place, block in enumerate(blocks, 1):
+        above, begin, rest = block.partition(b"-----BEGIN")
         try:
-            key = load_pem_public_key(block + b"\n" + end)
+            key = load_pem_public_key(begin + rest + b"\n" + end)
+            lines = [line.strip() for line in above.decode().splitlines() if line.strip()]
         except ValueError:
             raise DataError(f"{path}: entry {place} is no public key") from None
-        keys.append(key.public_bytes(_pem(), _subject()))
+        wrong = [line for line in lines if not line.startswith((CLIENT, "#"))]
+        if wrong:
+            raise DataError(
+                f"{path}: entry {place}: expected '{CLIENT} NAME' above a key, got {shown(wrong[0])}"
+            )
+        names = tuple(line[len(CLIENT) :].strip() for line in lines if line.startswith(CLIENT))
+        keys[key.public_bytes(_pem(), _subject())] = names
     if not keys:
         raise DataError(f"{path}: holds no public key; `sartor keys` writes such a file")
     return keys
+
+
+def fingerprint(key: bytes) -> str:
+    """A short name of a public key (PEM), which no other has."""
+    return hashlib.sha256(key).hexdigest()[:32]
 
 
 def own_key(path: Path) -> EllipticCurvePrivateKey:

@@ -13,6 +13,7 @@ A client's number is the same as in a simulation of the whole federation, so its
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -25,32 +26,49 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from sartor import nests
 from sartor.algorithms import registered
-from sartor.data.clients import SPLITS, ClientData, Moments, prepare, relabel
+from sartor.data.clients import SPLITS, ClientData, prepare, relabel
+from sartor.data.expect import check_expected, check_range
+from sartor.data.moments import Moments, moments_of
 from sartor.data.public import hash_of
 from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
-from sartor.extensions import imported
+from sartor.extensions import imported, installed
 from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
 from sartor.federation.states import StateStore, grouped_name
 from sartor.federation.transforms import Transforms, read_shapes
-from sartor.files import write
+from sartor.files import OWNER_ALONE, private_folder, write
 from sartor.model.groups import build_groups, tasks_of
 from sartor.model.networks import build_task
+from sartor.model.objectives import chosen_objective
 from sartor.model.task import Task
+from sartor.remote.admission import form_of, moments_like, received_moments, sent_moments
+from sartor.remote.audit import Audit, answered, introduced
+from sartor.remote.form import check_form
 from sartor.remote.journal import Journal, rows_of
-from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, version
+from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, readable, spec_of, version
+from sartor.remote.policy import Policy, Refused
 from sartor.runs import experiment as experiments
-from sartor.runs.evaluation import shared_model
+from sartor.runs.evaluation import evaluation_of, shared_model
 from sartor.runs.experiment import Experiment
 from sartor.runs.record import separate
-from sartor.runs.setup import federation_settings, public_samples, resolve, with_public
+from sartor.runs.seals import BLANK, KEY, is_whole, sealed
+from sartor.runs.setup import (
+    check_targets,
+    federation_settings,
+    fitted,
+    public_samples,
+    resolve,
+    with_public,
+)
 from sartor.settings import build, shown
 
 log = logging.getLogger(__name__)
@@ -62,7 +80,6 @@ METHOD = "method.txt"
 OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number", "groups", "entries")
 COMMON = (shared_model, own_buffers)
 """Client functions of any method's evaluation."""
-STAY = ", which stay at this node; `sartor join --allow-personal-models` lets them go"
 
 
 class Closed(SartorError):
@@ -134,7 +151,7 @@ class Hosted:
 class Node:
     """The clients of one machine. ``task`` stands in for the model that the experiment names.
 
-    What is the clients' own, their personal models and what they keep, is sent only if ``sends_personal``.
+    ``policy`` says what it agrees to, ``audit`` keeps what it was asked for and what has left it.
     """
 
     def __init__(
@@ -144,15 +161,16 @@ class Node:
         *,
         task: Task | None = None,
         device: str = "cpu",
-        sends_personal: bool = False,
+        policy: Policy | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._load, self._folder, self._device = load, folder, device
-        self._sends_personal = sends_personal
+        self._policy, self._audit = policy or Policy(), audit or Audit(None)
         self._given_task = task
         self._told = ""
         self._code: dict[str, str] = {}
         self._data: ClientData | None = None
-        self._moments: Moments | None = None
+        self._moments: dict[str, Moments] | None = None
         self._experiment: Experiment | None = None
         self._run = ""
         self._hosted: Hosted | None = None
@@ -177,24 +195,25 @@ class Node:
             told = header.get("version")
             if told != version():
                 raise SartorError(
-                    f"the server has sartor {told}, this node {version()}; install the same version"
+                    f"the server has sartor {readable(told, 50)}, this node {version()}; "
+                    "install the same version"
                 )
             answers = {
-                "hello": self._greeted,
+                "hello": self._hello,
                 "open": self._open,
                 "call": self._call,
                 "end": self._end,
                 "fail": self._fail,
                 "refuse": self._refuse,
             }
-            answer = answers.get(kind)
-            if answer is None:
-                raise BadMessage("malformed", f"no such request: {kind!r}")
-            reply, sent = answer(header, groups)
-            return encode({**reply, "nonce": nonce}, sent)
+            reply, sent = answers[check_form(header)](header, groups)
+            message = encode({**reply, "nonce": nonce}, sent)
+            self._note(kind, header, reply, sent)  # what cannot be logged is not sent
+            return message
         except Closed as error:
             return encode({"nonce": nonce, "error": str(error), "closed": True})
         except SartorError as error:
+            self._note_refusal(kind, str(error))
             if kind == "hello":  # it will not go better the next time
                 self.refusal = str(error)
             else:
@@ -202,6 +221,7 @@ class Node:
             return encode({"nonce": nonce, "error": str(error)})
         except Exception as error:  # a request may hold anything; the node is there for the next one
             log.exception("request failed")
+            self._note_refusal(kind, f"{type(error).__name__}: {error}")
             return encode({"nonce": nonce, "error": f"{type(error).__name__}: {error}"})
 
     def renew(self) -> None:
@@ -210,25 +230,24 @@ class Node:
 
     # Requests -------------------------------------------------------------------------------------
 
-    def _greeted(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
-        """Introduce the clients to a server that asks for nothing which is theirs."""
-        _same_code(header.get("code", {}))  # before anything: the experiment may name what is in it
-        asks = experiments.from_mapping(header["experiment"]).evaluate.personal_models == "yes"
-        _same_public(experiments.from_mapping(header["experiment"]), header.get("public"))
-        if asks and not self._sends_personal:
-            raise SartorError(f"the server asks for personal models (evaluate.personal_models = 'yes'){STAY}")
-        return self._hello(header, groups)
-
     def _hello(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
-        """Which clients are here, with how many samples; how these lie, for normalising all alike."""
-        code = _same_code(header.get("code", {}))
+        """Which clients are here, with how many samples; how these lie, for normalising all alike.
+
+        Nothing of it is told to a server whose experiment the node does not agree to.
+        """
+        code = _same_code(header.get("code", {}))  # before anything: the experiment may name what is in it
+        experiment = experiments.from_mapping(header["experiment"])
+        self._policy.check_experiment(experiment)
+        _same_public(experiment, header.get("public"))
         told = json.dumps(header["experiment"], sort_keys=True)
         if self._data is None or told != self._told:
-            experiment = experiments.from_mapping(header["experiment"])
             data = prepare(self._load(experiment), features=experiment.features.settings)
+            check_range(experiment.expect, data)
             if experiment.data.labels is not None:
                 data = relabel(data, experiment.data.labels)
-            self._moments = Moments.of(data.train.x) if experiment.data.normalise else None
+            check_expected(experiment.expect, data)
+            self._policy.check_data(experiment, data)
+            self._moments = moments_of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
             self._code = code
             self._run = ""
@@ -238,8 +257,8 @@ class Node:
         reply = {
             "names": list(data.names),
             "counts": {name: part.count.tolist() for name, part in held.items() if part is not None},
-            "shape": list(data.train.x.shape[1:]),
-            "dtype": str(data.train.x.dtype).removeprefix("torch."),
+            "x": form_of(data.train.x, "x"),
+            "y": form_of(data.train.y, "y"),
             "classes": data.classes,
             "labels": data.labels,
             "hash": data.hash,
@@ -248,8 +267,8 @@ class Node:
         }
         if self._moments is None:
             return reply, {}
-        moments = {"mean": self._moments.mean, "squares": self._moments.squares}
-        return {**reply, "number": self._moments.number}, {"moments": moments}
+        numbers, tensors = sent_moments(self._moments)
+        return {**reply, "number": numbers}, {"moments": tensors}
 
     def _open(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Take up a run where it stands."""
@@ -263,25 +282,25 @@ class Node:
         clients = int(header["clients"])
         if numbers.shape != (data.clients,) or numbers.min() < 0 or numbers.max() >= clients:
             raise BadMessage("malformed", "it does not number this node's clients")
-        if "moments" in groups:
-            moments = groups["moments"]
-            like = Moments(int(header["number"]), moments["mean"], moments["squares"])
-            data = prepare(data, normalise=True, like=like)
-        labels = header["labels"]
-        if labels is not None and not (type(labels) is list and all(type(label) is str for label in labels)):
-            raise BadMessage("malformed", "its labels are no texts")
-        data = with_public(data, experiment)
-        data = relabel(data, labels)  # the run numbers classes otherwise than a node that lacks some of them
+        # The run numbers classes otherwise than a node that lacks some of them.
+        data = relabel(data, header["labels"])
         data = replace(data, classes=header["classes"])
         task = self._given_task
-        shape = tuple(data.train.x.shape[1:])
         if task is None:
-            task = build_task(experiment.model, shape, data.classes, experiment.seed)
+            objective = chosen_objective(experiment.objective)
+            x, y = data.train.x, data.train.y
+            task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
+        like = _common_moments(header, groups, data)
+        data = fitted(data, task, normalise=like is not None, like=like)
+        check_targets(data, task)
+        x, y = data.train.x, data.train.y
+        task = task.suited(x, y, data.classes)
         if experiment.models:
             of, entries = _groups_of(header, data.clients, len(experiment.models))
             task = build_groups(
-                task, experiment.models, of, shape, data.classes, experiment.seed, entries=entries
+                task, experiment.models, of, x, y, data.classes, experiment.seed, entries=entries
             )
+        data = with_public(data, experiment)
         hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device)
         if run != self._run or self._folder is not None:
             self._check_method(run, experiment.algorithm)
@@ -305,8 +324,10 @@ class Node:
         if "declared" in groups:
             self._remember_declared(groups["declared"])
         numbers = np.array(header["numbers"], dtype=np.int64)
-        if numbers.ndim != 1 or not len(numbers):
+        if not len(numbers):
             raise BadMessage("malformed", "there are no such clients")
+        if type(header["rounds"]) is list and len(header["rounds"]) != len(numbers):
+            raise BadMessage("malformed", "its rounds are not one for each client")
         places = hosted.places(numbers.tolist())
         group = hosted.group(places)
         self.round = int(header["round"])
@@ -315,7 +336,7 @@ class Node:
             for group in ("shared", "each", "buffers")
         }
         work = Work(
-            function=self._around(self._function(str(header["function"])), header),
+            function=self._around(self._function(header), header),
             hyper=self._hyper(header["algorithm"], header["hyper"]),
             numbers=places,
             rounds=np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy(),
@@ -327,9 +348,15 @@ class Node:
         outcome = hosted.run(work)
         kept = dict(outcome.kept)
         groups = {"sent": outcome.sent}
+        averaged = outcome.buffers is not None and hosted.policy == "average"
+        self._policy.check_reply(str(header["function"]), [*outcome.sent, *(["buffers"] if averaged else [])])
+        if averaged and self._policy.require:
+            raise Refused(
+                "float buffers are asked for, which pass no transforms (require); set model.buffers"
+            )
         if outcome.buffers is not None and hosted.policy == "local":
             kept["buffers"] = outcome.buffers
-        elif outcome.buffers is not None and hosted.policy == "average":
+        elif averaged and outcome.buffers is not None:
             groups["buffers"] = {"buffers": outcome.buffers}
         kept = {hosted.states.table_of(name, places): value for name, value in kept.items()}
         if header["keeps"] and kept:
@@ -353,14 +380,46 @@ class Node:
         self.failure = _reason(header)
         return {}, {}
 
+    # What is told of it ---------------------------------------------------------------------------
+
+    def _note(self, kind: str, header: Mapping[str, Any], reply: Mapping[str, Any], sent: Groups) -> None:
+        """Log a request that is about to be answered."""
+        if kind == "hello":
+            self._audit.add("introduced", introduced(reply), method=header["experiment"].get("algorithm"))
+        elif kind == "open":
+            self._audit.add("opened", f"Took part in the run {self._run}.", run=self._run)
+        elif kind == "call":
+            assert self._data is not None
+            assert self._hosted is not None
+            names = [self._data.names[place] for place in self._hosted.places(header["numbers"])]
+            words, details = answered(header, names, sent)
+            self._audit.add("answered", words, run=self._run, **details)
+        else:
+            reason = {"end": "the run is over", "fail": self.failure, "refuse": self.refusal}[kind]
+            self._audit.add("ended", f"The server has ended it: {reason}. Nothing was sent.")
+
+    def _note_refusal(self, kind: str, reason: str) -> None:
+        """Log a request that is refused; the refusal goes out even if that fails."""
+        with contextlib.suppress(SartorError):
+            self._audit.add(
+                "refused", f"Refused a request ({readable(kind, 20)}): {reason}. Nothing was sent."
+            )
+
     # What outlives the process --------------------------------------------------------------------
 
     def recall(self) -> None:
         """Take up the run where the last process of this node left it, without being told of it again."""
         if self._folder is None or not (self._folder / OPENED).exists():
             return
-        stored = json.loads((self._folder / OPENED).read_text())
-        self._hello({"experiment": stored["experiment"], "code": stored["code"]}, {})
+        content = (self._folder / OPENED).read_bytes()
+        if not is_whole(content):
+            log.warning("%s: damaged; the server tells it again", self._folder / OPENED)
+            return
+        stored = json.loads(content)
+        try:
+            self._hello({"experiment": stored["experiment"], "code": stored["code"]}, {})
+        except Refused:  # the policy is another one now; a server that greets it is told
+            return
         if not stored["open"]:
             return
         header = {**stored["open"], "at": sys.maxsize, "without": [], "keep": [], "settled": [], "floor": 0}
@@ -371,12 +430,10 @@ class Node:
             }
             groups["moments"] = values
         self._open(header, groups)
-        declared = self._folder / self._run / DECLARED
-        if declared.exists():
-            for name, initial in load(declared.read_bytes()).items():
-                assert self._hosted is not None
-                self._hosted.declare(name, initial)
-                self._fill([name])
+        for name, initial in self._declared().items():
+            assert self._hosted is not None
+            self._hosted.declare(name, initial)
+            self._fill([name])
 
     def _remember(self, header: Mapping[str, Any], groups: Groups) -> None:
         """What the server has told: the experiment, and, once it has, where the clients are in the run."""
@@ -384,9 +441,15 @@ class Node:
             told = {key: header[key] for key in OPEN_KEYS if key in header}
             moments = {name: value.tolist() for name, value in groups.get("moments", {}).items()}
             experiment = json.loads(self._told)
-            stored = {"experiment": experiment, "code": self._code, "open": told, "moments": moments}
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write(self._folder / OPENED, json.dumps(stored).encode())
+            stored = {
+                "experiment": experiment,
+                "code": self._code,
+                "open": told,
+                "moments": moments,
+                KEY: BLANK,
+            }
+            private_folder(self._folder)
+            write(self._folder / OPENED, sealed(json.dumps(stored).encode()), OWNER_ALONE)
 
     def _check_method(self, run: str, method: str) -> None:
         """What clients keep in a run is for its method alone: another one might send it."""
@@ -395,14 +458,23 @@ class Node:
             began = path.read_text() if path.exists() else method
             if began != method:
                 raise SartorError(f"run {run}: its states are those of {began}, which {method} may not see")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, method.encode())
+            private_folder(path.parent)
+            write(path, method.encode(), OWNER_ALONE)
 
     def _remember_declared(self, declared: Mapping[str, Tensor]) -> None:
         if self._folder is not None:
             path = self._folder / self._run / DECLARED
-            known = load(path.read_bytes()) if path.exists() else {}
-            write(path, save(separate({**known, **declared})))
+            write(path, save(separate({**self._declared(), **declared})), OWNER_ALONE)
+
+    def _declared(self) -> dict[str, Tensor]:
+        """What clients of this run begin with, as far as it was told."""
+        path = None if self._folder is None else self._folder / self._run / DECLARED
+        if path is None or not path.exists():
+            return {}
+        try:
+            return dict(load(path.read_bytes()))
+        except (OSError, SafetensorError) as error:
+            raise SartorError(f"{path}: damaged: {error}; begin the run again") from None
 
     # What clients keep ----------------------------------------------------------------------------
 
@@ -429,12 +501,16 @@ class Node:
         rows = self._hosted.states.rows(name, np.arange(len(numbers)))
         return dict(zip(numbers.tolist(), rows, strict=True))
 
-    def _function(self, name: str) -> ClientFunction:
-        """A client function of the run's method; one that replies what is a client's own only if it may."""
+    def _function(self, header: Mapping[str, Any]) -> ClientFunction:
+        """A client function of the run's method that the node agrees to run."""
         assert self._experiment is not None
+        name = str(header["function"])
         function = find_function(name)
-        if is_personal(function) and not self._sends_personal:
-            raise SartorError(f"{name}: it sends personal models or what belongs to them{STAY}")
+        evaluates = getattr(function, "made_by", ("",))[0] == evaluation_of.__name__
+        transformed = header.get("transformed") is not None
+        self._policy.check_call(name, is_personal(function), evaluates, transformed, self._audit.answered)
+        if not (header["keeps"] or evaluates or is_personal(function)):
+            raise BadMessage("malformed", f"{name}: is asked for past the transforms of the experiment")
         if not belongs_to(registered()[self._experiment.algorithm], function):
             raise SartorError(f"{name}: no client function of {self._experiment.algorithm}, which runs here")
         return function
@@ -494,7 +570,7 @@ def _same_code(wanted: Any) -> dict[str, str]:
     if not isinstance(wanted, Mapping):
         raise BadMessage("malformed", "its code is no table")
     for name, sha256 in wanted.items():
-        own = imported(str(name))
+        own = imported(str(name)) or installed(str(name))
         what = f"{shown(name)[1:-1]} (SHA-256 {shown(sha256)[1:13]})"
         if own is None:
             raise SartorError(f"the server has imported {what}, this node has not; join with --import")
@@ -506,14 +582,26 @@ def _same_code(wanted: Any) -> dict[str, str]:
     return dict(wanted)
 
 
+def _common_moments(header: Mapping[str, Any], groups: Groups, data: ClientData) -> dict[str, Moments] | None:
+    """How the samples of all nodes lie, where they are normalised."""
+    if "moments" not in groups:
+        return None
+    numbers, told = header.get("number", {}), groups["moments"]
+    shapes = {path: tuple(leaf.shape[1:]) for path, leaf in nests.paths(data.train.x, "x").items()}
+    found = {name: spec_of(value) for name, value in told.items()}
+    if numbers.keys() != shapes.keys() or found != moments_like(shapes):
+        raise BadMessage("malformed", "its moments are not those of samples like the ones here")
+    return received_moments(numbers, told)
+
+
 def _groups_of(header: Mapping[str, Any], clients: int, models: int) -> tuple[np.ndarray, list[int]]:
     """The group of each of this node's clients, and what the groups are in the experiment."""
     of, entries = header.get("groups"), header.get("entries")
-    if not (isinstance(of, list) and isinstance(entries, list) and len(of) == clients):
+    if of is None or entries is None or len(of) != clients:
         raise BadMessage("malformed", "it does not say which model each client has")
-    if not all(type(entry) is int and 0 <= entry <= models for entry in entries):
+    if not all(0 <= entry <= models for entry in entries):
         raise BadMessage("malformed", "it names models that the experiment does not have")
-    if not all(type(group) is int and 0 <= group < len(entries) for group in of):
+    if not all(0 <= group < len(entries) for group in of):
         raise BadMessage("malformed", "it names groups that there are not")
     return np.array(of, dtype=np.int64), entries
 

@@ -30,12 +30,12 @@ from sartor.remote.messages import (
     version,
 )
 
-PAUSE = 0.005
-"""Seconds between two looks for replies."""
+PAUSE = 0.1
+"""Seconds between two looks for replies, unless something arrives."""
 PARTING = 10.0
 """Seconds that nodes have to hear that the server ends."""
-MOST_UNKNOWN = 16 << 20
-"""Bytes of a reply whose tensors the server does not know beforehand: an introduction."""
+MOST_UNKNOWN = 12 << 20
+"""Bytes of a reply of which the server does not know beforehand what it holds: an introduction."""
 GRACE = 0.25
 """Seconds after its deadline until a request is given up: whoever carries it may know more of why."""
 MOST_FORGED = 3
@@ -61,14 +61,20 @@ class Grid(Protocol):
     def nodes(self) -> set[int]:
         """The nodes that are there."""
 
-    def send(self, node: int, parts: Parts, lifetime: float, note: str = "") -> str:
-        """Put a message on its way; what the reply can be asked for by."""
+    def key(self, node: int) -> str:
+        """What a node is known by for as long as it has its key; nothing where that is not known."""
 
-    def poll(self, message: str, most: int) -> Parts | None:
-        """The reply, None where it is not there yet; :class:`Failed` where there will be none.
+    def send(self, node: int, parts: Parts, lifetime: float, most: int, note: str = "") -> str:
+        """Put a message on its way; what the reply can be asked for by.
 
-        A reply of more than ``most`` bytes is refused unseen.
+        A reply with more than ``most`` bytes of tensors is refused unseen.
         """
+
+    def poll(self, message: str) -> Parts | None:
+        """The reply, None where it is not there yet; :class:`Failed` where there will be none."""
+
+    def rest(self, seconds: float) -> None:
+        """Wait until something has arrived, for so long at most."""
 
     def forget(self, message: str) -> None:
         """The reply is not wanted any more."""
@@ -79,7 +85,7 @@ class Grid(Protocol):
     def earlier(self) -> dict[str, tuple[int, str, bool]]:
         """Messages that an earlier process of the server has sent: node, note, and whether it has replied."""
 
-    def take_up(self, message: str, node: int, lifetime: float) -> None:
+    def take_up(self, message: str, node: int, lifetime: float, most: int) -> None:
         """Wait for the reply to a message that an earlier process of the server has sent."""
 
 
@@ -164,13 +170,13 @@ class Requests:
         request = Request(
             earlier.node, told, groups, expected, time.monotonic() + self.deadline, earlier.message
         )
-        self.grid.take_up(earlier.message, earlier.node, self.deadline)
+        self.grid.take_up(earlier.message, earlier.node, self.deadline, _bytes_of(expected))
         return request
 
     def look(self, request: Request) -> Message | None:
         """The reply, None where it is not there yet; :class:`Failed` where none can be used."""
         try:
-            parts = self.grid.poll(request.message, _bytes_of(request.expected))
+            parts = self.grid.poll(request.message)
             if parts is None:
                 if time.monotonic() > request.due + GRACE:
                     raise Failed("late", f"no reply within {self.deadline:g} s")
@@ -194,7 +200,7 @@ class Requests:
     def wait(self, request: Request) -> Message:
         """Wait for the reply."""
         while (answer := self.look(request)) is None:
-            time.sleep(PAUSE)
+            self.grid.rest(PAUSE)
         return answer
 
     def deliver(self, requests: list[Request], patience: float) -> None:
@@ -207,7 +213,8 @@ class Requests:
                         requests.remove(request)
                 except Failed:
                     requests.remove(request)
-            time.sleep(PAUSE)
+            if requests:
+                self.grid.rest(PAUSE)
         for request in requests:
             self.grid.forget(request.message)
 
@@ -231,9 +238,8 @@ class Requests:
     def _carry(self, request: Request) -> None:
         remaining = max(request.due - time.monotonic(), 0.0)
         note = json.dumps(request.note) if request.note else ""
-        request.message = self.grid.send(
-            request.node, encode(request.header, request.groups), remaining, note
-        )
+        parts, most = encode(request.header, request.groups), _bytes_of(request.expected)
+        request.message = self.grid.send(request.node, parts, remaining, most, note)
 
 
 def _bytes_of(expected: Expected | None) -> int:

@@ -6,31 +6,45 @@ round loop; its run folder is that of a simulation.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sartor.algorithms import registered
 from sartor.data.clients import ClientData
 from sartor.data.settings import OWN_DATA
 from sartor.engines import federation_of
-from sartor.errors import SartorError, SettingError
+from sartor.errors import DataError, SartorError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
+from sartor.files import OWNER_ALONE, write
 from sartor.model.task import Task
 from sartor.remote.addresses import is_loopback
-from sartor.remote.admission import Admission, Introduction, assemble, misfit
-from sartor.remote.keys import read_public_keys
+from sartor.remote.admission import (
+    AGAIN,
+    Admission,
+    Introduction,
+    Owners,
+    assemble,
+    far_off,
+    listed_names,
+    misfit,
+)
+from sartor.remote.keys import fingerprint, read_public_keys
 from sartor.remote.requests import PARTING, Failed, Grid, Requests
 from sartor.remote.server import RemoteEngine
 from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment
+from sartor.runs.observers import Observer
 from sartor.runs.record import RunFolder
 from sartor.runs.result import Result
 from sartor.runs.resume import resume as resume_run
+from sartor.runs.run import Run
 from sartor.runs.setup import federation_settings
 
 if TYPE_CHECKING:
@@ -38,13 +52,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.05
-"""Seconds between two looks of the server for new nodes."""
+LOOK = 0.25
+"""Seconds between two looks of the server for new nodes, unless something arrives."""
+NODES = "nodes.json"
+"""The file of a run folder that says which key each client came with, and with how many samples."""
+EMPTY_ROUNDS = 10
+"""Rounds after which a run ends in which no reply could be used so far."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """How a server serves: its address, whom it lets in, and how long it waits for them."""
+    """How a server serves: its address, whom it lets in, and how long it waits for them.
+
+    ``linger`` are the seconds that it stays after the end for nodes that are not there to hear of it.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -57,6 +78,7 @@ class Service:
     quorum: int = 1
     unit: float = 1.0
     store: Path | None = None
+    linger: float = PARTING
 
     def __post_init__(self) -> None:
         """Refuse to serve in the open what should not be."""
@@ -94,10 +116,21 @@ def serve(
     assert experiment is not None
     if experiment.data.path is not None:
         raise SettingError("data.path: in a federation data lie at the nodes; leave it out")
+    require_deployable(experiment)
     with listen(service, anew=resume is None) as grid:
         where = f"[{service.host}]" if ":" in service.host else service.host
         _say(f"listening on {where}:{grid.port}")
         return serve_on(grid, experiment, service, out=out, resume=resume, progress=progress)
+
+
+def require_deployable(experiment: Experiment) -> None:
+    """Refuse a method that needs the data of all clients in one place, before anybody joins."""
+    name = experiment.algorithm
+    if not registered()[name].deployable:
+        raise SettingError(
+            f"{name}: needs the data of all clients in one place, so it cannot be deployed; "
+            f"`sartor run {name}` simulates it where the data are"
+        )
 
 
 def listen(service: Service, *, anew: bool = True) -> SuperLink:
@@ -135,7 +168,7 @@ def serve_on(
             log.warning("nodes could not be told that the server ends: %s", other)
         raise
     for _, engine in opened:
-        engine.farewell()
+        engine.farewell(service.linger)
     return result
 
 
@@ -159,15 +192,27 @@ def _serve_on(
     progress: bool,
 ) -> Result:
     """The run itself; its federation is added to those that are ``opened``."""
-    met = await_nodes(Admission(Requests(grid, service.deadline), experiment), grid, experiment, service)
+    owners = Owners(
+        {} if service.nodes is None else read_owners(service.nodes),
+        {} if resume is None else read_record(resume / NODES),
+    )
+    admission = Admission(Requests(grid, service.deadline), experiment, owners)
+    met = await_nodes(admission, grid, experiment, service)
     data = assemble(met, experiment.data.labels)
     _say(f"{len(met)} nodes with {data.clients} clients; {experiment.algorithm} begins")
     told = experiment
 
     def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Federation:
         # A bad reply is its sender's harm alone; who is there and for how long is not simulated.
-        conditions = Conditions(on_bad_reply="drop", largest_norm=experiment.replies.largest_norm)
-        settings = replace(federation_settings(experiment), conditions=conditions)
+        settings = federation_settings(experiment)
+        simulated = settings.conditions
+        conditions = Conditions(
+            on_bad_reply="drop",
+            largest_norm=simulated.largest_norm,
+            largest_ratio=simulated.largest_ratio,
+            largest_weight=simulated.largest_weight,
+        )
+        settings = replace(settings, conditions=conditions)
         engine = RemoteEngine(
             grid,
             met,
@@ -178,14 +223,57 @@ def _serve_on(
             deadline=service.deadline,
             quorum=service.quorum,
             unit=service.unit,
+            owners=owners,
         )
         opened.append((federation_of(task, engine, settings), engine))
         return opened[-1][0]
 
+    observers = [Watched(owners)]
     if resume is not None:
-        return resume_run(resume, data=data, progress=progress, opened=open_federation)
-    experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, clients=data.clients))
-    return execute(experiment, data=data, out=out, progress=progress, opened=open_federation)
+        return resume_run(resume, data=data, progress=progress, opened=open_federation, observers=observers)
+    own = replace(experiment.data, name=OWN_DATA, clients=data.clients)
+    experiment = replace(experiment, data=own, replies=experiment.replies.deployed())
+    return execute(
+        experiment, data=data, out=out, progress=progress, opened=open_federation, observers=observers
+    )
+
+
+class Watched(Observer):
+    """Records whose the clients of a run are, and ends one in which nobody's reply can be used."""
+
+    def __init__(self, owners: Owners) -> None:
+        self._owners = owners
+
+    def start(self, run: Run) -> None:
+        """The run begins, or goes on."""
+        if run.folder is not None:
+            text = json.dumps(self._owners.record(), indent=1)
+            write(run.folder / NODES, text.encode(), OWNER_ALONE)
+
+    def round(self, run: Run, row: Mapping[str, Any]) -> None:
+        """A round is over."""
+        last = run.round == run.experiment.rounds or bool(run.stopped)
+        if not run.federation.updates and (last or run.round >= EMPTY_ROUNDS):
+            told = f"no reply of any node could be used in {run.round} rounds"
+            run.leave(SartorError(f"{told}; the log and rounds.jsonl say what was wrong with them"))
+
+
+def read_owners(path: Path) -> dict[str, tuple[str, ...]]:
+    """The clients that each key may bring, by the name of the key."""
+    return {fingerprint(key): names for key, names in read_public_keys(path).items()}
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Whose the clients of a run are; nothing where that was not recorded."""
+    try:
+        found = json.loads(path.read_text())
+        return {str(name): {"key": str(one["key"]), "counts": one["counts"]} for name, one in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise DataError(
+            f"{path}: cannot be read; it says which key each client of the run came with"
+        ) from None
 
 
 def await_nodes(
@@ -193,26 +281,42 @@ def await_nodes(
 ) -> dict[int, Introduction]:
     """Wait until enough nodes are there, and greet them."""
     met: dict[int, Introduction] = {}
+    names = experiment.expect.names
     wanted = f"{service.min_nodes} nodes" if service.min_nodes else f"{experiment.data.clients} clients"
+    if names is not None:
+        wanted = f"{len(names)} clients"
     _say(f"waiting for {wanted}")
     while True:
-        there = grid.nodes()
-        met = {node: introduction for node, introduction in met.items() if node in there}
-        for node, answer in admission.met(there - set(met)).items():
+        present = grid.nodes()
+        met = {node: introduction for node, introduction in met.items() if node in present}
+        for node, answer in admission.met(present - set(met)).items():
             if isinstance(answer, Failed):
-                log.warning("node %d: %s: %s", node, answer.kind, answer)
+                kind = answer.kind if answer.kind in AGAIN else "refused"
+                log.warning("node %d: %s: %s", node, kind, answer)
                 continue
             reason = misfit(answer, met.values(), experiment.data.labels)
             if reason is not None:
                 log.warning("node %d: refused: %s", node, reason)
                 admission.refuse(node, reason)
                 continue
+            if not met and experiment.expect.shape is None and not is_loopback(service.host):
+                _say(f"expect.shape does not say what samples are; those of node {node} decide")
             met[node] = answer
-            _say(f"node {node} has joined with {', '.join(answer.names[:5])}")
-        clients = sum(len(introduction.names) for introduction in met.values())
-        if (len(met) >= service.min_nodes) if service.min_nodes else (clients >= experiment.data.clients):
-            return met
-        time.sleep(LOOK)
+            _say(f"node {node} has joined with {listed_names(answer.names, 5)}")
+        there = {name for introduction in met.values() for name in introduction.names}
+        enough = len(met) >= service.min_nodes if service.min_nodes else len(there) >= experiment.data.clients
+        if enough if names is None else there >= set(names):
+            far = {} if experiment.expect.bounded else far_off(met)
+            for node, reason in far.items():
+                log.warning("node %d: refused: %s", node, reason)
+                admission.refuse(node, reason)
+                del met[node]
+            if not far:
+                break
+        grid.rest(LOOK)
+    for node, introduction in met.items():
+        admission.admitted(node, introduction)
+    return met
 
 
 def _say(text: str) -> None:

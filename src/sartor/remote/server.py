@@ -21,14 +21,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.data.clients import ClientData, Moments, Split
+from sartor import nests
+from sartor.data.clients import ClientData, Split
+from sartor.data.moments import Moments
 from sartor.engines.loop import LoopEngine
 from sartor.errors import SartorError
 from sartor.federation.clock import EventQueue, Job
@@ -41,11 +43,19 @@ from sartor.federation.transforms import inner_function, plain_shapes
 from sartor.kernels.device import to_device
 from sartor.model.groups import tasks_of
 from sartor.model.task import Task
-from sartor.remote.admission import Admission, Introduction, unknown_label
+from sartor.remote.admission import (
+    Admission,
+    Introduction,
+    Owners,
+    listed_names,
+    sent_moments,
+    unknown_label,
+)
 from sartor.remote.messages import DTYPES, Expected, Groups, Spec, encode, spec_of
 from sartor.remote.node import hyper_values
 from sartor.remote.requests import PARTING, PAUSE, EarlierRequest, Failed, Grid, Request, Requests
 from sartor.runs.experiment import Experiment
+from sartor.settings import shown
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +63,10 @@ REMIND = 30.0
 """Seconds between two reminders that the server waits for nodes."""
 RETURNING = ("gone", "closed")
 """Faults of nodes that were started anew, or may be: they are asked again when they are back."""
+SLOW = ("late", "unfinished")
+"""Faults of nodes that have not answered in time."""
+MISSES = 3
+"""Requests that a node may leave unanswered, one after the other, until it is left out."""
 
 
 class Back(NamedTuple):
@@ -61,6 +75,20 @@ class Back(NamedTuple):
     at: int
     without: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
+
+
+@dataclass
+class Silence:
+    """A node that leaves requests unanswered."""
+
+    misses: int = 0
+    """Requests in a row."""
+    times: int = 0
+    """How often it was left out."""
+    until: float = 0.0
+    """While it is left out: when it may report back, at the earliest."""
+    process: str = ""
+    """Which process of the node it was; another one may report back at once."""
 
 
 class RemoteEngine(Distant):
@@ -81,12 +109,14 @@ class RemoteEngine(Distant):
         deadline: float = 600.0,
         quorum: int = 1,
         unit: float = 1.0,
+        owners: Owners | None = None,
     ) -> None:
         self.device = torch.device(settings.device)
         self.names = tuple(data.names)
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         self.counts = {name: np.array(split.count) for name, split in splits.items() if split is not None}
-        self.blank = torch.zeros_like(data.train.x[:1], device=self.device)
+        data = data.map(task.typed, task.typed)
+        self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1], device=self.device), data.train.x)
         if data.public_x is not None:
             self.public = data.public_x.to(self.device)
         self.noted, self.round = Counter(), 0
@@ -99,11 +129,17 @@ class RemoteEngine(Distant):
         self._known = dict(met)
         for node, introduction in met.items():
             self._hosts |= {self._number[name]: node for name in introduction.names}
-        moments = [introduction.moments for introduction in met.values()]
-        self._moments: Moments | None = None
-        for part in sorted((part for part in moments if part is not None), key=lambda part: part.number):
-            self._moments = part if self._moments is None else self._moments + part
-        self._admission = Admission(self.requests, experiment)
+        moments = [introduction.moments for introduction in met.values() if introduction.moments is not None]
+        self._moments: dict[str, Moments] | None = None
+        for part in sorted(moments, key=lambda part: sum(each.number for each in part.values())):
+            self._moments = (
+                {path: self._moments[path] + part[path] for path in part} if self._moments else part
+            )
+        self._admission = Admission(self.requests, experiment, owners)
+        self._silent: dict[int, Silence] = {}
+        """Nodes that have left requests unanswered."""
+        self._needed = False
+        """Whether too few have answered: whoever reports back is taken at once."""
         self._warned: set[tuple[int, int]] = set()
         """Rounds and nodes whose forgeries the log has told of."""
         self._opened: set[int] = set()
@@ -154,41 +190,81 @@ class RemoteEngine(Distant):
         if request is not None:
             self._drop(request)
 
-    def farewell(self, patience: float = PARTING) -> None:
-        """Tell all nodes that the run is over."""
-        requests = []
-        for node in self._present():  # those too that were not asked, as nothing was left to do
-            with _tolerant(node):
-                requests.append(self._send(node, {"kind": "end"}, expected={}))
-        self.requests.deliver(requests, patience)
+    def farewell(self, linger: float = PARTING) -> None:
+        """Tell all nodes that the run is over; those that are not there, if they come back for so long."""
+        end, told = time.monotonic() + linger, set[int]()
+        first = True
+        while first or (set(self._known) - told and time.monotonic() < end):
+            requests = []
+            for node in self.requests.grid.nodes() - told:  # also who was not asked, or has just come
+                told.add(node)
+                with _tolerant(node):
+                    requests.append(self._send(node, {"kind": "end"}, expected={}))
+            self.requests.deliver(requests, PARTING if first else max(end - time.monotonic(), PAUSE))
+            first = False
+            if set(self._known) - told:
+                self.requests.grid.rest(PAUSE)
 
     # Nodes ----------------------------------------------------------------------------------------
 
     def _present(self) -> set[int]:
-        """The nodes that are there and host clients of this run; newcomers are greeted."""
+        """The nodes that are there and host clients of this run; newcomers are greeted.
+
+        Those that were left out are greeted too, and are there again when they have answered.
+        """
         there = self.requests.grid.nodes()
+        left_out = {node for node, silence in self._silent.items() if silence.until}
         for node, error in self.requests.caught():
             if (self.round, node) in self._warned:  # a node may try it as often as it likes
                 self.noted[error.kind] += 1
             else:
                 self._note(node, error)
                 self._warned = {(self.round, node), *(seen for seen in self._warned if seen[0] == self.round)}
-        for node, met in self._admission.met(there - set(self._known)).items():
+        for node, met in self._admission.met(there - (set(self._known) - left_out)).items():
             if isinstance(met, Failed):
-                self._note(node, met)
+                if node not in left_out:
+                    self._note(node, met)
+                continue
+            if node in left_out:
+                self._reported(node, met)
                 continue
             try:
                 self._admit(node, met, there)
             except Failed as error:
                 self._note(node, error)
                 self._admission.refuse(node, str(error))
-        return there & set(self._known)
+        left_out = {node for node, silence in self._silent.items() if silence.until}
+        return there & set(self._known) - left_out
+
+    def _missed(self, node: int) -> None:
+        """A node has left a request unanswered: after some it is not asked any more until it reports back.
+
+        The first time it may miss a few; who falls silent again and again is asked ever more seldom.
+        """
+        silence = self._silent.setdefault(node, Silence())
+        silence.misses += 1
+        if silence.misses >= (1 if silence.times else MISSES):
+            silence.times, silence.misses = silence.times + 1, 0
+            silence.until = time.monotonic() + self.requests.deadline * 2 ** (silence.times - 1)
+            silence.process = self._known[node].process
+            self._opened.discard(node)
+            told = "round %d, node %d (%s): left out until it reports back, as it does not answer"
+            log.warning(told, self.round, node, listed_names(self._known[node].names, 3))
+
+    def _reported(self, node: int, met: Introduction) -> None:
+        """A node that was left out has answered a greeting."""
+        silence = self._silent[node]
+        if met.process != silence.process or time.monotonic() > silence.until or self._needed:
+            silence.until = 0.0
+            log.warning("round %d, node %d: is back", self.round, node)
 
     def _admit(self, node: int, met: Introduction, there: set[int]) -> None:
         """Let a node that is new here take over its clients, if theirs is gone."""
         unknown = [name for name in met.names if name not in self._number]
         if unknown:
-            raise Failed("stranger", f"client {unknown[0]!r} is not in this run, which has begun without it")
+            raise Failed(
+                "stranger", f"client {shown(unknown[0])} is not in this run, which has begun without it"
+            )
         reason = unknown_label(met, self._data.labels)
         if reason is not None:
             raise Failed("stranger", reason)
@@ -197,7 +273,7 @@ class RemoteEngine(Distant):
         }
         taken = [number for number in mine if self._hosts.get(number) in there]
         if taken:
-            raise Failed("stranger", f"client {self.names[taken[0]]!r} is at another node already")
+            raise Failed("stranger", f"client {shown(self.names[taken[0]])} is at another node already")
         like = next(iter(self._known.values()))
         if met.samples != like.samples:
             raise Failed("stranger", f"its samples are {met.samples}, those of the others {like.samples}")
@@ -208,11 +284,12 @@ class RemoteEngine(Distant):
                 ]
                 if wrong:
                     raise Failed(
-                        "stranger", f"client {self.names[wrong[0]]!r} has other data than at the start"
+                        "stranger", f"client {shown(self.names[wrong[0]])} has other data than at the start"
                     )
         old = {self._hosts[number] for number in mine if number in self._hosts}
         self._hosts |= dict.fromkeys(mine, node)
         self._known[node] = met
+        self._admission.admitted(node, met)
         for gone in old - set(self._hosts.values()):
             self._known.pop(gone, None)
         log.info("node %d has taken over %d clients", node, len(mine))
@@ -242,8 +319,7 @@ class RemoteEngine(Distant):
         }
         groups: dict[str, dict[str, Tensor]] = {}
         if self._moments is not None:
-            groups["moments"] = {"mean": self._moments.mean, "squares": self._moments.squares}
-            header["number"] = self._moments.number
+            header["number"], groups["moments"] = sent_moments(self._moments)
         request = self._send(node, header, groups, expected={})
         self.requests.wait(request)
         self._received(request)
@@ -283,6 +359,8 @@ class RemoteEngine(Distant):
 
     def _received(self, request: Request) -> None:
         """A node has answered, so it has read what it was told."""
+        if request.node in self._silent:
+            self._silent[request.node].misses = 0
         for exchange in request.settled:
             self._settled.pop(exchange, None)
         if request.declared:
@@ -290,9 +368,13 @@ class RemoteEngine(Distant):
 
     def _note(self, node: int, error: Failed) -> None:
         """A fault of a node: a line in the log and a number in the round's notes."""
-        who = ", ".join(self._known[node].names[:3]) if node in self._known else "unknown clients"
+        who = listed_names(self._known[node].names, 3) if node in self._known else "unknown clients"
         log.warning("round %d, node %d (%s): %s: %s", self.round, node, who, error.kind, error)
         self.noted[error.kind] += 1
+        if error.kind in SLOW and node in self._known:
+            self._missed(node)
+        elif node in self._silent:  # it is not silent, whatever it says
+            self._silent[node].misses = 0
 
     # An exchange ----------------------------------------------------------------------------------
 
@@ -329,6 +411,7 @@ class RemoteEngine(Distant):
         failed: Failed | None = None
         first, reminded = True, time.monotonic()
         while first or waiting or closed or len(answers) < enough:
+            self._needed = not waiting and not first
             there = self._present()
             # Whoever is back is asked again only where the others are too few to go on.
             again = absent if first or len(answers) < enough else closed
@@ -365,15 +448,16 @@ class RemoteEngine(Distant):
                 reminded = time.monotonic()
                 log.warning("round %d: waiting for %d of %d nodes", self.round, len(absent), len(asked))
             if waiting or len(answers) < enough:
-                time.sleep(PAUSE)
+                self.requests.grid.rest(PAUSE)
+        self._needed = False
         return answers
 
     def _faulty(self, node: int, error: Failed, absent: set[int]) -> None:
-        """Note a fault; the node may be asked again if it was only gone or late."""
+        """Note a fault; the node may be asked again if it was only gone or slow."""
         self._note(node, error)
         if error.kind in RETURNING:
             self._opened.discard(node)
-        if error.kind in (*RETURNING, "late"):
+        if error.kind in (*RETURNING, *SLOW):
             absent.add(node)
 
     def _ask(self, node: int, work: Work, places: np.ndarray) -> Request:
@@ -501,12 +585,15 @@ class RemoteEngine(Distant):
                     self._in_flight[job.client] = self._ask(node, work, np.zeros(1, dtype=np.int64))
 
     def due(self, queue: EventQueue, count: float, end: float, hyper: Any) -> tuple[list[Job], list[Job]]:
-        """The jobs that arrive next in real time, and those that will not."""
+        """The jobs that arrive next in real time, and those that will not; what is found at once arrives at
+        one instant.
+        """
         jobs: list[Job] = []
         lost: list[Job] = []
         reminded = time.monotonic()
         while len(queue) and not jobs:
             self.send(queue, hyper)
+            now = max(min(self.now(), end), queue.now)
             for job in list(queue):
                 request = self._in_flight.get(job.client)
                 if request is None or len(jobs) >= count:
@@ -529,21 +616,21 @@ class RemoteEngine(Distant):
                 del self._in_flight[job.client]
                 self._received(request)
                 queue.cancel(job.client)
-                job.finish = max(self.now(), queue.now)
+                job.finish = now
                 groups = answer[1]
                 sent = {name: value[0].to(self.device) for name, value in groups.get("sent", {}).items()}
                 trained = groups.get("buffers", {}).get("buffers")
                 buffers = None if trained is None else trained[0].to(self.device)
                 job.result = Outcome(np.array([job.client]), sent, {}, buffers)
                 jobs.append(job)
-            queue.wait_until(min(self.now(), max(end, queue.now)))
+            queue.wait_until(now)
             if self.now() > end:
                 break
             if not jobs:
                 if time.monotonic() - reminded > REMIND:
                     reminded = time.monotonic()
                     log.warning("round %d: waiting for %d clients at work", self.round, len(queue))
-                time.sleep(PAUSE)
+                self.requests.grid.rest(min(PAUSE, max(0.0, end - self.now()) * self.unit))
         return jobs, lost
 
     # What a checkpoint needs ----------------------------------------------------------------------
@@ -646,8 +733,8 @@ class _Model:
 
 def _one_client(task: Task, data: ClientData, settings: FederationSettings) -> LoopEngine:
     """A client of two samples of zeros, on which the server finds out what a client function replies."""
-    x, y = data.train.x[:1].expand(2, *data.train.x.shape[1:]), data.train.y[:1].expand(2)
-    split = Split(x.contiguous(), y.contiguous(), np.zeros(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
+    x, y = nests.rows((data.train.x, data.train.y), torch.zeros(2, dtype=torch.int64))
+    split = Split(x, y, np.zeros(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
     tried = replace(
         data,
         names=("model",),

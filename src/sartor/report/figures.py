@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise, product
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from sartor.report.runs import CELL_WORDS, OWN, Group, Material, Run, cell_of, cells_in, own_cell
-from sartor.runs.metrics import spread
+from sartor.runs.metrics import is_share, more_is_better, spread
 
 MOST_POINTS = 300
 """A line, a box or a bar chart with more points is drawn from so many of them, evenly chosen."""
@@ -190,8 +191,7 @@ class Figure:
 def figures(material: Material) -> list[Figure]:
     """Every figure that these runs have the data for."""
     makers: Sequence[Callable[[Material], Figure | None]] = (
-        lambda material: curves(material, "accuracy"),
-        lambda material: curves(material, "loss"),
+        *(partial(curves, measure=measure) for measure in _measures(material)),
         distribution,
         partitions,
         memberships,
@@ -203,6 +203,11 @@ def figures(material: Material) -> list[Figure]:
     return [figure for make in makers if (figure := make(material)) is not None]
 
 
+def _measures(material: Material) -> list[str]:
+    """What is plotted: the headline first."""
+    return list(dict.fromkeys([material.headline, "accuracy", "loss"]))
+
+
 # -- learning curves -------------------------------------------------------------------------------------
 
 AXES = {"round": "round", "time": "virtual time", "bytes": "bytes sent"}
@@ -210,7 +215,7 @@ AXIS_LABELS = {"round": "round", "time": "virtual time", "bytes": "bytes sent, b
 
 
 def curves(material: Material, measure: str) -> Figure | None:
-    """Accuracy or loss by round, virtual time or bytes: the mean over seeds with their deviation."""
+    """A metric or the loss by round, virtual time or bytes: the mean over seeds with their deviation."""
     axes = {
         key: words
         for key, words in AXES.items()
@@ -224,9 +229,9 @@ def curves(material: Material, measure: str) -> Figure | None:
         if lines:
             panel = Lines(
                 AXIS_LABELS[axis],
-                measure,
+                _word(measure),
                 [_thinned(line) for line in lines],
-                percent=measure == "accuracy",
+                percent=is_share(measure),
                 bytes=axis == "bytes",
             )
             views[cell, axis] = View(panel, *_curve_words(lines, measure, cell))
@@ -236,8 +241,8 @@ def curves(material: Material, measure: str) -> Figure | None:
     band = " Lines are means over seeds, bands one standard deviation to either side." if several else ""
     return Figure(
         name=measure,
-        title=f"{measure.capitalize()} while learning",
-        about=f"The plain mean over clients of the {measure} on test data, at every evaluation.{band}",
+        title=f"{_word(measure).capitalize()} while learning",
+        about=f"The plain mean over clients of the {_word(measure)} on test data, at every evaluation.{band}",
         choices=[
             _used(Choice("cell", "model and data", _cell_words(cells_in(material.runs))), views, 0),
             _used(Choice("axis", "by", axes), views, 1),
@@ -278,20 +283,20 @@ def _curve(group: Group, measure: str, cell: str, axis: str) -> Line | None:
 
 
 def _curve_words(lines: Sequence[Line], measure: str, cell: str) -> tuple[str, list[list[str]]]:
-    better = max if measure == "accuracy" else min
-    ends, table = {}, [["method", f"last {measure}", f"best {measure}"]]
+    better, word = max if more_is_better(measure) else min, _word(measure)
+    ends, table = {}, [["method", f"last {word}", f"best {word}"]]
     for line in lines:
         known = [value for value in line.y if value is not None]
         ends[line.label] = known[-1]
         table.append([line.label, _shown(known[-1], measure), _shown(better(known), measure)])
     top = better(ends, key=lambda label: ends[label])
-    end = f"At the last evaluation {top} has the {'highest' if better is max else 'lowest'} {measure}, "
-    sentence = f"{measure.capitalize()} of {CELL_WORDS.get(cell, cell)}. {end}{_shown(ends[top], measure)}"
+    end = f"At the last evaluation {top} has the {'highest' if better is max else 'lowest'} {word}, "
+    sentence = f"{word.capitalize()} of {CELL_WORDS.get(cell, cell)}. {end}{_shown(ends[top], measure)}"
     if len(lines) > 1:
         other = max if better is min else min
         bottom = other(ends, key=lambda label: ends[label])
-        word = "lowest" if better is max else "highest"
-        sentence += f"; {bottom} has the {word}, {_shown(ends[bottom], measure)}"
+        least = "lowest" if better is max else "highest"
+        sentence += f"; {bottom} has the {least}, {_shown(ends[bottom], measure)}"
     return sentence + ".", table
 
 
@@ -302,7 +307,7 @@ def distribution(material: Material) -> Figure | None:
     """How accuracies and losses are spread over the clients at the last evaluation."""
     views: Views = {}
     cells = [cell for cell in cells_in(material.runs) if cell != "shared_pooled"]
-    measures = {"accuracy": "accuracy", "loss": "loss"}
+    measures = {measure: _word(measure) for measure in _measures(material)}
     for cell, measure in product(cells, measures):
         boxes = []
         for group in material.groups:
@@ -310,7 +315,7 @@ def distribution(material: Material) -> Figure | None:
             if values:
                 boxes.append(_box(group, values))
         if boxes:
-            panel = Boxes(measure, boxes, percent=measure == "accuracy")
+            panel = Boxes(_word(measure), boxes, percent=is_share(measure))
             views[cell, measure] = View(panel, *_box_words(material, boxes, measure, cell))
     if not views:
         return None
@@ -344,12 +349,12 @@ def _box_words(
     material: Material, boxes: Sequence[Box], measure: str, cell: str
 ) -> tuple[str, list[list[str]]]:
     heads = ["method", "mean", "lowest", "lower quarter", "median", "upper quarter", "highest"]
-    heads += ["worst decile"] if measure == "accuracy" else []
+    heads += ["worst decile"] if more_is_better(measure) else []
     table = [heads]
     groups = {group.label: group for group in material.groups}
     for box in boxes:
         row = [box.label, _shown(box.mean, measure), *(_shown(value, measure) for value in box.five)]
-        if measure == "accuracy":
+        if more_is_better(measure):
             each = [
                 spread(values).worst_decile
                 for run in groups[box.label].runs
@@ -359,8 +364,8 @@ def _box_words(
         table.append(row)
     widest = max(boxes, key=lambda box: box.five[3] - box.five[1])
     sentence = (
-        f"{measure.capitalize()} of {CELL_WORDS.get(cell, cell)}, client by client. The middle half of "
-        f"clients lies widest apart with {widest.label}, from {_shown(widest.five[1], measure)} to "
+        f"{_word(measure).capitalize()} of {CELL_WORDS.get(cell, cell)}, client by client. The middle half "
+        f"of clients lies widest apart with {widest.label}, from {_shown(widest.five[1], measure)} to "
         f"{_shown(widest.five[3], measure)}."
     )
     return sentence, table
@@ -699,7 +704,11 @@ def _range(values: np.ndarray) -> str:
 def _shown(value: Number, measure: str = "") -> str:
     if value is None:
         return "–"
-    return f"{100 * value:.1f} %" if measure == "accuracy" else f"{value:.4g}"
+    return f"{100 * value:.1f} %" if is_share(measure) else f"{value:.4g}"
+
+
+def _word(measure: str) -> str:
+    return measure.replace("_", " ")
 
 
 def evenly(count: int, most: int) -> list[int]:

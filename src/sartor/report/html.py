@@ -19,7 +19,7 @@ from sartor.report.figures import Choice, Figure
 from sartor.report.interactive import spec
 from sartor.report.runs import Material, flat
 from sartor.report.style import variables
-from sartor.report.tables import Entry, Table, comparison, own_models, settings, statistics
+from sartor.report.tables import Entry, Table, comparison, own_models, participation, settings, statistics
 from sartor.runs.record import environment, to_json
 
 VOID = ("meta", "input")
@@ -58,6 +58,8 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
     tables = [comparison(material), *own_models(material)]
     for compared in material.comparisons:
         tables += statistics(compared)
+    heard = participation(material)
+    tables += [] if heard is None else [heard]
     sections = [_table_section(f"table-{number}", table) for number, table in enumerate(tables)]
     links = [(f"table-{number}", table.title) for number, table in enumerate(tables)]
     sections += [_figure_section(figure) for figure in figures]
@@ -298,7 +300,7 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise SartorError("a report needs plotly; install it with: pip install plotly") from None
+        raise SartorError("a report needs plotly; install it with: pip install 'sartor[report]'") from None
     script: str = get_plotlyjs()
     return script.replace("</script", "<\\/script")
 

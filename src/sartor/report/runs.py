@@ -129,6 +129,12 @@ class Material:
         """All runs, group by group."""
         return [run for group in self.groups for run in group.runs]
 
+    @property
+    def headline(self) -> str:
+        """What the runs are judged by; accuracy where they differ in that."""
+        found = {run.summary.get("headline") for run in self.runs if run.summary is not None} - {None}
+        return str(found.pop()) if len(found) == 1 else "accuracy"
+
     def labelled(self) -> list[tuple[str, Group, Run]]:
         """Every run with a label of its own."""
         return [

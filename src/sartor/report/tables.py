@@ -6,9 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sartor.report.runs import CELL_WORDS, OWN, Group, Material, Run, cell_of, cells_in, mean_and_deviation
+from sartor.runs.metrics import is_share
+from sartor.runs.participation import by_round
 
 WORST = "worst decile"
+MOST_NAMED = 10
+"""Clients that are named in a table."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class _Column:
 
 def _columns(material: Material) -> list[_Column]:
     """Every column that some run has a value for."""
+    score = material.headline
+    shown = _percent if is_share(score) else "{:.4g}".format
 
     def of_cell(cell: str, *path: str) -> Callable[[Run], float | None]:
         def value(run: Run) -> float | None:
@@ -78,7 +86,7 @@ def _columns(material: Material) -> list[_Column]:
     def validated(run: Run) -> float | None:
         best = (run.summary or {}).get("best_by_validation", {})
         found = cell_of({name: cell for name, cell in best.items() if cell}, OWN)
-        return None if found is None else found.get("accuracy")
+        return None if found is None else found.get(score)
 
     def sent(run: Run) -> float | None:
         return float(sum((row.get("bytes_down") or 0) + (row.get("bytes_up") or 0) for row in run.rounds))
@@ -87,15 +95,44 @@ def _columns(material: Material) -> list[_Column]:
         return float(sum(row.get("seconds") or 0 for row in run.rounds))
 
     cells = [cell for cell in cells_in(material.runs) if cell != OWN and not cell.endswith("validation")]
+    cells = [] if score == "loss" else cells  # which has its column below
+    judged = [
+        _Column(WORST, of_cell(OWN, f"{score}_spread", "worst_decile"), shown),
+        _Column("best by validation", validated, shown),
+    ]
     columns = [
-        *(_Column(CELL_WORDS.get(cell, cell), of_cell(cell, "accuracy"), _percent) for cell in cells),
-        _Column(WORST, of_cell(OWN, "accuracy_spread", "worst_decile"), _percent),
-        _Column("best by validation", validated, _percent),
+        *(_Column(CELL_WORDS.get(cell, cell), of_cell(cell, score), shown) for cell in cells),
+        *(judged if score != "loss" else ()),
         _Column("loss, own test data", of_cell(OWN, "loss"), lambda value: f"{value:.4f}"),
         _Column("MB sent", sent, lambda value: f"{value / 1e6:.1f}", spread=False),
         _Column("seconds of training", seconds, lambda value: f"{value:.1f}", spread=False),
     ]
     return [column for column in columns if any(column.of(run) is not None for run in material.runs)]
+
+
+def participation(material: Material) -> Table | None:
+    """A row per run: in how many rounds its clients took part; None where no run says who did."""
+    rows = []
+    for label, _, run in material.labelled():
+        rounds = by_round(run.rounds)
+        if not rounds or not run.names:
+            continue
+        heard = np.array([client for clients in rounds.values() for client in clients], dtype=np.int64)
+        times = np.bincount(heard, minlength=len(run.names))
+        never = [run.name_of(client) for client in np.flatnonzero(times == 0).tolist()]
+        named = ", ".join(never[:MOST_NAMED]) + (
+            f" and {len(never) - MOST_NAMED} more" if never[MOST_NAMED:] else ""
+        )
+        numbers = [len(rounds), times.min(), np.median(times), times.max(), len(never)]
+        entries = [Entry(f"{number:g}", float(number)) for number in numbers]
+        rows.append([Entry(label, label), *entries, Entry(named or "–", named)])
+    if not rows:
+        return None
+    about = (
+        "In how many rounds a client's answer was used: the least and the most often heard, and the median."
+    )
+    heads = ["run", "rounds", "least", "median", "most", "never heard", "who"]
+    return Table("Who took part", about, heads, rows)
 
 
 def _over_seeds(group: Group, column: _Column) -> Entry:
@@ -135,7 +172,8 @@ def own_models(material: Material) -> list[Table]:
 def statistics(compared: Mapping[str, Any]) -> list[Table]:
     """What a stored comparison has found: pairs of methods, average ranks, and what a target took."""
     tables = []
-    share = compared.get("score") == "accuracy"
+    score = str(compared.get("score"))
+    share = is_share(score)
 
     def difference(value: float) -> str:
         return f"{100 * value:+.1f}" if share else f"{value:+.4g}"
@@ -161,7 +199,7 @@ def statistics(compared: Mapping[str, Any]) -> list[Table]:
                     Entry(_probability(pair["p_holm"]), pair["p_holm"]),
                 ]
             )
-        unit = "percentage points of accuracy" if share else "loss"
+        unit = f"percentage points of {score.replace('_', ' ')}" if share else score.replace("_", " ")
         heads = ["method", "against", "better / equal / worse", f"mean difference, {unit} (95 %)"]
         tables.append(
             Table(

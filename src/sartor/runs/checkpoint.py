@@ -34,7 +34,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sartor.errors import SartorError
-from sartor.runs.record import RunFolder, hash_of
+from sartor.files import writing
+from sartor.runs.record import RunFolder, hash_of, identity
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +75,6 @@ class Checkpoint:
         """What :meth:`Federation.restore` takes."""
         restored: dict[str, Any] = unpack(self.structure["federation"], self.tensors, {}, device)
         return restored
-
-
-def identity(config: Mapping[str, Any]) -> str:
-    """The sha256 of a stored experiment without what may change when it is continued."""
-    changing = ("rounds", "checkpoint", "tracking")
-    lasting = {key: value for key, value in config.items() if key not in changing}
-    return hashlib.sha256(json.dumps(lasting, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def save(
@@ -129,7 +123,8 @@ def forget_after(folder: RunFolder, round: int) -> None:
     """Remove the checkpoints after a round: the run continues from there."""
     for path in paths(folder):
         if path.name > _name(round):
-            path.unlink()
+            with writing(path):
+                path.unlink()
 
 
 def paths(folder: RunFolder) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sartor import nests
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError
@@ -97,9 +98,11 @@ def estimate(
 
 
 def _steps(experiment: Experiment, counts: np.ndarray) -> np.ndarray:
+    """The steps of every client, those to be expected where they are drawn."""
     local = experiment.local
-    batches = Batches("train", local.batch, local.epochs, local.steps)
-    return np.asarray(batches.count(np.asarray(counts, dtype=np.int64)))
+    batches = Batches("train", local.batch, local.most_epochs, local.steps)
+    law = local.law
+    return np.asarray(batches.count(np.asarray(counts, dtype=np.int64), None if law is None else law.mean))
 
 
 def _measure(setup: Setup, cohort: int) -> tuple[_Measured, _Measured | None]:
@@ -140,7 +143,9 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         with suppress(NobodyAnswered):
             server = algorithm.round(server, federation, cohort)
         federation.engine.wait()
-        seconds = time.perf_counter() - begin
+        seconds, after = time.perf_counter() - begin, replace(federation.traffic)
+        with suppress(NobodyAnswered):
+            server = algorithm.ready(server, federation)
         evaluate(algorithm, server, federation, experiment.evaluate)
         federation.engine.wait()
         evaluating = time.perf_counter() - begin - seconds
@@ -150,8 +155,8 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         steps=float(_steps(experiment, data.train.count[cohort]).sum()),
         round_seconds=seconds,
         evaluation_seconds=evaluating,
-        bytes_down=federation.traffic.down - traffic.down,
-        bytes_up=federation.traffic.up - traffic.up,
+        bytes_down=after.down - traffic.down,
+        bytes_up=after.up - traffic.up,
         state_bytes=federation.states.bytes_per_client,
         server_bytes=sum(int(value.nbytes) for _, value in tensors_of(server)),
     )
@@ -176,9 +181,9 @@ def _server_bytes(last: _Measured, before: _Measured | None, clients: int) -> in
 
 
 def _data_bytes(data: ClientData) -> int:
-    tensors = [data.pooled_x, data.pooled_y]
+    tensors = nests.leaves((data.pooled_x, data.pooled_y))
     for split in (data.train, data.test, data.validation):
         if split is not None:
-            tensors += [split.x, split.y]
+            tensors += nests.leaves((split.x, split.y))
     sizes = {tensor.data_ptr(): int(tensor.nbytes) for tensor in tensors}  # the pooled test set may be theirs
     return sum(sizes.values())

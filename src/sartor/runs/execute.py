@@ -74,12 +74,10 @@ def execute_setup(
     interrupted: Callable[[], bool] | None = None,
 ) -> Result:
     """:func:`execute` of what is set up already; ``interrupted`` says whether to end after the round."""
-    folder = RunFolder.create(out, setup.experiment) if store and distributed.rank() == 0 else None
-    if folder is None:
+    if not store or distributed.rank() != 0:
         return carry_out(setup, None, progress, None, opened, observers, interrupted)
+    folder = RunFolder.create(out, setup.experiment, setup.partition)
     with folder.alone():
-        if setup.partition is not None:
-            folder.write_partition(setup.partition)
         try:
             return carry_out(setup, folder, progress, None, opened, observers, interrupted)
         except ObserverFailed:

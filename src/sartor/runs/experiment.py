@@ -31,16 +31,17 @@ from sartor.algorithms import registered
 from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
-from sartor.data.settings import OWN_DATA, Data, FeaturesChoice, PartitionChoice, Public
+from sartor.data.settings import OWN_DATA, Data, Expect, FeaturesChoice, PartitionChoice, Public
 from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
-from sartor.extensions import Code, code_name, function_file, import_code, imported, is_file
+from sartor.extensions import Code, code_name, function_file, import_code, imported, installed_code, is_file
 from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
 from sartor.federation.transforms import TRANSFORMS, Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
+from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
@@ -52,13 +53,20 @@ else:
 
 Imports = str | Path | Sequence[str | Path]
 """Files or modules of a user's own, one or several."""
+LARGEST_FILE = 16 << 20
+"""Bytes of an experiment's file, at most."""
 BESIDE = ("compare", "search")
 """Tables that may stand in an experiment's file for the commands of these names; a run has none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A whole experiment, checked. Made by :func:`load` or :func:`from_mapping`, never changed."""
+    """A whole experiment, checked. Made by :func:`load` or :func:`from_mapping`, never changed.
+
+    >>> experiment = from_mapping({"algorithm": "fedprox", "rounds": 5, "hyper": {"mu": 0.1}})
+    >>> experiment.rounds, experiment.data.name, experiment.hyper.mu
+    (5, 'digits', 0.1)
+    """
 
     algorithm: str = setting("fedavg", "the algorithm; `sartor algorithms` lists them")
     rounds: int = setting(30, "number of rounds", low=0)
@@ -66,9 +74,11 @@ class Experiment:
     imports: tuple[str, ...] = setting((), "files or modules of your own to import first, as in mine.py")
     data: Data
     public: Public
+    expect: Expect
     partition: PartitionChoice
     features: FeaturesChoice
     model: ModelChoice
+    objective: ObjectiveChoice
     local: Local
     cohort: Cohort
     availability: AvailabilityChoice
@@ -95,6 +105,11 @@ class Experiment:
                 most = f"at most data.clients = {self.data.clients}"
                 raise SettingError(f"cohort.count: must be {most}, got {self.cohort.count}")
         _check_choice(self.model, "model")
+        if self.objective.path is not None and function_file(self.objective.path) is None:
+            raise SettingError(
+                f"objective.path = {shown(self.objective.path)}: expected a function or class in a file, as "
+                "in mine.py:loss"
+            )
         if self.stop.wanted and self.evaluate.every == 0:
             raise SettingError(
                 "stop: with evaluate.every = 0 only the last round is evaluated; give evaluate.every too"
@@ -130,9 +145,11 @@ _TOP = ("algorithm", "rounds", "seed", "imports")
 _SECTIONS: dict[str, type] = {
     "data": Data,
     "public": Public,
+    "expect": Expect,
     "partition": PartitionChoice,
     "features": FeaturesChoice,
     "model": ModelChoice,
+    "objective": ObjectiveChoice,
     "local": Local,
     "cohort": Cohort,
     "availability": AvailabilityChoice,
@@ -144,8 +161,8 @@ _SECTIONS: dict[str, type] = {
     "engine": Engine,
     "tracking": Tracking,
 }
-_CHOICES = ("partition", "features", "model", "availability", "delay")
-CODE = ("model", "data", "public")
+_CHOICES = ("partition", "features", "model", "objective", "availability", "delay")
+CODE = ("model", "objective", "data", "public")
 """Sections whose ``path`` may name a function in a file."""
 WHO = ("clients", "share", "every", "first")
 """What an entry of ``models`` says of whose network it is."""
@@ -159,6 +176,7 @@ def _registry(section: str) -> Mapping[str, Any]:
         "partition": PARTITIONS,
         "features": FEATURES,
         "model": MODELS,
+        "objective": OBJECTIVES,
         "availability": AVAILABILITY,
         "delay": DELAYS,
     }
@@ -168,7 +186,7 @@ def _registry(section: str) -> Mapping[str, Any]:
 def load(path: Path | str | None = None, overrides: Sequence[str] = (), **top: Any) -> Experiment:
     """The experiment of a TOML file (none: the defaults), changed by ``key=value`` texts and by keywords.
 
-    Code that it names (``imports``, ``model.path``, ``data.path``) is imported first.
+    Code that it names (``imports``, ``model.path``, ``objective.path``, ``data.path``) is imported first.
 
     A keyword is a key with its value, a dotted one given as ``**{"data.clients": 5}``; None means not given.
 
@@ -220,7 +238,8 @@ def anchored(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
     if isinstance(result.get("imports"), (list, tuple)):
-        result["imports"] = list(dict.fromkeys(map(anchor, result["imports"])))
+        sources = list(map(anchor, result["imports"]))  # what is no text among them is refused later, by name
+        result["imports"] = [source for place, source in enumerate(sources) if source not in sources[:place]]
     for section in CODE:
         table = result.get(section)
         if isinstance(table, dict) and function_file(table.get("path")) is not None:
@@ -278,14 +297,23 @@ def portable(experiment: Experiment) -> dict[str, Any]:
 
 
 def code_of(experiment: Experiment) -> tuple[Code, ...]:
-    """The code that an experiment names, as it was imported in this process."""
-    found = []
+    """The code that an experiment names, as it was imported in this process, and installed packages of it."""
+    found = [code for thing in _things(experiment) if (code := installed_code(thing)) is not None]
     for source in code_named(to_mapping(experiment)):
         code = imported(code_name(source))
         if code is None:
             raise SettingError(f"imports: {source} is not imported; `load` the experiment, or --import it")
         found.append(code)
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
+
+
+def _things(experiment: Experiment) -> Iterator[Any]:
+    """What an experiment names that a package of somebody else may have registered."""
+    yield registered()[experiment.algorithm]
+    yield type(experiment.model.settings)
+    yield from map(type, experiment.transforms)
+    if experiment.data.path is None and experiment.data.name in SOURCES:
+        yield SOURCES[experiment.data.name]
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
@@ -299,6 +327,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
     tables = {section: _table(mapping, section) for section in (*_SECTIONS, "hyper")}
     if tables["model"].get("path") is not None and tables["model"].setdefault("name", CUSTOM) != CUSTOM:
         raise SettingError("model.name: the network is that of model.path; give one of them")
+    if tables["objective"].get("path") is not None and tables["objective"].setdefault("name", OWN) != OWN:
+        raise SettingError("objective.name: the objective is that of objective.path; give one of them")
     names = {section: _name(tables[section].get("name"), section) for section in _CHOICES}
     names["algorithm"] = _name(mapping.get("algorithm"), "algorithm")
     kinds = {section: _registry(section)[names[section]] for section in _CHOICES}
@@ -500,7 +530,13 @@ def _rows(cls: type, section: str, skip: Sequence[str] = (), only_for: str = "")
 def read_toml(path: Path | str) -> dict[str, Any]:
     """A TOML file as nested dicts, or an error that names the file and, for bad syntax, the line."""
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+            raise SettingError(f"{path}: is not a regular file")
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise SettingError(f"{path}: has more than {LARGEST_FILE >> 20} MB; is it an experiment?")
+        text = content.decode("utf-8-sig")
         return tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise SettingError(

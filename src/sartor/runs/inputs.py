@@ -10,11 +10,11 @@ from typing import Any, TypedDict
 from torch import nn
 
 from sartor.data.clients import ClientData, from_clients, prepare, relabel
-from sartor.data.named import read_data
 from sartor.data.settings import OWN_DATA
 from sartor.errors import SettingError
 from sartor.extensions import function_file
-from sartor.model.networks import CUSTOM
+from sartor.model.networks import CUSTOM, build_task
+from sartor.model.objectives import OBJECTIVES, OWN, Loss, Objective, Own, chosen_objective, objective_of
 from sartor.model.task import Task
 from sartor.runs.experiment import (
     Experiment,
@@ -39,6 +39,8 @@ class RunSettings(TypedDict, total=False):
     """A data set's name, a function as in ``mine.py:load``, ``{client: (x, y)}``, or ClientData."""
     model: str | nn.Module | Task | None
     """A network's name, a function as in ``net.py:build``, a module, or a Task."""
+    objective: str | Mapping[str, Any] | Objective | Loss | None
+    """An objective's name or section, a function as in ``mine.py:loss``, an Objective, or a loss function."""
     head: str | None
     """The path of the module that is a personal head."""
     models: Sequence[Mapping[str, Any]] | None
@@ -75,6 +77,8 @@ class Given:
     head: str | None
     own: tuple[tuple[nn.Module | Task, str | None] | None, ...] = ()
     """Modules and their heads, for those of ``models`` that are the user's own."""
+    objective: Objective | None = None
+    """The user's own, where it is not named in the settings."""
 
     def inputs(self, settings: Mapping[str, Any] | None = None) -> Inputs:
         """The checked experiment, with the data and the model where they are the user's own.
@@ -82,23 +86,31 @@ class Given:
         ``settings`` stand in place of those given.
         """
         chosen = _copied(self.settings if settings is None else settings)
+        if self.data is not None:
+            there = self.data.clients if isinstance(self.data, ClientData) else len(self.data)
+            _put(chosen, "data", clients=max(1, there))  # nobody is refused where they are read
+        experiment = from_mapping(chosen)
+        objective = self.objective or chosen_objective(experiment.objective)
         own_data = self.data if isinstance(self.data, ClientData) else None
         if isinstance(self.data, Mapping):
-            share = chosen.get("data", {}).get("validation", 0.0)
-            own_data = from_clients(self.data, validation_fraction=share, seed=chosen.get("seed", 0))
-        if own_data is not None:
-            _put(chosen, "data", clients=own_data.clients)
-        experiment = from_mapping(chosen)
-        if own_data is not None and experiment.data.labels is not None:
+            own_data = from_clients(
+                self.data,
+                validation_fraction=experiment.data.validation,
+                seed=experiment.seed,
+                targets=objective.targets,
+                labels=experiment.data.labels,
+            )
+        elif own_data is not None and experiment.data.labels is not None:
             own_data = relabel(own_data, experiment.data.labels)
 
         def task_of(model: nn.Module | Task | None, head: str | None) -> Task | None:
             if model is None or isinstance(model, Task):
                 return model
-            classes = _classes(experiment) if own_data is None else own_data.classes
-            return Task(model, classes=classes, head=head, name=type(model).__name__)
+            return Task(model, objective=objective, head=head, name=type(model).__name__)
 
         task = task_of(self.model, self.head)
+        if task is None and self.objective is not None:
+            task = _built(experiment, own_data, objective)
         own = tuple(None if given is None else task_of(*given) for given in self.own)
         if own_data is not None:
             own_data = prepare(own_data, features=experiment.features.settings)
@@ -121,6 +133,7 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     """What was given in its several ways; code that is named is imported."""
     known: dict[str, Any] = dict(keywords)
     start, data, model, head = (known.pop(key, None) for key in ("experiment", "data", "model", "head"))
+    objective = known.pop("objective", None)
     clients, engine, device = (known.pop(key, None) for key in ("clients", "engine", "device"))
     imports, models = known.pop("imports", None), known.pop("models", None)
     given = read_experiment(start) if isinstance(start, (str, Path)) else _copied(start or {})
@@ -156,12 +169,17 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
         raise SettingError(f"model: give a name, an nn.Module or a Task, got {model!r}")
     else:
         _put(given, "model", head=head)
+    if isinstance(model, Task):
+        if objective is not None or given.get("objective"):
+            raise SettingError("objective: a Task has one; give it there: Task(module, objective=...)")
+        objective = model.objective
+    own_objective = _put_objective(given, objective)
     own: tuple[tuple[nn.Module | Task, str | None] | None, ...] = ()
     if models is not None:
         given["models"], own = _own_models(models)
     given = anchored(given, Path.cwd())
     import_named(given)
-    return Given(given, data, model, head, own)
+    return Given(given, data, model, head, own, own_objective)
 
 
 def _own_models(models: Any) -> tuple[Any, tuple[tuple[nn.Module | Task, str | None] | None, ...]]:
@@ -182,9 +200,28 @@ def _own_models(models: Any) -> tuple[Any, tuple[tuple[nn.Module | Task, str | N
     return settings, tuple(own)
 
 
-def _classes(experiment: Experiment) -> int | None:
-    """The classes of a named data set, for a user's own module on it."""
-    return read_data(experiment.data, experiment.seed).classes
+def _put_objective(given: dict[str, Any], objective: Any) -> Objective | None:
+    """Note an objective in the settings; one that they cannot make is handed back."""
+    if objective is None or isinstance(objective, Mapping):
+        _put(given, "objective", **(objective or {}))
+        return None
+    if isinstance(objective, str):
+        _put(given, "objective", **{"name" if function_file(objective) is None else "path": objective})
+        return None
+    made = objective_of(objective)
+    if OBJECTIVES.get(made.name) is type(made) and not isinstance(made, Own):
+        _put(given, "objective", name=made.name, **vars(made))
+        return None
+    _put(given, "objective", name=OWN)
+    return made
+
+
+def _built(experiment: Experiment, data: ClientData | None, objective: Objective) -> Task:
+    """The task of a model that is named and an objective that is not."""
+    if data is None:
+        raise SettingError("objective: with an own one give the model or the data as Python objects too")
+    x, y = data.train.x, data.train.y
+    return build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
 
 
 def _copied(mapping: Mapping[str, Any]) -> dict[str, Any]:

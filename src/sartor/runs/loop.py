@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from sartor.engines import sharded as distributed
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.settings import Cohort
 from sartor.runs.observers import Observer
+from sartor.runs.participation import written
 from sartor.runs.run import Run
 
 
@@ -69,11 +71,15 @@ def _play(run: Run) -> dict[str, Any]:
         run.server = run.algorithm.round(run.server, federation, cohort)
     except NobodyAnswered:
         federation.answered = 0
+    if _due(run):
+        _make_ready(run)
     run.wait()
+    heard = {} if federation.heard is None else {"took_part": written(federation.heard)}
     row = {
         "round": run.round,
         "cohort": len(cohort),
         "answered": federation.answered,
+        **heard,
         "seconds": federation.engine.seconds() - started,
         "bytes_down": federation.traffic.down - before.down,
         "bytes_up": federation.traffic.up - before.up,
@@ -81,6 +87,14 @@ def _play(run: Run) -> dict[str, Any]:
     }
     row.update(run.observe(_due(run)))
     return row
+
+
+def _make_ready(run: Run) -> None:
+    """Let the method do what it does to its model at the end; who answers to that is not counted."""
+    answered = run.federation.answered
+    with suppress(NobodyAnswered):
+        run.server = run.algorithm.ready(run.server, run.federation)
+    run.federation.answered = answered
 
 
 def _due(run: Run) -> bool:
@@ -101,6 +115,7 @@ def _tell(run: Run, row: dict[str, Any], deciding: Observer, keeping: Observer) 
     deciding.round(run, row)
     _agree(run)
     if run.stopped and "evaluation" not in row:
+        _make_ready(run)
         row.update(run.observe(evaluated=True))
         _evaluate(run, row, deciding, keeping)
     keeping.round(run, row)

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sartor.data.clients import ClientData, prepare, relabel
+from sartor import nests
+from sartor.data.clients import ClientData, relabel
 from sartor.data.settings import OWN_DATA
 from sartor.errors import SartorError, SettingError
 from sartor.federation.settings import Cohort
@@ -20,7 +21,7 @@ from sartor.runs.evaluation import CELLS, evaluate
 from sartor.runs.experiment import Experiment, anchored, import_named
 from sartor.runs.record import STATES, RunFolder
 from sartor.runs.resume import check_data, check_here
-from sartor.runs.setup import Setup, load_data, open_federation, set_up, with_public
+from sartor.runs.setup import Setup, fitted, load_data, open_federation, set_up, with_public
 
 
 def evaluate_run(
@@ -44,11 +45,14 @@ def evaluate_run(
         raise SartorError(f"{folder.path}: has no checkpoint to evaluate; `sartor resume` it first")
     if not isinstance(data, ClientData):
         check_here(folder)
-    newcomers, own = _clients_to_evaluate(experiment, data, partition)
+    newcomers, own, normalise = _clients_to_evaluate(experiment, data, partition, task)
     if data is None and partition is None:
         check_data(saved, newcomers, folder)
     took_part = newcomers.hash == saved.data
-    setup = set_up(replace(experiment, cohort=Cohort()), data=own, task=task, own=own_models)
+    setup = set_up(
+        replace(experiment, cohort=Cohort()), data=own, task=task, own=own_models, normalise=normalise
+    )
+    newcomers = fitted(newcomers, setup.task, normalise=normalise, like=own)
     _check_newcomers(newcomers, setup)
     newcomers = with_public(newcomers, experiment)
     federation = open_federation(setup.experiment, _models_for(setup, newcomers), newcomers)
@@ -62,7 +66,7 @@ def evaluate_run(
         federation.buffers = state["buffers"].to(federation.engine.device) if "buffers" in state else None
         server = algorithm.welcome(server, federation)
     federation.round = saved.round
-    cells = evaluate(algorithm, server, federation, experiment.evaluate)
+    cells = evaluate(algorithm, server, federation, setup.experiment.evaluate)
     last = {name: cells[name].summary() if name in cells else None for name in CELLS}
     return {
         "algorithm": experiment.algorithm,
@@ -72,6 +76,7 @@ def evaluate_run(
         "clients": newcomers.clients,
         "data": newcomers.name,
         "partition_hash": newcomers.hash,
+        "headline": setup.experiment.evaluate.headline,
         "accuracy": {name: None if cell is None else cell["accuracy"] for name, cell in last.items()},
         "last": last,
     }
@@ -93,31 +98,36 @@ def _models_for(setup: Setup, newcomers: ClientData) -> Task:
 
 
 def _clients_to_evaluate(
-    experiment: Experiment, data: ClientData | str | Path | None, partition: str | Path | None
-) -> tuple[ClientData, ClientData]:
-    """The clients asked for and the run's own; both normalised by the run's own training samples."""
+    experiment: Experiment,
+    data: ClientData | str | Path | None,
+    partition: str | Path | None,
+    task: Task | None,
+) -> tuple[ClientData, ClientData, bool]:
+    """The clients asked for and the run's own, and whether both are normalised by the latter's samples."""
+    objective = None if task is None else task.objective
     if isinstance(data, ClientData):
         data = relabel(data, experiment.data.labels)
-        return data, data if experiment.data.name == OWN_DATA else load_data(experiment)[0]
-    raw = replace(experiment, data=replace(experiment.data, normalise=False))
-    own, _ = load_data(raw)
+        return data, data if experiment.data.name == OWN_DATA else load_data(experiment, objective)[0], False
+    raw = experiment
+    own, _ = load_data(raw, objective)
     new = own
     if data is not None:
         import_named(anchored({"data": {"path": str(data)}}, Path.cwd()))
-        new, _ = load_data(replace(raw, data=replace(raw.data, path=str(data))))
+        new, _ = load_data(replace(raw, data=replace(raw.data, path=str(data))), objective)
         new = relabel(new, raw.data.labels, str(data))
     elif partition is not None:
         if raw.data.path is not None:
             raise SettingError("partition: the run is on own data, which have none; give such data instead")
-        new, _ = load_data(replace(raw, partition=replace(raw.partition, file=str(partition))))
-    normalise = experiment.data.normalise
-    return prepare(new, normalise=normalise, like=own), prepare(own, normalise=normalise)
+        new, _ = load_data(replace(raw, partition=replace(raw.partition, file=str(partition))), objective)
+    return new, own, experiment.data.normalise
 
 
 def _check_newcomers(newcomers: ClientData, setup: Setup) -> None:
-    shape, expected = tuple(newcomers.train.x.shape[1:]), tuple(setup.data.train.x.shape[1:])
-    if shape != expected:
-        raise SettingError(f"newcomers: samples of shape {list(shape)}, the run's have {list(expected)}")
+    found, expected = newcomers.train.x, setup.data.train.x
+    if nests.form(found) != nests.form(expected):
+        raise SettingError(
+            f"newcomers: samples of {nests.words(found)}, the run's have {nests.words(expected)}"
+        )
     classes = setup.task.classes
     if classes is not None and newcomers.classes is not None and newcomers.classes > classes:
         raise SettingError(f"newcomers: {newcomers.classes} classes, the run's model knows {classes}")

@@ -46,6 +46,14 @@ class Observer:
 
     What an observer raises ends the run: the round is stored and saved first, the message names the observer,
     and the run can be resumed. With ``torchrun`` rank 0 alone tells them; all ranks stop together.
+
+    >>> import sartor
+    >>> class Enough(sartor.Observer):
+    ...     def round(self, run, row):
+    ...         if row["round"] == 2:
+    ...             run.stop("two are enough")
+    >>> len(sartor.run("fedavg", clients=3, rounds=9, observers=[Enough()], store=False).rounds)
+    2
     """
 
     def start(self, run: Run) -> None:
@@ -228,7 +236,7 @@ class Interrupting(Observer):
 
 
 class ProgressBar(Observer):
-    """A bar on standard error with the round, the accuracy, clients per second and the time left."""
+    """A bar on standard error with the round, the headline, clients per second and the time left."""
 
     def __init__(self) -> None:
         self._bar = Progress(
@@ -239,7 +247,7 @@ class ProgressBar(Observer):
             TimeRemainingColumn(),
             console=Console(stderr=True),
         )
-        self._accuracy = ""
+        self._value = ""
 
     def start(self, run: Run) -> None:
         """Show the bar."""
@@ -250,17 +258,17 @@ class ProgressBar(Observer):
         self._bar.start()
 
     def evaluation(self, run: Run, cells: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note the accuracy."""
+        """Note the headline."""
         for name in ("personal_local", "shared_local"):
-            accuracy = cells.get(name, {}).get("accuracy")
-            if accuracy is not None:
-                self._accuracy = f"{name} {accuracy:.3f}, "
+            value = cells.get(name, {}).get(run.headline)
+            if value is not None:
+                self._value = f"{name} {value:.3f}, "
                 break
 
     def round(self, run: Run, row: Mapping[str, Any]) -> None:
         """Go one step further."""
         speed = row.get("cohort", 0) / max(row.get("seconds", 0.0), 1e-9)
-        self._bar.update(self._line, completed=run.round, note=f"{self._accuracy}{speed:,.0f} clients/s")
+        self._bar.update(self._line, completed=run.round, note=f"{self._value}{speed:,.0f} clients/s")
 
     def end(self, run: Run, summary: Mapping[str, Any] | None) -> None:
         """Leave the bar as it is."""

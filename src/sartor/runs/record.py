@@ -15,7 +15,11 @@ states/             client states that are too large for memory
 
 Files are written beside their place and moved there once complete, so a file that exists is whole; only
 ``rounds.jsonl`` and ``clients.arrow`` grow in place, and an end cut off by a crash is left out when they are
-read.
+read. The experiment is written last of what a run begins with: a folder without it has not begun.
+
+Records are sealed (:mod:`sartor.runs.seals`): every line of ``rounds.jsonl``, every evaluation in
+``clients.arrow``, ``clients.parquet`` and ``summary.json``. One that is damaged, or missing, is named and
+never read over.
 """
 
 from __future__ import annotations
@@ -23,13 +27,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,7 +44,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sartor.errors import SartorError
 from sartor.extensions import Code, code_name, function_file, import_again
-from sartor.files import leftovers, replacing, sync, write, writing
+from sartor.files import UNFINISHED, leftovers, replacing, sync, write, writing
 from sartor.runs.experiment import (
     Experiment,
     code_named,
@@ -46,8 +52,11 @@ from sartor.runs.experiment import (
     fingerprint,
     from_mapping,
     read_toml,
+    to_mapping,
     to_toml,
 )
+from sartor.runs.participation import by_round
+from sartor.runs.seals import BLANK, KEY, is_whole, sealed
 
 if sys.platform != "win32":
     import fcntl
@@ -67,6 +76,16 @@ GROWING_CLIENTS = "clients.arrow"
 STATES = "states"
 """The folder of client states that are too large for memory."""
 FILES = (CONFIG, ENVIRONMENT, PARTITION, ROUNDS, CLIENTS, SUMMARY, MODELS)
+BEGINNING = f"{UNFINISHED}run"
+"""Lies in a folder until all is written that a run begins with; then another run may have the folder."""
+
+
+LOOKS = 10
+"""How often a folder that is locked is tried, 20 ms apart."""
+
+
+class Busy(SartorError):
+    """Another process is at a run."""
 
 
 class RunFolder:
@@ -81,18 +100,18 @@ class RunFolder:
         self._rounds: IO[bytes] | None = None
 
     @classmethod
-    def create(cls, path: Path | str | None, experiment: Experiment) -> RunFolder:
-        """A new folder with the experiment and the environment in it; no folder of another run is touched.
+    def create(cls, path: Path | str | None, experiment: Experiment, partition: Any = None) -> RunFolder:
+        """A new folder with what a run begins with; no folder of another run is touched.
 
         Without a path it is ``runs/<algorithm>-<data>-s<seed>-<fingerprint>`` under the current folder, with
-        a number behind it where that is taken.
+        a number behind it where that is taken. A folder whose run was killed before it began is used again.
         """
-        folder = cls._claim(experiment) if path is None else cls._take(Path(path))
-        run = cls(folder)
-        run._store(CONFIG, to_toml(experiment).encode())
-        imports = [asdict(code) for code in code_of(experiment)]
-        run._store(ENVIRONMENT, _json_bytes({**environment(experiment.engine.device), "imports": imports}))
-        return run
+        for folder in _default_folders(experiment) if path is None else [Path(path)]:
+            run = cls(folder)
+            held = run._begin(experiment, partition)
+            if held is None:
+                return run
+        raise SartorError(f"{folder}: already holds a run ({held}); give another folder or remove it")
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
@@ -101,43 +120,60 @@ class RunFolder:
         if not folder.is_dir():
             raise SartorError(f"{folder}: no such run folder")
         if not (folder / CONFIG).is_file():
+            if cls.is_free(folder) and any(folder.iterdir()):
+                raise SartorError(
+                    f"{folder}: its run was stopped before it began; start it again as it was started, "
+                    f"`sartor run ... --out {folder}` uses the folder"
+                )
             raise SartorError(f"{folder}: not a run folder, it has no {CONFIG}")
         return cls(folder)
 
-    @staticmethod
-    def _claim(experiment: Experiment) -> Path:
-        """Make the first free default folder; making it is what claims it, so two runs never share one."""
-        own = experiment.data.path
-        data = (
-            experiment.data.name if own is None else Path(function_file(own) or own).resolve().stem or "own"
-        )
-        name = f"{experiment.algorithm}-{data}-s{experiment.seed}-{fingerprint(experiment)[:8]}"
-        folder, number = Path("runs") / name, 1
-        with writing(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            while True:
-                try:
-                    folder.mkdir()
-                    return folder
-                except FileExistsError:
-                    number += 1
-                    folder = folder.with_name(f"{name}-{number}")
+    @classmethod
+    def is_free(cls, folder: Path) -> bool:
+        """Whether a run may begin in a folder: it is not there, holds no run, or one that never began."""
+        return cls(folder)._held() is None
 
-    @staticmethod
-    def _take(folder: Path) -> Path:
-        """Make the folder asked for, or use it if no run is in it."""
-        with writing(folder):
-            if folder.exists() and not folder.is_dir():
-                raise SartorError(f"{folder}: is a file; give a folder that does not exist yet")
-            folder.mkdir(parents=True, exist_ok=True)
-            held = next((name for name in FILES if (folder / name).exists()), None)
-            if held is None:
-                try:
-                    (folder / CONFIG).touch(exist_ok=False)  # claims it: of two runs at once, one fails here
-                    return folder
-                except FileExistsError:
-                    held = CONFIG
-            raise SartorError(f"{folder}: already holds a run ({held}); give another folder or remove it")
+    def _begin(self, experiment: Experiment, partition: Any) -> str | None:
+        """Write what a run begins with, the experiment last; or the file that tells of another run here."""
+        with writing(self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise SartorError(f"{self.path}: is a file; give a folder that does not exist yet")
+            self.path.mkdir(parents=True, exist_ok=True)
+            held = self._held()
+            if held is not None:
+                return held
+            try:
+                with self.alone():
+                    held = self._held()  # another process may have begun a moment ago
+                    if held is None:
+                        self._write_beginning(experiment, partition)
+                    return held
+            except Busy:  # it is about to
+                return CONFIG
+
+    def _write_beginning(self, experiment: Experiment, partition: Any) -> None:
+        (self.path / BEGINNING).touch()
+        self._store(ENVIRONMENT, _json_bytes(self._about(experiment)))
+        if partition is not None:
+            self.write_partition(partition)
+        self._store(CONFIG, to_toml(experiment).encode())
+        (self.path / BEGINNING).unlink()
+
+    def _held(self) -> str | None:
+        """A file of a run that has begun here."""
+        if (self.path / CONFIG).exists():
+            return CONFIG
+        if (self.path / BEGINNING).exists():
+            return None
+        return next((name for name in FILES if (self.path / name).exists()), None)
+
+    def _about(self, experiment: Experiment) -> dict[str, Any]:
+        """What a run tells of its making, and which experiment it is."""
+        return {
+            **environment(experiment.engine.device),
+            "imports": [asdict(code) for code in code_of(experiment)],
+            "experiment": identity(to_mapping(experiment)),
+        }
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -145,16 +181,11 @@ class RunFolder:
         if sys.platform == "win32":  # a folder cannot be locked there
             yield
             return
-        handle = os.open(self.path, os.O_RDONLY)
+        with writing(self.path):
+            handle = os.open(self.path, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SartorError(
-                    f"{self.path}: another process is at this run; wait for it or stop it"
-                ) from None
-            except OSError:  # a file system without locks
-                pass
+            if not _locked(handle):
+                raise Busy(f"{self.path}: another process is at this run; wait for it or stop it")
             yield
         finally:
             os.close(handle)
@@ -187,7 +218,7 @@ class RunFolder:
         with writing(self.path / ROUNDS):
             if self._rounds is None:
                 self._rounds = open(self.path / ROUNDS, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-            _append(self._rounds, (to_json(row) + "\n").encode())
+            _append(self._rounds, _line(row))
 
     def add_clients(self, columns: Mapping[str, Any]) -> None:
         """Keep the rows of one evaluation: column -> a value per client, or one value for all of them.
@@ -197,7 +228,7 @@ class RunFolder:
         """
         content = _stream(_table(columns))
         path = self.path / GROWING_CLIENTS
-        if not path.exists() and (earlier := self._client_table()) is not None:
+        if not path.exists() and (earlier := self._stored_clients()) is not None:
             self._store(GROWING_CLIENTS, _stream(earlier))
         with writing(path), open(path, "ab", buffering=0) as file:
             _append(file, content)
@@ -207,13 +238,11 @@ class RunFolder:
         growing = self.path / GROWING_CLIENTS
         if not growing.exists():
             return
-        import pyarrow.parquet as parquet
-
-        tables = _streams(growing)
-        if tables:
-            with self._replacing(CLIENTS) as temporary:
-                parquet.write_table(_joined(tables), temporary)
-        growing.unlink()
+        table = self._client_table()
+        if table is not None:
+            self._store(CLIENTS, _parquet(table))
+        with writing(growing):
+            growing.unlink()
 
     def sync(self) -> None:
         """Have the rows written so far on the disk, not only with the system: a checkpoint relies on them."""
@@ -222,53 +251,57 @@ class RunFolder:
                 sync(self.path / name)
 
     def cut(self, round: int) -> None:
-        """Forget the rows of all rounds after this one, and what an interruption left half written."""
-        for leftover in leftovers(self.path):
-            leftover.unlink()
-        lines: list[str] = []
-        last = None
-        if round >= 0 and (self.path / ROUNDS).exists():
-            whole = self._read_text(ROUNDS).split("\n")[:-1]
-            for number, line in enumerate(whole, start=1):
-                row = _parsed(line, f"{self.path / ROUNDS}, line {number}")
-                # After an earlier run of no rounds there is a row 0; else rounds count from 1 without a gap.
-                if row.get("round") not in ((0, 1) if last is None else (last + 1,)) or row["round"] > round:
-                    break
-                last = row["round"]
-                lines.append(line + "\n")
-                if last == round:
-                    break  # what follows may be damaged, it is not needed
+        """Forget the rows of all rounds after this one, and what an interruption left half written.
+
+        What is damaged after the round is made again; before it, the run cannot go on.
+        """
+        with writing(self.path):
+            for leftover in leftovers(self.path):
+                leftover.unlink()
+        rows: list[dict[str, Any]] = []
+        for _, row in self._numbered_rounds() if round >= 0 else ():
+            if row is None or row["round"] > round:
+                break
+            rows.append(row)
+            if row["round"] == round:
+                break  # what follows may be damaged, it is not needed
+        last = rows[-1]["round"] if rows else None
         if round > 0 and last != round:
             raise SartorError(
                 f"{self.path / ROUNDS}: the row of round {(last or 0) + 1} is missing or damaged; "
-                f"run it anew: sartor run {self.path / CONFIG}"
+                f"{self._anew()}"
             )
-        self._store(ROUNDS, "".join(lines).encode())
-        self._cut_clients(round)
+        self._store(ROUNDS, b"".join(map(_line, rows)))
+        self._cut_clients(round, rows)
 
-    def _cut_clients(self, round: int) -> None:
+    def _cut_clients(self, round: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Client rows up to a round, in the growing file, from where they were."""
         import pyarrow.compute as compute
 
-        table = self._client_table()
+        table = None if round < 0 else self._stored_clients()
         if table is not None:
             table = table.filter(compute.less_equal(table["round"], round))
-            if len(table):
+            self._check_clients(table, rows)
+        elif rows:
+            self._check_clients(None, rows)
+        with writing(self.path):
+            if table is not None and len(table):
                 self._store(GROWING_CLIENTS, _stream(table))
             else:
                 (self.path / GROWING_CLIENTS).unlink(missing_ok=True)
-        (self.path / CLIENTS).unlink(missing_ok=True)
+            (self.path / CLIENTS).unlink(missing_ok=True)
 
     def extend(self, rounds: int) -> None:
         """Make it an unfinished run of so many rounds, all else as it was."""
         content = self._read_text(CONFIG)
-        (self.path / SUMMARY).unlink(missing_ok=True)
+        with writing(self.path):
+            (self.path / SUMMARY).unlink(missing_ok=True)
         self._store(CONFIG, re.sub(r"(?m)^rounds = \d+$", f"rounds = {rounds}", content, count=1).encode())
 
     def withdraw(self) -> None:
         """Take back what :meth:`create` made, of a run that was refused before its first round."""
         with contextlib.suppress(OSError):  # what is not ours stays
-            for name in FILES:
+            for name in (*FILES, BEGINNING):
                 (self.path / name).unlink(missing_ok=True)
             for empty in (self.path / STATES, self.path):
                 with contextlib.suppress(OSError):
@@ -297,7 +330,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Store the result; the last thing a run does."""
-        self._store(SUMMARY, _json_bytes(summary))
+        self._store(SUMMARY, sealed(_json_bytes({**summary, KEY: BLANK})))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -311,11 +344,18 @@ class RunFolder:
         Code that it names is imported if it is what the run was made with, else there is an error.
         """
         config = self.config
+        if identity(config) != self.environment.get("experiment"):
+            raise SartorError(
+                f"{self.path / CONFIG}: is not the experiment that the run was started with; put back its "
+                "settings (rounds, checkpoint and tracking may change)"
+            )
         then = {code.name: code for code in self.imports}
         for source in code_named(config):
             if code_name(source) not in then:
                 raise SartorError(f"{self.path / ENVIRONMENT}: does not say which {code_name(source)} it was")
-            import_again(then[code_name(source)], str(self.path))
+            import_again(then.pop(code_name(source)), str(self.path))
+        for package in then.values():  # which added to Sartor by an entry point
+            import_again(package, str(self.path))
         return from_mapping(config)
 
     @property
@@ -334,7 +374,10 @@ class RunFolder:
     @property
     def summary(self) -> dict[str, Any]:
         """The result of a finished run."""
-        return self._read_object(SUMMARY)
+        summary = self._read_object(SUMMARY)
+        if not is_whole(self._read_text(SUMMARY).encode()):
+            raise SartorError(f"{self.path / SUMMARY}: damaged, its seal does not fit; {self._anew()}")
+        return {key: value for key, value in summary.items() if key != KEY}
 
     @property
     def finished(self) -> bool:
@@ -344,17 +387,39 @@ class RunFolder:
     @property
     def rounds(self) -> list[dict[str, Any]]:
         """One dict per round; none before the first round has ended."""
-        path = self.path / ROUNDS
-        if not path.exists():
-            return []
         rows = []
-        *lines, tail = self._read_text(ROUNDS).split(
-            "\n"
-        )  # a whole line ends in a newline: the rest was cut off
-        del tail
-        for number, line in enumerate(lines, start=1):
-            rows.append(_parsed(line, f"{path}, line {number}"))
+        for number, row in self._numbered_rounds():
+            if row is None:
+                again = "" if self.finished else "`sartor resume` makes it again if it can, or "
+                raise SartorError(
+                    f"{self.path / ROUNDS}, line {number}: damaged, or not the line of the next round; "
+                    f"{again}{self._anew()}"
+                )
+            rows.append(row)
+        told = self.summary.get("rounds") if self.finished else None
+        if told not in (None, rows[-1]["round"] if rows else 0):
+            raise SartorError(f"{self.path / ROUNDS}: its last rows are missing; {self._anew()}")
         return rows
+
+    def _numbered_rounds(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """The lines with their numbers, as the rows that follow each other; None for one that does not."""
+        path, last = self.path / ROUNDS, None
+        if not path.exists():
+            return
+        *lines, _ = self._read_bytes(ROUNDS).split(b"\n")  # what has no newline behind it was cut off
+        for number, line in enumerate(lines, start=1):
+            row = _row(line)
+            # After an earlier run of no rounds there is a row 0; else rounds count from 1 without a gap.
+            if row is None or row.get("round") not in ((0, 1) if last is None else (last + 1,)):
+                yield number, None
+                return
+            last = row["round"]
+            yield number, row
+
+    @property
+    def participants(self) -> dict[int, list[int]]:
+        """Round -> the numbers of the clients whose answers it used."""
+        return by_round(self.rounds)
 
     @property
     def clients(self) -> dict[str, list[Any]]:
@@ -366,19 +431,43 @@ class RunFolder:
         return columns
 
     def _client_table(self) -> arrow.Table | None:
-        """All client rows. A growing file holds them all, whether or not the final one is there too."""
+        """All client rows, of every evaluation that the rounds tell of."""
+        table = self._stored_clients()
+        self._check_clients(table, (row for _, row in self._numbered_rounds() if row is not None))
+        return table
+
+    def _stored_clients(self) -> arrow.Table | None:
+        """The client rows that are whole. A growing file holds them all, whether or not there is another."""
         if (self.path / GROWING_CLIENTS).exists():
-            tables = _streams(self.path / GROWING_CLIENTS)
+            tables = list(_streams(self._read_bytes(GROWING_CLIENTS)))
             return _joined(tables) if tables else None
         if not (self.path / CLIENTS).exists():
             return None
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
+        content = self._read_bytes(CLIENTS)
+        if not is_whole(content):
+            raise SartorError(f"{self.path / CLIENTS}: damaged, its seal does not fit; {self._anew()}")
         try:
-            return parquet.read_table(self.path / CLIENTS)
+            return parquet.read_table(arrow.BufferReader(content)).replace_schema_metadata(None)
         except (OSError, arrow.ArrowException) as error:
             raise SartorError(f"{self.path / CLIENTS}: damaged or not readable: {error}") from None
+
+    def _check_clients(self, table: arrow.Table | None, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse client rows that lack an evaluation which the rounds tell of."""
+        there = set() if table is None else set(table["round"].unique().to_pylist())
+        missing = next(
+            (row["round"] for row in rows if "evaluation" in row and row["round"] not in there), None
+        )
+        if missing is not None:
+            name = GROWING_CLIENTS if (self.path / GROWING_CLIENTS).exists() else CLIENTS
+            raise SartorError(
+                f"{self.path / name}: the rows of round {missing} are missing or damaged; {self._anew()}"
+            )
+
+    def _anew(self) -> str:
+        return f"run it anew: sartor run {self.path / CONFIG}"
 
     @property
     def models(self) -> dict[str, torch.Tensor]:
@@ -387,24 +476,32 @@ class RunFolder:
         from safetensors.torch import load_file
 
         path = self.path / MODELS
+        expected = self.summary.get("model_sha256") if self.finished else None
         if not path.is_file():
             raise SartorError(f"{path}: this run has stored no models")
         try:
             tensors: dict[str, torch.Tensor] = load_file(path)
         except (OSError, SafetensorError) as error:
             raise SartorError(f"{path}: damaged or not readable: {error}") from None
+        if expected not in (None, hash_of(tensors)):
+            raise SartorError(f"{path}: damaged, its checksum is not that of {SUMMARY}; {self._anew()}")
         return tensors
 
     def _read_text(self, name: str) -> str:
         """A text file of the folder."""
+        try:
+            return self._read_bytes(name).decode()
+        except UnicodeDecodeError:
+            raise SartorError(f"{self.path / name}: damaged, it is not UTF-8 text") from None
+
+    def _read_bytes(self, name: str) -> bytes:
+        """A file of the folder."""
         path = self.path / name
         try:
-            return path.read_text(encoding="utf-8")
+            return path.read_bytes()
         except FileNotFoundError:
             hint = "; the run has not finished" if name == SUMMARY else ""
             raise SartorError(f"{path}: missing{hint}") from None
-        except UnicodeDecodeError:
-            raise SartorError(f"{path}: damaged, it is not UTF-8 text") from None
         except OSError as error:
             raise SartorError(f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -424,6 +521,36 @@ class RunFolder:
             path.parent.mkdir(exist_ok=True)
             with replacing(path) as temporary:
                 yield temporary
+
+
+def _locked(handle: int) -> bool:
+    """Whether a folder could be locked; whoever only looks into it lets go again at once."""
+    for _ in range(LOOKS):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:  # a file system without locks
+            return True
+    return False
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """The sha256 of a stored experiment without what may change when it is continued."""
+    changing = ("rounds", "checkpoint", "tracking")
+    lasting = {key: value for key, value in config.items() if key not in changing}
+    return hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _default_folders(experiment: Experiment) -> Iterator[Path]:
+    """The folders for a run that was given none, in the order they are taken."""
+    own = experiment.data.path
+    data = experiment.data.name if own is None else Path(function_file(own) or own).resolve().stem or "own"
+    name = f"{experiment.algorithm}-{data}-s{experiment.seed}-{fingerprint(experiment)[:8]}"
+    yield Path("runs") / name
+    for number in itertools.count(2):
+        yield Path("runs") / f"{name}-{number}"
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
@@ -489,6 +616,20 @@ def _parsed(text: str, place: str) -> dict[str, Any]:
     return value
 
 
+def _line(row: Mapping[str, Any]) -> bytes:
+    """A row as a sealed line."""
+    return sealed((to_json({**row, KEY: BLANK}) + "\n").encode())
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row of a line, without its seal; None if it is not what was written."""
+    if not is_whole(line + b"\n"):
+        return None
+    row = _parsed(line.decode(), ROUNDS)
+    del row[KEY]
+    return row
+
+
 def _table(columns: Mapping[str, Any]) -> arrow.Table:
     """An Arrow table of columns given as sequences, arrays, tensors, or single values to repeat."""
     import numpy as np
@@ -547,28 +688,42 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def _stream(table: arrow.Table) -> bytes:
-    """A table as a stream that can stand behind others in a file."""
+    """A table as a sealed stream that can stand behind others in a file."""
     import pyarrow as arrow
 
+    table = table.replace_schema_metadata({KEY: BLANK})
     sink = arrow.BufferOutputStream()
     with arrow.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
+    return sealed(sink.getvalue().to_pybytes(), first=True)
 
 
-def _streams(path: Path) -> list[arrow.Table]:
-    """The tables in a file of streams, up to where a crash cut it off."""
+def _streams(content: bytes) -> Iterator[arrow.Table]:
+    """The tables of streams behind each other, up to one that was cut off or is damaged."""
     import pyarrow as arrow
 
-    tables = []
-    with arrow.OSFile(str(path)) as file:
-        while file.tell() < file.size():
-            try:
-                tables.append(arrow.ipc.open_stream(file).read_all())
-            except (OSError, arrow.ArrowException):
-                break
-    return tables
+    file, begin = arrow.BufferReader(content), 0
+    while begin < len(content):
+        try:
+            table = arrow.ipc.open_stream(file).read_all()
+        except (OSError, ValueError, arrow.ArrowException):
+            return
+        if not is_whole(content[begin : file.tell()], first=True):
+            return
+        yield table.replace_schema_metadata(None)
+        begin = file.tell()
+
+
+def _parquet(table: arrow.Table) -> bytes:
+    """A table as a sealed Parquet file."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    sink = arrow.BufferOutputStream()
+    with parquet.ParquetWriter(sink, table.schema) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({KEY: BLANK})
+    return sealed(sink.getvalue().to_pybytes())
 
 
 def _append(file: IO[bytes], content: bytes) -> None:

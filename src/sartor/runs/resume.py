@@ -49,6 +49,11 @@ def resume(
     ``rounds`` extends it to so many rounds. ``data``, ``task`` and ``own`` (for ``[[models]]``) are those
     that were given in Python, if any were. A finished run that is not extended is read back and nothing is
     changed. ``observers`` are told what happens from now on.
+
+    >>> import sartor
+    >>> first = sartor.run("fedavg", data="digits", clients=3, rounds=1, out="run")
+    >>> len(resume("run", rounds=3).rounds)
+    3
     """
     check_observers(observers)
     import_given(imports)

@@ -11,13 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sartor import nests
 from sartor.errors import SartorError
 from sartor.federation import Federation
-from sartor.model.task import Task
+from sartor.model.task import Batch, Task
 from sartor.runs.checkpoint import Checkpoint
-from sartor.runs.evaluation import CELLS, Cell, evaluate, evaluated_clients, model_of, personal_models
+from sartor.runs.evaluation import (
+    CELLS,
+    Cell,
+    evaluate,
+    evaluated_clients,
+    measured_in,
+    model_of,
+    personal_models,
+)
+from sartor.runs.metrics import more_is_better
 from sartor.runs.record import RunFolder, hash_of
-from sartor.runs.result import Result
+from sartor.runs.result import PersonalModels, Result
 from sartor.runs.setup import Setup
 
 SMALL_OBSERVATION = 256
@@ -67,6 +77,15 @@ class Run:
     def round(self) -> int:
         """The number of the last round that was begun; 0 before the first."""
         return self.federation.round
+
+    @property
+    def headline(self) -> str:
+        """The metric that models are judged by."""
+        return measured_in(self.federation, self.experiment.evaluate).headline
+
+    @property
+    def _sign(self) -> float:
+        return 1.0 if more_is_better(self.headline, self.task.objective) else -1.0
 
     @property
     def seconds(self) -> float:
@@ -147,14 +166,29 @@ class Run:
     def _refuse_nonfinite(self, cells: Mapping[str, Cell]) -> None:
         clients = evaluated_clients(self.federation, self.experiment.evaluate)
         method = f"{self.algorithm.name}, round {self.round}"
-        for name, cell in cells.items():
+        # What is wrong at a client is said of the client rather than of all data together.
+        for name, cell in sorted(cells.items(), key=lambda item: item[0] == "shared_pooled"):
             bad = np.flatnonzero(~np.isfinite(cell.loss))
             if len(bad):
                 who = "the pooled data" if name == "shared_pooled" else self.data.names[clients[bad[0]]]
+                sample = "" if name == "shared_pooled" else self._bad_sample(name, int(clients[bad[0]]))
                 raise SartorError(
-                    f"{method}: the loss of {name} at {who!r} is not finite; "
+                    f"{method}: the loss of {name} at {who!r} is not finite{sample}; "
                     "a smaller learning rate (hyper.lr) is the usual cure"
                 )
+
+    def _bad_sample(self, cell: str, client: int) -> str:
+        """The first sample whose loss is not finite, where some of a client's are with the shared model."""
+        w = self.algorithm.shared(self.server)
+        split = self.data.validation if cell.endswith("validation") else self.data.test
+        if w is None or w.dim() != 1 or split is None or not self.federation.engine.pools:
+            return ""
+        buffers = self.federation.mean_buffers
+        x, y = nests.mapped(lambda leaf: leaf.cpu(), split.of(client))
+        with torch.no_grad():
+            losses = self.task.losses(w.cpu(), Batch(x, y), None if buffers is None else buffers.cpu())
+        bad = ~losses.isfinite()
+        return f", first in sample {int(bad.nonzero()[0])}" if bad.any() and not bad.all() else ""
 
     def _keep_clients(self, cells: Mapping[str, Cell]) -> None:
         """One row per client: its results on its own test data and with its model on the pooled data."""
@@ -170,11 +204,12 @@ class Run:
             columns["model"] = [groups.names[group] for group in groups.of[clients].tolist()]
         for name, cell in cells.items():
             if len(cell.n) == len(clients) and name != "shared_pooled":
-                # A client without samples has no result, rather than a result of zero.
+                # A client without samples, or with one class, has no result rather than a result of zero.
                 measured = {"loss": cell.loss, **cell.scores}
                 for score, values in measured.items():
                     columns[f"{name}_{score}"] = [
-                        float(value) if n > 0 else None for value, n in zip(values, cell.n, strict=True)
+                        float(value) if n > 0 and math.isfinite(value) else None
+                        for value, n in zip(values, cell.n, strict=True)
                     ]
         for column, values in columns.items():
             self.clients.setdefault(column, []).extend(values)
@@ -221,12 +256,18 @@ class Run:
             clients=self.clients,
             task=self.federation.task,
             w=None if w is None else w.cpu(),
-            personal=self._personal("personal"),
+            personal=self._personal_models(),
             buffers=None if buffers is None else buffers.cpu(),
             personal_buffers=self._personal("personal_buffers"),
             folder=self.folder,
             personal_stored=call is None or any(name.startswith("personal") for name in self.final),
+            names=self.data.names,
         )
+
+    def _personal_models(self) -> PersonalModels | list[Tensor | None] | None:
+        """The personal models, where they are stored."""
+        rows = self._personal("personal")
+        return PersonalModels.of(rows, self.data.names) if isinstance(rows, Tensor) else rows
 
     def _personal(self, name: str) -> Tensor | list[Tensor | None] | None:
         """What is stored of the clients' own, a row each; a list where they have models of their own."""
@@ -258,28 +299,53 @@ class Run:
             "device": experiment.engine.device,
             "partition_hash": self.data.hash,
             "buffers": experiment.model.buffers if any(t.buffer_size for t in federation.tasks) else None,
+            "objective": experiment.objective.name,
+            "headline": self.headline,
+            "more_is_better": self._sign > 0,
             "accuracy": {name: last.get(name, {}).get("accuracy") for name in CELLS},
             "last": {name: last.get(name) for name in CELLS},
             "best_by_validation": {name: self._best(name, validated=True) for name in CELLS},
             "best_on_test": {name: self._best(name, validated=False) for name in CELLS},
+            "notes": self._notes(last),
             "model_sha256": hash_of(self.final),
             "bytes_down": federation.traffic.down,
             "bytes_up": federation.traffic.up,
             "seconds": seconds,
         }
 
+    def _notes(self, last: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """What a reader of the numbers has to know: models that answer the same class whatever they see."""
+        notes = []
+        for name in CELLS:
+            found = last.get(name, {}).get("constant")
+            if found is None or (name != "shared_pooled" and 2 * found["constant"] <= found["of"]):
+                continue
+            said = ""
+            if "answer" in found:
+                number, labels = found["answer"], self.data.labels
+                known = labels is not None and number < len(labels)
+                said = f", {labels[number]!r}" if known and labels is not None else f", {number}"
+            who = "the model always answers"
+            if name != "shared_pooled":
+                who = (
+                    f"at {found['constant']} of {found['of']} clients with several classes the model answers"
+                )
+            notes.append(f"{name}: {who} the same class{said}")
+        return notes
+
     def _best(self, name: str, validated: bool) -> dict[str, Any] | None:
-        """Accuracy and round of a cell where it, or its model on validation data, was highest first."""
+        """Headline and round of a cell where it, or its model on validation data, was best first."""
+        score = self.headline
         judge = name.split("_")[0] + "_validation" if validated else name
         judged = {
-            round: cells[judge]["accuracy"]
+            round: self._sign * cells[judge][score]
             for round, cells in self.evaluations.items()
-            if name in cells and cells.get(judge, {}).get("accuracy") is not None
+            if name in cells and cells.get(judge, {}).get(score) is not None
         }
         if not judged:
             return None
         best = max(judged, key=lambda round: (judged[round], -round))
-        return {"accuracy": self.evaluations[best][name]["accuracy"], "round": best}
+        return {score: self.evaluations[best][name][score], "round": best}
 
 
 def models_told(task: Task) -> dict[str, Any]:

@@ -26,6 +26,14 @@ class Evaluate:
         0, "clients that are evaluated, the same ones every time, drawn by the seed; 0: all", low=0
     )
     batch: int = setting(500, "samples per evaluation step", low=1)
+    metrics: tuple[str, ...] = setting(
+        (), "what is measured besides the loss, as in roc_auc; left out: what the objective has by default"
+    )
+    headline: str | None = setting(
+        None,
+        "the metric that is shown, compared, searched for and plotted; left out: the objective's, of classes "
+        "the accuracy, or the balanced accuracy where one class has over 60 % of the training samples",
+    )
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Stop:
     )
     metric: str | None = setting(
         None,
-        "what is watched, as in personal_local.loss; left out: the accuracy, or without classes the loss, of "
+        "what is watched, as in personal_local.loss; left out: the headline, of "
         "the personal models where there are any, on validation data where there are any, else on test data",
     )
     target: float | None = setting(None, "the value of the metric at which the run ends")

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from sartor import nests
 from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
-from sartor.data.clients import ClientData, prepare, relabel
+from sartor.data.clients import SPLITS, ClientData, LazySplit, prepare, relabel
+from sartor.data.expect import check_expected, check_range
+from sartor.data.moments import Moments
 from sartor.data.named import read_data
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.public import read_public
+from sartor.data.samples import is_class
 from sartor.data.settings import OWN_DATA
 from sartor.engines import choose_engine, federation_of, make_engine
 from sartor.engines import sharded as distributed
-from sartor.errors import SettingError
+from sartor.errors import DataError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.federation.settings import FederationSettings
 from sartor.model.groups import assign, build_groups
 from sartor.model.networks import build_task
+from sartor.model.objectives import Objective, chosen_objective
 from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
+from sartor.runs.metrics import measured
 
 log = logging.getLogger(__name__)
 
@@ -72,33 +78,40 @@ def set_up(
     data: ClientData | None = None,
     task: Task | None = None,
     own: Sequence[Task | None] = (),
+    normalise: bool | None = None,
 ) -> Setup:
     """Load or take the data, make the models, and see whether they fit together.
 
-    ``own`` are given in Python for what some of ``[[models]]`` name.
+    ``own`` are given in Python for what some of ``[[models]]`` name. Data that are given are taken as they
+    are, unless ``normalise`` says otherwise.
     """
+    if normalise is None:
+        normalise = data is None and experiment.data.normalise
     if experiment.engine.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
     partition = None
     if data is None:
-        data, partition = distributed.first_alone(lambda: load_data(experiment))
+        objective = None if task is None else task.objective
+        data, partition = distributed.first_alone(lambda: load_data(experiment, objective))
     if experiment.data.labels is not None:
         data = relabel(data, experiment.data.labels)
-    data = with_public(data, experiment)
+    check_expected(experiment.expect, data)
     if experiment.cohort.count > data.clients:
         raise SettingError(
             f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}"
         )
     refuse_groups(experiment)
-    shape = tuple(data.train.x.shape[1:])
     if task is None:
-        task = build_task(experiment.model, shape, data.classes, experiment.seed)
-    check_outputs(task, data)
+        objective = chosen_objective(experiment.objective)
+        x, y = data.train.x, data.train.y
+        task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
+    data = fitted(data, task, normalise=normalise)
+    check_targets(data, task)
+    task = task.suited(data.train.x, data.train.y, data.classes)
     if experiment.models:
-        of = assign(experiment.models, data.names)
-        task = build_groups(task, experiment.models, of, shape, data.classes, experiment.seed, own)
-        for each in task.groups.tasks if task.groups else ():
-            check_outputs(each, data)
+        of, x, y = assign(experiment.models, data.names), data.train.x, data.train.y
+        task = build_groups(task, experiment.models, of, x, y, data.classes, experiment.seed, own)
+    data = with_public(data, experiment)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
@@ -109,6 +122,9 @@ def with_public(data: ClientData, experiment: Experiment) -> ClientData:
     x = public_samples(experiment)
     if x is None:
         return data
+    if not isinstance(data.train.x, torch.Tensor):
+        told = f"those of clients are {nests.words(data.train.x)}"
+        raise SettingError(f"public: its samples are one array each, {told}; leave [public] out")
     if x.shape[1:] != data.train.x.shape[1:]:
         shapes = f"shape {list(x.shape[1:])}, those of clients {list(data.train.x.shape[1:])}"
         raise SettingError(f"public: its samples have {shapes}")
@@ -135,45 +151,106 @@ def refuse_groups(experiment: Experiment) -> None:
         )
 
 
-def check_outputs(task: Task, data: ClientData) -> None:
-    """Refuse a model that cannot take these samples, or that has fewer outputs than the data has classes."""
-    x = data.train.x[:1].cpu()
-    try:
-        outputs = task.outputs(task.initial(), x)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise SettingError(
-            f"model {task.name}: cannot take samples of shape {list(x.shape[1:])}: {reason}"
-        ) from error
-    if task.classes is not None and outputs.shape[1:] < (task.classes,):
-        found = f"outputs of shape {list(outputs.shape[1:])}"
-        raise SettingError(
-            f"model {task.name}: {found} for {task.classes} classes; it needs one output per class"
+def fitted(
+    data: ClientData,
+    task: Task,
+    *,
+    normalise: bool = False,
+    like: ClientData | Mapping[str, Moments] | None = None,
+) -> ClientData:
+    """The samples as a model takes them: floats in its type, normalised if wanted, and whole numbers.
+
+    Whole numbers stay what they are where the model takes them so, as an embedding does; one that takes
+    floats alone gets them as numbers like others. ``like`` is as for :func:`~sartor.data.clients.prepare`.
+    """
+    numbers = task.numbers(data.train.x)
+    if numbers:
+
+        def as_float(path: str, leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.float() if path in numbers else leaf
+
+        data = data.map(lambda x: nests.named(as_float, x, "x"))
+    data = prepare(data, normalise=normalise, like=like)
+    leaves = nests.leaves((data.train.x, data.train.y))
+    if all(leaf.dtype == task.dtype for leaf in leaves if leaf.is_floating_point()):
+        return data
+    # A number beyond the model's type becomes inf, which would only be seen as a loss that is not finite.
+    _check_finite(data, task.dtype)
+    return data.map(task.typed, task.typed)
+
+
+def _check_finite(data: ClientData, dtype: torch.dtype) -> None:
+    """Refuse numbers that a model's type cannot hold."""
+    most = torch.finfo(dtype).max
+    for name in SPLITS:
+        split = getattr(data, name)
+        for path, leaf in () if split is None else nests.paths((split.x, split.y), "").items():
+            if leaf.is_floating_point() and leaf.numel() and float(leaf.abs().max()) > most:
+                row = int((leaf.abs() > most).reshape(len(leaf), -1).any(1).nonzero()[0])
+                client, sample = split.owner(row)
+                raise DataError(
+                    f"client {data.names[client]}, {name}: {_leaf_name(path)} has a value that is not finite "
+                    f"in {str(dtype).removeprefix('torch.')}, first in sample {sample}"
+                )
+
+
+def _leaf_name(path: str) -> str:
+    """The path of a leaf of (inputs, targets)."""
+    return {"[0]": "x", "[1]": "y"}[path[:3]] + path[3:]
+
+
+def check_targets(data: ClientData, task: Task) -> None:
+    """Refuse a class that the task does not know, with the client and the sample that has it."""
+    if task.classes is None or data.classes is None or data.classes <= task.classes:
+        return
+    for name in SPLITS:
+        split = getattr(data, name)
+        if split is None or not is_class(split.y) or not len(split.y) or int(split.y.max()) < task.classes:
+            continue
+        client, sample = split.owner(int((split.y >= task.classes).nonzero()[0]))
+        raise DataError(
+            f"client {data.names[client]}, {name}: label {int(split.y.max())} in sample {sample}, but model "
+            f"{task.name} knows {task.classes} classes; give it as many, or correct the label"
         )
 
 
-def load_data(experiment: Experiment) -> tuple[ClientData, Partition | None]:
-    """The data an experiment names, with the partition that was made or read for it."""
+def load_data(
+    experiment: Experiment, objective: Objective | None = None
+) -> tuple[ClientData, Partition | None]:
+    """The data an experiment names, not normalised, with the partition that was made or read for it.
+
+    ``objective`` stands in place of the experiment's.
+    """
     settings = experiment.data
+    targets = (objective or chosen_objective(experiment.objective)).targets
     if settings.path is None and settings.name == OWN_DATA:
         raise SettingError(
             "data.name = 'own': the data was given in Python, or lies at nodes; pass it again as data=..., "
             "or let nodes join `sartor serve --resume`"
         )
-    source = read_data(settings, experiment.seed)
+    source = read_data(settings, experiment.seed, targets)
+    features = experiment.features.settings
     if isinstance(source, ClientData):
-        features = experiment.features.settings
-        return prepare(source, normalise=settings.normalise, features=features), None
+        data = prepare(source, features=features)
+        check_range(experiment.expect, data)
+        return data, None
     if experiment.partition.file is not None:
         partition = Partition.load(experiment.partition.file)
     else:
         scheme = experiment.partition.settings
-        partition = make_partition(source, scheme, settings.clients, experiment.seed, settings.validation)
+        partition = make_partition(
+            source,
+            scheme,
+            settings.clients,
+            experiment.seed,
+            settings.validation,
+            leaf=experiment.partition.leaf,
+        )
     for note in partition.notes:
         log.warning("%s: %s", settings.name, note)
-    return apply(
-        source, partition, normalise=settings.normalise, features=experiment.features.settings
-    ), partition
+    data = apply(source, partition, features=features)
+    check_range(experiment.expect, data)
+    return data, partition
 
 
 def resolve(
@@ -186,16 +263,29 @@ def resolve(
     if compiled == "auto":
         most = int(data.train.count.max())
         local = experiment.local
-        steps = experiment.rounds * Batches("train", local.batch, local.epochs, local.steps).count(most)
+        steps = experiment.rounds * Batches("train", local.batch, local.most_epochs, local.steps).count(most)
         long = engine.device == "cuda" and name == "stacked" and steps >= COMPILE_STEPS
         compiled = "yes" if long else "no"
+    what = measured(
+        task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline, _largest(data)
+    )
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
     return replace(
         experiment,
         data=replace(experiment.data, labels=data.labels),
         engine=replace(engine, name=name, compile=compiled),
+        evaluate=replace(experiment.evaluate, headline=what.headline),
         model=replace(experiment.model, buffers=buffers),
     )
+
+
+def _largest(data: ClientData) -> float | None:
+    """The share of the largest class among the training samples; None where it is not known."""
+    y = data.pooled_y if isinstance(data.train, LazySplit) else data.train.y
+    # Where clients are elsewhere one sample stands for all of them.
+    if not is_class(y) or len(y) < 2 or int(y.min()) < 0:
+        return None
+    return float(torch.bincount(y).max() / len(y))
 
 
 def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Federation:
@@ -221,6 +311,8 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
             deadline=replies.deadline,
             on_bad_reply=replies.on_bad_reply,
             largest_norm=replies.largest_norm,
+            largest_ratio=replies.largest_ratio or 0.0,
+            largest_weight=replies.largest_weight or 0.0,
         ),
         method=experiment.algorithm,
         states=engine.states,

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sartor.errors import SettingError
-from sartor.runs.evaluation import cells_of, measured_scores
+from sartor.runs.evaluation import cells_of, measured_in, measured_scores
+from sartor.runs.metrics import more_is_better
 from sartor.runs.observers import Observer
 from sartor.runs.run import Run
 from sartor.runs.settings import Stop
@@ -19,12 +20,14 @@ class EarlyStop(Observer):
     It follows from the recorded evaluations alone, so a resumed run stops where it would have undisturbed.
     """
 
-    metric = ""
+    metric, _more = "", True
 
     def start(self, run: Run) -> None:
         """Refuse a metric that the run does not have; what was recorded earlier may be enough to stop."""
         if run.experiment.stop.wanted:
             self.metric = chosen_metric(run)
+            score = self.metric.partition(".")[2].removesuffix("_weighted")
+            self._more = more_is_better(score, run.task.objective)
             self._judge(run)
 
     def evaluation(self, run: Run, cells: Mapping[str, Mapping[str, Any]]) -> None:
@@ -40,20 +43,24 @@ class EarlyStop(Observer):
             for round, cells in run.evaluations.items()
             if round > 0 and round % every == 0
         }
-        reason = reason_to_stop(values, self.metric, run.experiment.stop)
+        reason = reason_to_stop(values, self.metric, run.experiment.stop, self._more)
         if reason is not None:
             run.stop(reason)
 
 
-def reason_to_stop(values: Mapping[int, float | None], metric: str, settings: Stop) -> str | None:
+def reason_to_stop(
+    values: Mapping[int, float | None], metric: str, settings: Stop, more: bool = True
+) -> str | None:
     """Why to stop after evaluations with these values, by round, or None; one without a value does not count.
+
+    ``more`` says whether more of the metric is better.
 
     >>> reason_to_stop({1: 0.5, 2: 0.75, 3: 0.7}, "shared_local.accuracy", Stop(target=0.75))
     'shared_local.accuracy is 0.75 in round 2, the target was 0.75'
-    >>> reason_to_stop({1: 0.5, 2: 0.4, 3: 0.4, 4: 0.6}, "shared_local.loss", Stop(patience=2))
+    >>> reason_to_stop({1: 0.5, 2: 0.4, 3: 0.4, 4: 0.6}, "shared_local.loss", Stop(patience=2), False)
     'shared_local.loss was not better than 0.4 of round 2 for 2 evaluations'
     """
-    sign = -1.0 if metric.endswith(".loss") else 1.0
+    sign = 1.0 if more else -1.0
     best, at, since = -math.inf, 0, 0
     for round, value in sorted(values.items()):
         if value is None or not math.isfinite(value):
@@ -80,7 +87,7 @@ def value_of(cells: Mapping[str, Mapping[str, Any]], metric: str) -> float | Non
 def chosen_metric(run: Run) -> str:
     """The metric that the experiment names or, where it names none, the one that is looked at first."""
     cells = cells_of(run.algorithm, run.server, run.federation, run.experiment.evaluate)
-    scores = measured_scores(run.task.classes)
+    scores = measured_scores(measured_in(run.federation, run.experiment.evaluate))
     wanted = run.experiment.stop.metric
     if wanted is None:
         order = ("personal_validation", "shared_validation", "personal_local", "shared_local")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from sartor import nests
 from sartor.algorithms import registered
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData, LazySplit
@@ -57,7 +58,7 @@ def seeds_at_once(setup: Setup, wanted: str) -> int:
     if isinstance(data.train, LazySplit):  # there may be more than anyone can hold
         return 1
     splits = [split for split in (data.train, data.test, data.validation) if split is not None]
-    held = sum(split.x.nbytes + split.y.nbytes for split in splits)
+    held = sum(leaf.nbytes for split in splits for leaf in nests.leaves((split.x, split.y)))
     room = int(TOGETHER_MEMORY * free_bytes(torch.device(engine.device))) // max(1, held)
     if wanted == "auto" and engine.device != "cpu":
         return 1
@@ -66,7 +67,8 @@ def seeds_at_once(setup: Setup, wanted: str) -> int:
         if experiment.evaluate.every:
             clients = max(clients, experiment.evaluate.clients or data.clients)
         width = Batches("train", experiment.local.batch).width(int(data.train.count.max()))
-        client = setup.task.size + width * data.train.x[0].numel()
+        numbers = sum(leaf[:1].numel() for leaf in nests.leaves(data.train.x))
+        client = setup.task.size + width * numbers
         room = min(room, TOGETHER_NUMBERS // (clients * client))
     return max(1, room)
 

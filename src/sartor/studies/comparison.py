@@ -7,7 +7,7 @@ the result as ``comparison.json`` beside the run folders. That file is a :class:
 format, sartor         1, and the version of Sartor
 experiment             the settings all methods share, every one written out
 seeds                  the seeds, in the order of every list below that has one entry per seed
-score                  what methods are judged by: ``accuracy`` (more is better) or ``loss`` (less is)
+score                  what methods are judged by: the headline metric of its runs, such as ``accuracy``
 target, against        as asked for; null if not
 methods                for each method ``label``, ``algorithm``, ``hyper``, ``reference`` (whether it was
                        added as one), ``main`` (the cell of its main number) and its numbers, each with
@@ -488,9 +488,9 @@ def _comparison(
     """The numbers and the statistics of methods whose runs are all there."""
     mains = {method.label: made[method.label][0].cell("local") for method in methods}
     some = made[methods[0].label][0]
-    score = some.score(mains[methods[0].label])
+    score, sign = some.score, some.sign
     labels = list(mains)
-    blocks = _client_scores(made, mains, score)
+    blocks = _client_scores(made, mains, score, sign)
     for seed, block in zip(seeds, blocks, strict=True):
         if not len(block):
             raise SartorError(f"seed {seed}: no client that is evaluated has test samples to compare on")
@@ -506,7 +506,7 @@ def _comparison(
         target=options.target,
         against=options.against,
         methods=tuple(
-            _method_result(method, made[method.label], mains[method.label], score, options.target)
+            _method_result(method, made[method.label], mains[method.label], score, options.target, sign)
             for method in methods
         ),
         pairs=_pairs(labels, blocks, chosen, seeds[0]),
@@ -516,13 +516,12 @@ def _comparison(
 
 
 def _client_scores(
-    made: Mapping[str, Sequence[KeptRun]], mains: Mapping[str, str], score: str
+    made: Mapping[str, Sequence[KeptRun]], mains: Mapping[str, str], score: str, sign: float
 ) -> list[np.ndarray]:
     """For every seed the clients' main scores, a column per method, turned so that more is better.
 
     Clients without test samples are left out: they are the same under every method.
     """
-    sign = 1.0 if score == "accuracy" else -1.0
     blocks = []
     for runs in zip(*(made[label] for label in mains), strict=True):
         scores = [
@@ -536,11 +535,10 @@ def _client_scores(
 
 
 def _method_result(
-    method: Method, runs: Sequence[KeptRun], main: str, score: str, target: float | None
+    method: Method, runs: Sequence[KeptRun], main: str, score: str, target: float | None, sign: float
 ) -> MethodResult:
     last = [run.summary["last"] for run in runs]
     validated = [run.summary["best_by_validation"] for run in runs]
-    sign = 1.0 if score == "accuracy" else -1.0
     spreads = []
     for run in runs:
         there = [sign * value for value in run.clients[f"{main}_{score}"] if value is not None]
@@ -557,7 +555,7 @@ def _method_result(
             if any(every[cell] is not None for every in last)
         },
         best_by_validation={
-            cell: estimate(None if best[cell] is None else best[cell]["accuracy"] for best in validated)
+            cell: estimate(None if best[cell] is None else best[cell][score] for best in validated)
             for cell in CELLS
             if any(best[cell] is not None for best in validated)
         },
@@ -565,28 +563,28 @@ def _method_result(
         worst_decile=estimate(sign * each.worst_decile for each in spreads),
         bytes=estimate(run.summary["bytes_down"] + run.summary["bytes_up"] for run in runs),
         seconds=estimate(run.summary["seconds"] for run in runs),
-        to_target=None if target is None else _to_target(runs, main, score, target),
+        to_target=None if target is None else _to_target(runs, main, score, target, sign),
         runs=tuple(RunOf(run.experiment.seed, run.folder.name, run.reused) for run in runs),
     )
 
 
-def _to_target(runs: Sequence[KeptRun], main: str, score: str, target: float) -> ToTarget:
+def _to_target(runs: Sequence[KeptRun], main: str, score: str, target: float, sign: float) -> ToTarget:
     """Rounds, bytes and seconds up to the first evaluation that is at the target."""
-    reached = [_first_at(run, main, score, target) for run in runs]
+    reached = [_first_at(run, main, score, target, sign) for run in runs]
     rounds, sent, seconds = zip(*reached, strict=True)
     count = sum(round is not None for round in rounds)
     return ToTarget(count, estimate(rounds), estimate(sent), estimate(seconds))
 
 
 def _first_at(
-    run: KeptRun, main: str, score: str, target: float
+    run: KeptRun, main: str, score: str, target: float, sign: float
 ) -> tuple[float | None, float | None, float | None]:
     sent, seconds = 0.0, 0.0
     for row in run.rounds:
         sent += row.get("bytes_down", 0) + row.get("bytes_up", 0)
         seconds += row.get("seconds", 0.0)
         value = row.get("evaluation", {}).get(main, {}).get(score)
-        if value is not None and (value >= target if score == "accuracy" else value <= target):
+        if value is not None and sign * value >= sign * target:
             return row["round"], sent, seconds
     return None, None, None
 

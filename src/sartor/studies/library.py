@@ -55,10 +55,15 @@ class KeptRun:
                 return f"{kind}_{split}"
         raise SartorError(f"{self.folder}: the run has evaluated no model on {split} data")
 
-    def score(self, cell: str) -> str:
-        """What a cell is judged by: accuracy, or the loss where there are no classes."""
-        result = self.evaluations[-1]["evaluation"][cell]
-        return "loss" if result.get("accuracy") is None else "accuracy"
+    @property
+    def score(self) -> str:
+        """What models are judged by: the headline."""
+        return str(self.summary["headline"])
+
+    @property
+    def sign(self) -> float:
+        """1 where more of the score is better, else -1."""
+        return 1.0 if self.summary["more_is_better"] else -1.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class Runs:
         made = self._made.pop(fingerprint(experiment), None)
         if made is None:
             folder = self._folder(inputs)
-            if folder.exists():
+            if not RunFolder.is_free(folder):
                 run = RunFolder.open(folder)
                 reused = run.finished
                 if not reused:
@@ -127,7 +132,7 @@ class Runs:
             execute(inputs.experiment, data=data, task=task, own=own, out=folder, progress=self.progress)
             return folder, None
         setups = [set_up(inputs.experiment, data=inputs.data, task=inputs.task)]
-        missing = ((other, place) for other in later if not (place := self._folder(other)).exists())
+        missing = ((other, place) for other in later if RunFolder.is_free(place := self._folder(other)))
         wanted = [(inputs, folder), *islice(missing, seeds_at_once(setups[0], self.together) - 1)]
         setups += [set_up(each.experiment, data=each.data, task=each.task) for each, _ in wanted[1:]]
         if len(setups) == 1 or not fit_together([(setup.task, setup.data) for setup in setups]):
@@ -142,7 +147,7 @@ class Runs:
     def _folder(self, inputs: Inputs) -> Path:
         """The folder that holds the run of an experiment, finished or not, or the one to make it in."""
         for folder in self._candidates(inputs.experiment):
-            if not folder.exists() or (
+            if RunFolder.is_free(folder) or (
                 inputs.task is None and not inputs.own and self._is_same(folder, inputs)
             ):
                 return folder
@@ -206,7 +211,10 @@ def _decided(asked: Experiment, stored: Experiment) -> Experiment:
     if model.buffers == "auto":
         model = replace(model, buffers=stored.model.buffers)
     data = asked.data if asked.data.labels is not None else replace(asked.data, labels=stored.data.labels)
-    return replace(asked, data=data, engine=engine, model=model)
+    evaluate = asked.evaluate
+    if evaluate.headline is None:
+        evaluate = replace(evaluate, headline=stored.evaluate.headline)
+    return replace(asked, data=data, engine=engine, model=model, evaluate=evaluate)
 
 
 def _read(run: RunFolder, experiment: Experiment, reused: bool) -> KeptRun:

@@ -16,7 +16,7 @@ A hyper-parameter with one value is fixed. The result is stored as ``search.json
 format, sartor         1, and the version of Sartor
 experiment             the settings all methods share, every one written out
 seeds, method, budget  the seeds of every trial, ``random`` or ``grid``, and the trials a method may have
-score                  what is judged: ``accuracy`` (more is better) or ``loss`` (less is)
+score                  what is judged: the headline metric of its runs, such as ``accuracy``
 methods                for each ``label``, ``algorithm``, ``space``, ``chosen`` (the number of a trial, null
                        if all failed) and ``trials``: ``number``, ``hyper``, ``cell`` (whose score counts),
                        ``validation`` (``mean``, ``deviation``, ``values`` over seeds; null if it failed),
@@ -203,14 +203,15 @@ def search(
     folder = plan.folder("searches", base) if out is None else Path(out)
     runs = Runs(folder, progress, options.together)
     tuned = []
-    score = "accuracy"
+    score, sign = "accuracy", 1.0
     for each in methods:
         done = []
         for number, point in enumerate(points[each.label]):
-            trial, score = _try(plan, each, number, point, chosen_seeds, runs, score)
+            trial, some = _try(plan, each, number, point, chosen_seeds, runs)
             done.append(trial)
+            score, sign = (score, sign) if some is None else (some.score, some.sign)
         space = {key: asdict(v) if isinstance(v, Range) else list(v) for key, v in spaces[each.label].items()}
-        tuned.append(Tuned(each.label, each.algorithm, space, tuple(done), _best(done, score)))
+        tuned.append(Tuned(each.label, each.algorithm, space, tuple(done), _best(done, sign)))
     result = Search(
         out=runs.out,
         experiment=shared_settings(base),
@@ -385,9 +386,8 @@ def _try(
     point: dict[str, Any],
     seeds: Sequence[int],
     runs: Runs,
-    score: str,
-) -> tuple[Trial, str]:
-    """A trial on all seeds, and the name of the score it was judged by."""
+) -> tuple[Trial, KeptRun | None]:
+    """A trial on all seeds, and one of its runs, if it has not failed."""
     made: list[KeptRun] = []
     tried = dataclasses.replace(method, hyper=point)
     for place, seed in enumerate(seeds):
@@ -395,21 +395,20 @@ def _try(
         run = runs.attempt(plan.inputs(tried, seed), method.label, later)
         tell(runs, f"{method.label}, trial {number + 1}, seed {seed}", run)
         if isinstance(run, Failure):
-            return Trial(number, point, None, None, run.message, _runs_of(made)), score
+            return Trial(number, point, None, None, run.message, _runs_of(made)), None
         made.append(run)
     cell = made[0].cell("validation")
-    score = made[0].score(cell)
+    score = made[0].score
     values = [run.evaluations[-1]["evaluation"][cell][score] for run in made]
-    return Trial(number, point, cell, estimate(values), None, _runs_of(made)), score
+    return Trial(number, point, cell, estimate(values), None, _runs_of(made)), made[0]
 
 
 def _runs_of(runs: Sequence[KeptRun]) -> tuple[RunOf, ...]:
     return tuple(RunOf(run.experiment.seed, run.folder.name, run.reused) for run in runs)
 
 
-def _best(trials: Sequence[Trial], score: str) -> int | None:
+def _best(trials: Sequence[Trial], sign: float) -> int | None:
     """The number of the trial with the best mean score, the first of equals."""
-    sign = 1.0 if score == "accuracy" else -1.0
     means = {
         trial.number: sign * trial.validation.mean
         for trial in trials

@@ -29,6 +29,7 @@ class FedAvgSync(Algorithm[ClockedFedAvgHyper, Server]):
     """
 
     name = "fedavg-sync"
+    sums_only = True
     family = "asynchronous"
     paper = "McMahan et al. 2017, stragglers dropped"
     server_keeps = "w"

@@ -27,6 +27,7 @@ from sartor.settings import setting
 class FedBuffHyper(CompensatedHyper):
     """FedBuff's hyper-parameters."""
 
+    concurrency: int = setting(0, "clients at work at once; 0: as many as are drawn", low=0)
     buffer: int = setting(10, "answers that make a step of the server", symbol="K_b", low=1)
     server_lr: float = setting(1.0, "server learning rate", symbol="η_g", low=0)
     weights: str = setting(
@@ -46,9 +47,10 @@ class FedBuffServer(AsyncServer):
 class FedBuff(Algorithm[FedBuffHyper, FedBuffServer]):
     """Collect K_b changes of any age, then take one step: w ← w + η_g / K_b Σ c(s_i) Δ_i.
 
-    A round is one step. Where fewer than K_b clients are at work, those who are done start again from the
-    same model until the buffer is full; where nobody is left to fill it, it waits for the next round. The sum
-    is divided by K_b and not by Σ c(s_i), which would give old answers their weight back. Evaluated: w.
+    A round is one step. Whoever has finished is replaced at once by an idle client of the round's cohort, the
+    same one again where there is no other, so that as many are at work at any time; what ends at the same
+    instant arrives together. Where nobody is left to fill the buffer it waits for the next round. The sum is
+    divided by K_b and not by Σ c(s_i), which would give old answers their weight back. Evaluated: w.
     """
 
     name = "fedbuff"
@@ -64,13 +66,15 @@ class FedBuff(Algorithm[FedBuffHyper, FedBuffServer]):
         return FedBuffServer(**first, buffer=torch.zeros_like(first["w"]))
 
     def round(self, server: FedBuffServer, federation: Federation, cohort: np.ndarray) -> FedBuffServer:
-        """Fill the buffer, then step."""
+        """Fill the buffer while everyone is at work, then step."""
         hyper, w, square, held = self.hyper, server.w, server.square, server.held
         buffer = torch.zeros_like(w) if server.buffer is None else server.buffer
         while held < hyper.buffer:
-            federation.dispatch(local_training, cohort, {"w": w}, concurrency=hyper.concurrency)
+            federation.dispatch(
+                local_training, cohort, {"w": w}, concurrency=hyper.concurrency or len(cohort)
+            )
             try:
-                replies = federation.collect(hyper.buffer - held)
+                replies = federation.collect_next(hyper.buffer - held)
             except NobodyAnswered:
                 return FedBuffServer(w, square, buffer, held)
             drift = w - replies.given["w"]

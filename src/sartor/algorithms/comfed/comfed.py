@@ -39,14 +39,15 @@ NAMES = {
 """Other names of pairs, and whose they are; ``comfed-m`` has ``local_beta`` switched on."""
 
 
-def cell(pair: str, name: str, paper: str, local_beta: float = 0.0) -> type[ComFed[Any]]:
-    """Register a pair such as ``prox-yogi`` under a name."""
+def cell(pair: str, name: str, paper: str, **defaults: float) -> type[ComFed[Any]]:
+    """Register a pair such as ``prox-yogi`` under a name, with defaults of its own."""
     client, server = pair.split("-")
     mechanism, optimizer = MECHANISMS[client], OPTIMIZERS[server]
     keeps = {"m": hasattr(optimizer, "beta") or hasattr(optimizer, "beta1"), "v": hasattr(optimizer, "beta1")}
+    local_beta = defaults.setdefault("local_beta", 0.0)
     keeps |= {"c": client == "scaf", "momentum": local_beta > 0}
-    inherited = next(field for field in fields(Mechanism) if field.name == "local_beta")
-    default = field(default=local_beta, metadata=inherited.metadata)
+    inherited = {entry.name: entry.metadata for entry in (*fields(Mechanism), *fields(optimizer))}
+    own = [(key, float, field(default=value, metadata=inherited[key])) for key, value in defaults.items()]
     title = f"{client.title()} at the clients, {server.title()} at the server ({pair})."
     described = {
         "__doc__": f"{title}\n\n{mechanism.__doc__}\n{optimizer.__doc__}",
@@ -56,15 +57,15 @@ def cell(pair: str, name: str, paper: str, local_beta: float = 0.0) -> type[ComF
         "paper": paper,
         "server_keeps": ", ".join(["w", *(key for key, kept in keeps.items() if kept)]),
         "traffic": "2 / 1" if local_beta else mechanism.traffic,
-        "Hyper": make_dataclass(
-            "Hyper", [("local_beta", float, default)], bases=(mechanism.Hyper, optimizer), frozen=True
-        ),
+        "Hyper": make_dataclass("Hyper", own, bases=(mechanism.Hyper, optimizer), frozen=True),
     }
     return register(type(f"ComFed[{name}]", (mechanism,), described))
 
 
 for _client in MECHANISMS:
     for _server in OPTIMIZERS:
-        cell(f"{_client}-{_server}", f"{_client}-{_server}", "Nguyen et al. 2022")
+        # The paper states β1 = 0.9 for all of its optimizers; FedAdagrad by its own name has none.
+        _own = {"beta1": 0.9} if _server == "adagrad" else {}
+        cell(f"{_client}-{_server}", f"{_client}-{_server}", "Nguyen et al. 2022", **_own)
 for _name, (_pair, _paper) in NAMES.items():
-    cell(_pair, _name, _paper, local_beta=0.5 if _name == "comfed-m" else 0.0)
+    cell(_pair, _name, _paper, **({"local_beta": 0.5} if _name == "comfed-m" else {}))

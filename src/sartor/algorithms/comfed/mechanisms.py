@@ -99,6 +99,7 @@ class ComFed(Algorithm[H, ComFedServer]):
     """Of which replies only the mean by p'_i or the sum is asked for."""
     client_keeps = "nothing"
     traffic = "1 / 1"
+    sums_only = True
 
     def start(self, federation: Federation) -> ComFedServer:
         """The initial model; nothing remembered."""

@@ -40,6 +40,7 @@ class ComFedNova(ComFed[Nova]):
 
     client_function = staticmethod(nova)
     folds = ()
+    sums_only = False
 
     def start(self, federation: Federation) -> ComFedServer:
         """The initial model, for a solver that has an a_i."""

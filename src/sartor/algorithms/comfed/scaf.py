@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sartor.algorithms.comfed.mechanisms import TINY, ComFed, ComFedServer, Mechanism, solve
 from sartor.client.local import Client, require_plain_sgd
+from sartor.client.settings import Local
 from sartor.federation.exchange import Replies, Reply
 from sartor.federation.federation import Federation
 from sartor.settings import setting
@@ -19,18 +20,30 @@ class Scaf(Mechanism):
     """What Scaf can be told."""
 
     option: str = setting(
-        "I", "new c_i: I, the gradient at w; II, the mean gradient of the local steps", choices=("I", "II")
+        "auto",
+        "new c_i: I, the gradient at w; II, the mean gradient of the steps; auto: II for plain SGD, else I",
+        choices=("auto", "I", "II"),
     )
     weighted: bool = setting(False, "weigh Δ_i and c_i by the clients' samples; else all clients alike")
+
+
+def anew(hyper: Scaf, local: Local) -> bool:
+    """Whether c_i becomes the gradient at w (option I).
+
+    II is what SCAFFOLD runs. Under momentum, weight decay or Adam (w − y) / (K η) is no mean of gradients;
+    ComFed, whose clients have the first two, takes I.
+    """
+    plain = local.optimizer == "sgd" and not local.momentum and not local.weight_decay
+    return hyper.option == "I" or (hyper.option == "auto" and not plain)
 
 
 def scaf(client: Client, hyper: Scaf, w: Tensor, c: Tensor, c_i: Tensor, m: Tensor | None = None) -> Reply:
     """Lines 9, 12 and 15: y ← y − η (g_i(y) + c − c_i), then the new c_i, which stays at the client."""
     old = c if hyper.as_printed else c_i  # line 4 prints c_i ← c
-    at_w = client.full_gradient(w) if hyper.option == "I" else w  # before the buffers move
+    at_w = client.full_gradient(w) if anew(hyper, client.local) else w  # before the buffers move
     reply = solve(client, hyper, w, lambda y, batch: client.grad(y, batch) + (c - old), m)
     distance = client.work(hyper.lr)
-    if hyper.option == "I":
+    if anew(hyper, client.local):
         new = at_w
     else:
         mean = -reply["delta"] / distance.clamp(min=TINY)
@@ -44,7 +57,9 @@ def scaf(client: Client, hyper: Scaf, w: Tensor, c: Tensor, c_i: Tensor, m: Tens
 class ComFedScaf(ComFed[Scaf]):
     """Scaf: control variates (line 9), y ← y − η (g_i − c_i + c), where c is the mean of all c_i.
 
-    Δ is the plain mean of the Δ_i and c ← c + (1/N) Σ Δc_i; ``weighted`` has n_i in both, never in one.
+    Δ is the plain mean of the Δ_i and c ← c + (1/N) Σ Δc_i; ``weighted`` has n_i in both, never in one. The
+    new c_i is option II of SCAFFOLD, as its paper runs it, where local steps are plain SGD, and option I,
+    which is ComFed's, under momentum, weight decay or Adam; ``option`` says it outright.
     ``as_printed``: line 4 prints c_i ← c, which leaves nothing of the correction; line 18 a sum of the Δ_i;
     line 20 c ← c + Σ p'_i Δc_i, which is no mean of all c_i when some clients are absent.
     """

@@ -13,7 +13,7 @@ from sartor.model.task import Batch, Part, Pass, Task
 from sartor.settings import setting
 
 WINDOW = 10
-"""The first phase ends when the losses of so many passes are steady."""
+"""The first phase ends when the losses of the last so many passes are steady, and there were more of them."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class FedALAHyper(Hyper):
     )
     first_epochs: int = setting(20, "most passes when a client learns mixing weights first", low=1)
     steady: float = setting(
-        0.1, "the first time ends when the losses of ten passes deviate by less", symbol="σ", low=0
+        0.01, "the first time ends when the losses of ten passes deviate by less", symbol="σ", low=0
     )
 
 
@@ -93,7 +93,7 @@ class Mixing:
             mean = (total / self.used.to(total.dtype))[None]
             losses = torch.where(end, torch.cat([carry["losses"][1:], mean]), carry["losses"])
             steady = losses.std(correction=0) < self.hyper.steady
-            done = end & steady & (turn + 1 >= WINDOW * self.passes)
+            done = end & steady & (turn + 1 > WINDOW * self.passes)
             return {
                 "weights": torch.where(use, moved, weights),
                 "turn": turn + 1,

@@ -16,20 +16,32 @@ from sartor.algorithms.server.similarity import cosines, two_groups
 from sartor.algorithms.server.tables import rows
 from sartor.algorithms.server.weights import weights_of
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply, personal
+from sartor.federation.exchange import Call, Replies, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
 NOBODY = -1
 """The group of a newcomer, which has none."""
+ROUNDING = 1e-12
+"""Cosines of 1 may fall short of it by less."""
 
 
 @dataclass(frozen=True)
 class CFLHyper(Hyper):
     """CFL's hyper-parameters."""
 
-    e1: float = setting(0.4, "a group is split when its mean change is shorter", symbol="ε_1", low=0)
-    e2: float = setting(1.6, "... and some client's change is longer", symbol="ε_2", low=0)
+    e1: float = setting(0.1, "a group is split when its mean change is shorter", symbol="ε_1", low=0)
+    e2: float = setting(0.4, "... and some client's change is longer", symbol="ε_2", low=0)
+    relative: bool = setting(
+        True, "ε_1 and ε_2 in units of the longest mean change so far; false: as they are"
+    )
+    gamma: float | None = setting(
+        None,
+        "noise of the clients' changes, of which a split is the smaller the surer; not set: measured, the "
+        "largest distance of a change to the mean of its side, over the length of that mean",
+        symbol="γ_max",
+        low=0,
+    )
     wait: int = setting(20, "rounds before the first split", low=0)
     weighted: bool = setting(False, "weigh clients by their samples; else all alike")
 
@@ -42,6 +54,20 @@ class CFLServer:
     groups: Tensor
     changes: Tensor
     known: Tensor
+    longest: Tensor
+    """The length of the longest mean change of a group so far."""
+
+
+def noise(changes: Tensor, share: Tensor, side: Tensor) -> Tensor:
+    """The largest ‖Δ_i − mean‖ / ‖mean‖ over both sides; a client that did not move tells nothing."""
+    moved = changes.norm(dim=1) > 0
+    parts = []
+    for members in (side, ~side):
+        weights = torch.where(members, share, 0.0)
+        mean = (weights / weights.sum().clamp(min=1)) @ changes
+        away = (changes - mean).norm(dim=1) / mean.norm()
+        parts.append(torch.where(members & moved, away, 0.0).max())
+    return torch.stack(parts).max()
 
 
 @personal
@@ -54,13 +80,16 @@ def group_model(client: Client, hyper: CFLHyper, w: Tensor) -> Reply:
 class CFL(Algorithm[CFLHyper, CFLServer]):
     """FedAvg within groups; a group near its optimum whose clients still disagree is split in two.
 
-    A group of more than two is split when ‖mean Δ_i‖ < ε_1 and max ‖Δ_i‖ > ε_2. Variant: the paper's
-    criterion, the smallest possible largest cosine between the two sides, which is single linkage (the
-    authors' code has complete linkage). With some clients a round, the last Δ_i of the absent ones stand in,
-    and a group is not split before all its members have trained. Clients weigh alike, as in the authors' code
-    (``weighted``: by samples). BatchNorm statistics stay with the client. Evaluated: the model of the
-    client's group after aggregation (personal), and all groups' models (shared). A newcomer of another
-    federation takes the group model with the lowest loss on its training data.
+    A group of more than two is split when ‖mean Δ_i‖ < ε_1 and max ‖Δ_i‖ > ε_2, along the cut with the
+    smallest possible largest cosine α_cross between the two sides, if γ_max < √((1 − α_cross)/2), without
+    which a cut may run through clients that are alike. By default ε_1 is a tenth of the longest mean change
+    so far, the paper's rule, and ε_2 four times that. Variant: the cut is the paper's, single linkage (the
+    authors' code has complete linkage), and γ_max, which it takes as known, is measured. With some clients a
+    round, the last Δ_i of the absent ones stand in, and a group is not split before all its members have
+    trained. Clients weigh alike, as in the authors' code (``weighted``: by samples). BatchNorm statistics
+    stay with the client. Evaluated: the model of the client's group after aggregation (personal), and all
+    groups' models (shared). A newcomer of another federation takes the group model with the lowest loss on
+    its training data.
     """
 
     name = "cfl"
@@ -76,7 +105,8 @@ class CFL(Algorithm[CFLHyper, CFLServer]):
         """One group with the initial model."""
         w, clients = federation.initial(), federation.clients
         groups = torch.zeros(clients, dtype=torch.int64, device=w.device)
-        return CFLServer(w[None], groups, w.new_zeros(clients, len(w)), w.new_zeros(clients))
+        known = w.new_zeros(clients)
+        return CFLServer(w[None], groups, w.new_zeros(clients, len(w)), known, w.new_zeros(()))
 
     def round(self, server: CFLServer, federation: Federation, cohort: np.ndarray) -> CFLServer:
         """Local training at the cohort, splits, then a mean for every group."""
@@ -88,28 +118,44 @@ class CFL(Algorithm[CFLHyper, CFLServer]):
             changes=server.changes.index_copy(0, answered, replies["delta"]),
             known=server.known.index_fill(0, answered, 1.0),
         )
+        steps = self._steps(server, replies)
+        longest = torch.stack([server.longest, *(step.norm() for step in steps.values())]).max()
+        server = replace(server, longest=longest)
         if federation.round > self.hyper.wait:
             server = self._split(server, federation)
+            steps = self._steps(server, replies)
         models = server.models.clone()
-        for group in sorted(set(server.groups[answered].tolist())):
-            weights = weights_of(replies, self.hyper.weighted, server.groups[answered] == group)
-            models[group] = models[group] + replies.sum("delta", weights)
+        for group, step in steps.items():
+            models[group] = models[group] + step
         return replace(server, models=models)
+
+    def _steps(self, server: CFLServer, replies: Replies) -> dict[int, Tensor]:
+        """The mean change of every group that took part."""
+        groups = server.groups[replies.index]
+        return {
+            group: replies.sum("delta", weights_of(replies, self.hyper.weighted, groups == group))
+            for group in sorted(set(groups.tolist()))
+        }
 
     def _split(self, server: CFLServer, federation: Federation) -> CFLServer:
         """Every group that is to be split, split in two; the new one starts from the same model."""
         hyper, models, groups = self.hyper, server.models, server.groups.clone()
+        unit = float(server.longest) if hyper.relative else 1.0
         sizes = federation.sizes.double() if hyper.weighted else (federation.sizes > 0).double()
         for group in range(len(models)):
             members = torch.nonzero(server.groups == group)[:, 0]
             if len(members) <= 2 or not bool((server.known[members] > 0).all()):
                 continue
-            changes, share = server.changes[members], sizes[members]
-            mean = (share / share.sum().clamp(min=1)).to(changes.dtype) @ changes
-            if float(mean.norm()) < hyper.e1 and float(changes.norm(dim=1).max()) > hyper.e2:
-                side = two_groups(cosines(changes, changes).cpu().numpy())
-                groups[members[torch.as_tensor(side, device=members.device)]] = len(models)
-                models = torch.cat([models, models[group][None]])
+            changes, share = server.changes[members].double(), sizes[members]
+            mean = (share / share.sum().clamp(min=1)) @ changes
+            if float(mean.norm()) < hyper.e1 * unit and float(changes.norm(dim=1).max()) > hyper.e2 * unit:
+                alike = cosines(changes, changes)
+                side = torch.as_tensor(two_groups(alike.cpu().numpy()), device=members.device)
+                gamma = noise(changes, share, side) if hyper.gamma is None else hyper.gamma
+                apart = 1 - alike[side][:, ~side].max() - ROUNDING
+                if float(gamma) < float((apart / 2).clamp(min=0).sqrt()):
+                    groups[members[side]] = len(models)
+                    models = torch.cat([models, models[group][None]])
         return replace(server, models=models, groups=groups)
 
     def shared(self, server: CFLServer) -> Tensor:

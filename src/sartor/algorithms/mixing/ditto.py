@@ -21,7 +21,9 @@ class DittoHyper(Hyper):
     """Ditto's hyper-parameters."""
 
     lam: float = setting(1.0, "pull of the personal model towards the global one", symbol="λ", low=0)
-    personal_lr: float = setting(0.1, "learning rate of the personal model", symbol="η_p", low=0)
+    personal_lr: float | None = setting(
+        None, "learning rate of the personal model; not set: `lr`", symbol="η_p", low=0
+    )
     personal_epochs: int = setting(0, "epochs of the personal model; 0: as many steps as the global", low=0)
 
 
@@ -39,7 +41,8 @@ def local_training(client: Client, hyper: DittoHyper, w: Tensor, v_i: Tensor, tr
     def direction(v: Tensor, batch: Batch) -> Tensor:
         return client.grad(v, batch) + hyper.lam * (v - w)  # step 3
 
-    v = client.descend(v_i[:size], direction, lr=hyper.personal_lr, epochs=hyper.personal_epochs or None)
+    rate = hyper.or_lr(hyper.personal_lr)
+    v = client.descend(v_i[:size], direction, lr=rate, epochs=hyper.personal_epochs or None)
     v = v if client.buffers is None else torch.cat([v, client.buffers])
     client.buffers = buffers
     trained = torch.where(client.steps() > 0, torch.ones_like(trained), trained)
@@ -67,6 +70,7 @@ class Ditto(Algorithm[DittoHyper, Server]):
     """
 
     name = "ditto"
+    sums_only = True
     family = "personal"
     paper = "Li et al. 2021"
     server_keeps = "w"

@@ -53,7 +53,7 @@ def coefficients(distance: Tensor, others: Tensor, tau: float) -> Tensor:
 
     The gradient of (4) is Σ_j β_ij (w_i − w_j): β_ij > 0 pulls w_i towards w_j.
     """
-    mean = 1.0 / others.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = 1.0 / others.sum(dim=1, keepdim=True).clamp(min=1).to(distance.dtype)
     beta = (mean - softmax_over(distance / tau, others)) / (tau * distance)
     return torch.where(others & (distance > 0), beta, 0.0)
 

@@ -73,6 +73,7 @@ class FedALA(Algorithm[FedALAHyper, FedALAServer]):
     """
 
     name = "fedala"
+    sums_only = True
     family = "personal"
     paper = "Zhang et al. 2023"
     server_keeps = "w, who has trained"

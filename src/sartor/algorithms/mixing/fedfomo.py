@@ -91,6 +91,7 @@ class FedFomo(Algorithm[FedFomoHyper, FedFomoServer]):
     """
 
     name = "fedfomo"
+    needs_validation = True
     family = "personal"
     paper = "Zhang et al. 2021"
     server_keeps = "the last model of every client (N × d), preferences (N × N)"

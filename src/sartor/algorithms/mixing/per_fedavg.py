@@ -34,7 +34,9 @@ class PerFedAvgHyper(Hyper):
         "the Hessian in the meta-gradient: left out (fo), by differences (hf), or exact",
         choices=("fo", "hf", "exact"),
     )
-    delta: float = setting(0.01, "length of the difference in hf", symbol="δ", above=0)
+    delta: float | None = setting(
+        None, "length of the difference in hf; not set: as suits the model's float type", symbol="δ", above=0
+    )
     eval_steps: int = setting(1, "steps that make a model personal for its use", low=1)
     weighted: bool = setting(False, "weigh clients by their samples; else all alike")
 
@@ -46,13 +48,15 @@ def local_training(client: Client, hyper: PerFedAvgHyper, w: Tensor) -> Reply:
     a gradient at w on D gives the adapted model w̃, a gradient there on D' is u, and D'' gives H u. Everybody
     takes as many steps as under FedAvg, small clients too.
     """
-    phases, amount = 2 if hyper.variant == "fo" else 3, client.batches()
+    phases = 2 if hyper.variant == "fo" else 3
 
     def with_product(point: Tensor, batch: Batch, u: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient at a point, and the Hessian there times u."""
         if hyper.variant == "hf":
-            # δ is a length, not a factor of u: a small u would drown in rounding.
-            step = hyper.delta / u.norm().clamp(min=TINY)
+            # δ is a length, not a factor of u: a small u would drown in rounding. What it leaves out grows
+            # with δ² and rounding with ε/δ: the cube root of ε balances them.
+            length = torch.finfo(w.dtype).eps ** (1 / 3) if hyper.delta is None else hyper.delta
+            step = length / u.norm().clamp(min=TINY)
             there = client.grad(point + step * u, batch)
             back = client.grad(point - step * u, batch, track=False)
             return (there + back) / 2, (there - back) / (2 * step)
@@ -81,9 +85,7 @@ def local_training(client: Client, hyper: PerFedAvgHyper, w: Tensor) -> Reply:
         return torch.where(last, step, 0.0), (turn + 1, torch.where(inner, adapted, point), u)
 
     memory = (torch.zeros_like(client.n), w, torch.zeros_like(w))
-    y, _ = client.descend_with(
-        w, direction, memory, lr=hyper.lr, epochs=phases * amount.epochs, steps=phases * amount.steps
-    )
+    y, _ = client.descend_with(w, direction, memory, lr=hyper.lr, times=phases)
     return Reply(delta=y - w)
 
 
@@ -108,6 +110,7 @@ class PerFedAvg(Algorithm[PerFedAvgHyper, Server]):
     """
 
     name = "per-fedavg"
+    sums_only = True
     family = "personal"
     paper = "Fallah et al. 2020"
     server_keeps = "w"

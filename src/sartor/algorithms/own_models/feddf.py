@@ -11,6 +11,7 @@ from torch import Tensor
 from sartor import random
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.own_models.mutual import divergence
+from sartor.algorithms.split_models.prototypes import need_classes
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, PerGroup, Replies, Reply, personal
 from sartor.federation.federation import Federation
@@ -79,6 +80,7 @@ class FedDF(Algorithm[FedDFHyper, Prototypical]):
 
     def start(self, federation: Federation) -> Prototypical:
         """The initial model of every group."""
+        need_classes(federation, self.name)
         device = federation.public.device
         return Prototypical(tuple(task.initial(device) for task in federation.tasks))
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sartor import nests
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.split_models.prototypes import class_sums, feature_size, with_count
 from sartor.client.local import Client
@@ -15,6 +16,7 @@ from sartor.errors import SettingError
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Pass, Task
+from sartor.nests import Nest
 from sartor.settings import setting
 
 
@@ -55,11 +57,12 @@ def with_head(client: Client, hyper: FedGHHyper, head: Tensor, w_i: Tensor) -> R
     return Reply(w=client.task.part("head").put(w_i, head))
 
 
-def scores(task: Task, head: Tensor, x: Tensor, features: Tensor) -> Tensor:
+def scores(task: Task, head: Tensor, x: Nest, features: Tensor) -> Tensor:
     """What a head makes of features; ``x`` is a sample that the body is given for nothing."""
     w = task.part("head").put(task.initial(head.device), head)
-    many = x.expand(len(features), *x.shape[1:])
-    return task.outputs(w, many, change=lambda z: features.view(z.shape))
+    many = nests.rows(x, torch.zeros(len(features), dtype=torch.int64, device=features.device))
+    outputs: Tensor = task.outputs(w, many, change=lambda z: features.view(z.shape))
+    return outputs
 
 
 @register

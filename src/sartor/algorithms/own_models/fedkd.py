@@ -11,15 +11,11 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.own_models.mutual import divergence, passes
 from sartor.algorithms.references.separate import own_model
+from sartor.algorithms.split_models.prototypes import need_classes, width
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, PerGroup, Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Pass, Task
-
-
-def width(task: Task, x: Tensor) -> int:
-    """How many features a model has."""
-    return task.features(task.initial(x.device), x).flatten(1).shape[1]
+from sartor.model.task import Batch, Pass
 
 
 def local_training(client: Client, hyper: Hyper, w: Tensor, w_i: Tensor, map_i: Tensor) -> Reply:
@@ -61,6 +57,7 @@ class FedKD(Algorithm[Hyper, Server]):
     """
 
     name = "fedkd"
+    sums_only = True
     family = "personal"
     paper = "Wu et al. 2022"
     server_keeps = "the mentee w"
@@ -71,6 +68,7 @@ class FedKD(Algorithm[Hyper, Server]):
 
     def start(self, federation: Federation) -> Server:
         """The initial mentee; mentors start from the initial models of their groups."""
+        need_classes(federation, self.name)
         x, w = federation.blank_sample(), federation.initial()
         small = width(federation.task, x)
         maps = [torch.eye(width(task, x), small, dtype=w.dtype, device=w.device) for task in federation.tasks]

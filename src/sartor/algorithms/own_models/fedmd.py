@@ -22,7 +22,7 @@ from sartor.settings import setting
 class FedMDHyper(Hyper):
     """FedMD's hyper-parameters."""
 
-    digest_lr: float = setting(0.1, "learning rate on the public samples", low=0)
+    digest_lr: float | None = setting(None, "learning rate on the public samples; not set: `lr`", low=0)
     digest_epochs: int = setting(1, "passes over the public samples in a round", low=0)
     digest_batch: int = setting(32, "public samples in a batch", low=1)
 
@@ -44,7 +44,7 @@ def digested(client: Client, hyper: FedMDHyper, w: Tensor, scores: Tensor, known
             apart = (run.outputs - scores[batch.y]).abs().mean(dim=1)
             return known * batch.mean(apart), run
 
-        return y - client.rate(hyper.digest_lr) * client.task.differentiate(objective, y)[0]
+        return y - client.rate(hyper.or_lr(hyper.digest_lr)) * client.task.differentiate(objective, y)[0]
 
     size, epochs = hyper.digest_batch, hyper.digest_epochs
     return client.scan(body, w, Batches("public", size, epochs, shuffled=True, stream="public"))

@@ -22,6 +22,7 @@ class FedRolex(HeteroFL[HeteroFLHyper]):
 
     name = "fedrolex"
     family = "global"
+    sums_only = True
     paper = "Alam et al. 2022"
 
     def slices(self, federation: Federation, turn: int) -> tuple[Tensor, ...]:

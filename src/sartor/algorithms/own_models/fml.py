@@ -11,6 +11,7 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.own_models.mutual import divergence, passes
 from sartor.algorithms.references.separate import own_model
+from sartor.algorithms.split_models.prototypes import need_classes
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply
 from sartor.federation.federation import Federation
@@ -61,6 +62,7 @@ class FML(Algorithm[FMLHyper, Server]):
     """
 
     name = "fml"
+    sums_only = True
     family = "personal"
     paper = "Shen et al. 2020"
     server_keeps = "the meme w"
@@ -71,6 +73,7 @@ class FML(Algorithm[FMLHyper, Server]):
 
     def start(self, federation: Federation) -> Server:
         """The initial meme; every client starts from the initial model of its group."""
+        need_classes(federation, self.name)
         federation.declare(w_i=federation.initial_models())
         return Server(federation.initial())
 

@@ -82,6 +82,7 @@ class HeteroFL(Algorithm[H, Sliced]):
     """
 
     name = "heterofl"
+    sums_only = True
     family = "personal"
     paper = "Diao et al. 2021"
     server_keeps = "w"

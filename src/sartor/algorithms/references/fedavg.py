@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply, personal
+from sartor.federation.exchange import Call, ClientFunction, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
@@ -38,15 +38,18 @@ class FedAvg(Algorithm[H, Server]):
     """
 
     name = "fedavg"
+    sums_only = True
     family = "global"
     paper = "McMahan et al. 2017"
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
+    training: ClassVar[ClientFunction] = staticmethod(local_training)
+    """What clients do, and what methods replace whose server averages as this one."""
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the changes."""
-        replies = federation.map(local_training, cohort, shared={"w": server.w}, fold=["delta"])
+        replies = federation.map(self.training, cohort, shared={"w": server.w}, fold=["delta"])
         return replace(server, w=server.w + self.hyper.server_lr * replies.mean("delta"))
 
 
@@ -57,13 +60,16 @@ class FedUpdateHyper(FedAvgHyper):
     finetune_epochs: int = setting(
         5, "epochs of fine-tuning before a client uses its model", symbol="F", low=0
     )
-    finetune_lr: float = setting(0.1, "learning rate of fine-tuning", symbol="η_p", low=0)
+    finetune_lr: float | None = setting(
+        None, "learning rate of fine-tuning; not set: `lr`", symbol="η_p", low=0
+    )
 
 
 @personal
 def fine_tuning(client: Client, hyper: FedUpdateHyper, w: Tensor) -> Reply:
     """F epochs of descent on the client's training data from w, with a stream of batches of its own."""
-    return Reply(w=client.descend(w, lr=hyper.finetune_lr, epochs=hyper.finetune_epochs, stream="finetune"))
+    rate = hyper.or_lr(hyper.finetune_lr)
+    return Reply(w=client.descend(w, lr=rate, epochs=hyper.finetune_epochs, stream="finetune"))
 
 
 @register

@@ -38,6 +38,7 @@ class Separate(Algorithm[Hyper, Nothing]):
     """
 
     name = "separate"
+    sums_only = True
     family = "personal"
     paper = "local training"
     server_keeps = "nothing"

@@ -38,7 +38,14 @@ class Groups:
 
 
 def group(
-    rows: Tensor, starts: Tensor, groups: int, key: int | Tensor, *, most: int = 100, enough: float = 0.0
+    rows: Tensor,
+    starts: Tensor,
+    groups: int,
+    key: int | Tensor,
+    *,
+    most: int = 100,
+    enough: float = 0.0,
+    unmoved: Tensor | None = None,
 ) -> Groups:
     """Group rows ``[m, d]`` by their first ``groups − 1`` principal components.
 
@@ -46,7 +53,8 @@ def group(
     that start at the same place would stay one: all but the first of them get their start from a row of
     another place, drawn by k-means++ with the stream ``key``, and if all start at one place, all do. They end
     when no row changes its group, after ``most`` of them, or when all distances add up to ``enough``. A
-    representative is the mean of its group's rows, projected, or the start of a group without rows.
+    representative is the mean of its group's rows, projected, or for a group without rows its row of
+    ``unmoved``, its start if nothing else is given.
 
     >>> rows = torch.tensor([[0.0, 0.0, 1.0], [0.1, 0.0, 1.0], [5.0, 5.0, 1.0]])
     >>> found = group(rows, rows[:1], 2, random.stream(0, "groups"))
@@ -69,7 +77,7 @@ def group(
     if again is not None:
         numbers = torch.arange(groups, device=rows.device)
         stays = ~again & ~(members == numbers[:, None]).any(dim=1)
-        representatives[stays] = starts[stays]
+        representatives[stays] = (starts if unmoved is None else unmoved)[stays]
     return Groups(members, representatives)
 
 

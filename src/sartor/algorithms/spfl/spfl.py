@@ -8,6 +8,7 @@ gradients are −Δ_i.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -27,16 +28,25 @@ from sartor.settings import setting
 
 
 @dataclass(frozen=True)
-class SPFLHyper(Hyper):
-    """SPFL's hyper-parameters."""
+class SimilarHyper(Hyper):
+    """What SPFL on updates and on models have in common."""
 
-    alpha: float = setting(1.0, "server learning rate", symbol="α", low=0)
     refresh: int = setting(10, "rounds between refreshes of the similarities", symbol="Γ", low=1)
     local_updates: int = setting(2, "steps on every mini-batch", low=1)
+    joined_updates: bool = setting(
+        False, "these steps as one of their summed rate, another reading of Algorithm 1"
+    )
     temperature: float = setting(1.0, "divides cosines before the softmax; large: all clients alike", above=0)
     as_printed: bool = setting(False, "weights |D_j| / |D| times the softmax, which add up to about 1/N")
     finetune_steps: int = setting(0, "steps of fine-tuning before a client uses its model", low=0)
-    finetune_lr: float = setting(0.001, "learning rate of fine-tuning", low=0)
+    finetune_lr: float | None = setting(None, "learning rate of fine-tuning; not set: `lr`", low=0)
+
+
+@dataclass(frozen=True)
+class SPFLHyper(SimilarHyper):
+    """SPFL's hyper-parameters."""
+
+    alpha: float = setting(1.0, "server learning rate", symbol="α", low=0)
 
 
 @dataclass(frozen=True)
@@ -47,17 +57,20 @@ class SPFLServer:
     cosines: dict[str, Tensor]
 
 
-def local_training(client: Client, hyper: SPFLHyper, w: Tensor) -> Reply:
-    """An epoch with ``local_updates`` steps on every batch; the update Δ_i (2) goes back."""
+def local_training(client: Client, hyper: SimilarHyper, w: Tensor) -> Reply:
+    """An epoch with ``local_updates`` steps on every batch, or one as long; the update Δ_i (2) goes back."""
+    if hyper.joined_updates:
+        return Reply(delta=client.descend(w, lr=hyper.local_updates * hyper.lr) - w)
     return Reply(delta=client.descend(w, lr=hyper.lr, updates=hyper.local_updates) - w)
 
 
 @personal
-def personal_model(client: Client, hyper: SPFLHyper, w: Tensor) -> Reply:
+def personal_model(client: Client, hyper: SimilarHyper, w: Tensor) -> Reply:
     """The client's model w_{g,i}, fine-tuned if that is wanted."""
     if not hyper.finetune_steps:
         return Reply(w=w)
-    return Reply(w=client.descend(w, lr=hyper.finetune_lr, steps=hyper.finetune_steps, stream="finetune"))
+    rate = hyper.or_lr(hyper.finetune_lr)
+    return Reply(w=client.descend(w, lr=rate, steps=hyper.finetune_steps, stream="finetune"))
 
 
 def sngs(cosine: Tensor, temperature: float = 1.0) -> Tensor:
@@ -65,7 +78,7 @@ def sngs(cosine: Tensor, temperature: float = 1.0) -> Tensor:
     return (cosine / temperature).softmax(dim=1)
 
 
-def mixing_weights(cosine: Tensor, n: Tensor, hyper: SPFLHyper) -> Tensor:
+def mixing_weights(cosine: Tensor, n: Tensor, hyper: SimilarHyper) -> Tensor:
     """ω_ij = |D_j| S̄(i,j) / Σ_k |D_k| S̄(i,k), one row for each client i that is given a model.
 
     ``as_printed``: (|D_j| / |D|) S̄(i,j) as in (7). As S̄ sums to one already, these add up to about 1/N and
@@ -75,7 +88,7 @@ def mixing_weights(cosine: Tensor, n: Tensor, hyper: SPFLHyper) -> Tensor:
     return weights / (n.sum() if hyper.as_printed else weights.sum(dim=1, keepdim=True))
 
 
-H = TypeVar("H", bound=SPFLHyper)
+H = TypeVar("H", bound=SimilarHyper)
 S = TypeVar("S", bound=SPFLServer)
 
 
@@ -96,10 +109,9 @@ class Similar(Algorithm[H, S]):
     buffers = "local"
     quadratic = True
 
+    @abstractmethod
     def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
         """The new models of those who answered, from where they started and their updates."""
-        step = mixed_by_stage(delta, weights, stages)
-        return torch.add(start, step, alpha=self.hyper.alpha)  # (7)
 
     def is_refresh(self, federation: Federation) -> bool:
         """Whether the similarities are made anew in this round."""
@@ -126,18 +138,9 @@ class Similar(Algorithm[H, S]):
         }
 
 
-@register
-class SPFL(Similar[SPFLHyper, SPFLServer]):
-    """Every client's model moves by everyone's updates, those of similar clients for more.
+class Together(Similar[H, SPFLServer]):
+    """SPFL that waits for everyone, on whatever is mixed."""
 
-    w_{g,i} ← w_{g,i} + α Σ_j ω_ij Δ_j, stage by stage (7). Every Γ rounds all clients train from the plain
-    mean of their models, and the cosines of those updates are the similarities until the next time.
-    α = 1 and ω normalised over the clients that answered: with equal similarities this is FedAvg. The print
-    (``as_printed``) has weights N times smaller and α = 0.01. Clients that do not take part keep their models
-    and similarities; a pair that never took part in a refresh together has cosine 0. Evaluated: w_{g,i}.
-    """
-
-    name = "spfl"
     family = "personal"
     server_keeps = "w_{g,i} of every client (N × d), a similarity matrix (N × N) per stage"
 
@@ -158,9 +161,34 @@ class SPFL(Similar[SPFLHyper, SPFLServer]):
             name: mixing_weights(cosine[pairs], replies.n.double(), self.hyper)
             for name, cosine in similar.items()
         }
-        moved = self.mix(starts[clients], delta, weights, stages)
-        return replace(server, models=server.models.index_copy(0, clients, moved), cosines=similar)
+        mixed = self.mix(starts[clients], delta, weights, stages)
+        return replace(server, models=server.models.index_copy(0, clients, mixed), cosines=similar)
 
     def welcome(self, server: SPFLServer, federation: Federation) -> SPFLServer:
         """A newcomer gets the mean of the models."""
         return equal_models(federation, mean_model(server.models))
+
+
+def moved(
+    start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part], alpha: float
+) -> Tensor:
+    """w_{g,i} + α Σ_j ω_ij Δ_j, stage by stage (7)."""
+    return torch.add(start, mixed_by_stage(delta, weights, stages), alpha=alpha)
+
+
+@register
+class SPFL(Together[SPFLHyper]):
+    """Every client's model moves by everyone's updates, those of similar clients for more.
+
+    w_{g,i} ← w_{g,i} + α Σ_j ω_ij Δ_j, stage by stage (7). Every Γ rounds all clients train from the plain
+    mean of their models, and the cosines of those updates are the similarities until the next time.
+    α = 1 and ω normalised over the clients that answered: with equal similarities this is FedAvg. The print
+    (``as_printed``) has weights N times smaller and α = 0.01. Clients that do not take part keep their models
+    and similarities; a pair that never took part in a refresh together has cosine 0. Evaluated: w_{g,i}.
+    """
+
+    name = "spfl"
+
+    def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
+        """The models, moved by everyone's updates."""
+        return moved(start, delta, weights, stages, self.hyper.alpha)

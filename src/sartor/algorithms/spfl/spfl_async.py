@@ -20,9 +20,11 @@ from sartor.algorithms.spfl.spfl import (
     equal_models,
     local_training,
     mixing_weights,
+    moved,
 )
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.federation import Federation
+from sartor.model.task import Part
 from sartor.settings import setting
 
 
@@ -103,8 +105,12 @@ class SPFLAsync(Similar[SPFLAsyncHyper, SPFLAsyncServer]):
             name: mixing_weights(cosine[clients[:, None], heard[None, :]], counts, hyper)
             for name, cosine in known.cosines.items()
         }
-        moved = self.mix(models[clients], updates[heard], weights, stages)
-        return replace(known, models=models.index_copy(0, clients, moved))
+        mixed = self.mix(models[clients], updates[heard], weights, stages)
+        return replace(known, models=models.index_copy(0, clients, mixed))
+
+    def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
+        """The models, moved by the last known updates."""
+        return moved(start, delta, weights, stages, self.hyper.alpha)
 
     def welcome(self, server: SPFLAsyncServer, federation: Federation) -> SPFLAsyncServer:
         """A newcomer gets the mean of the models."""

@@ -6,15 +6,15 @@ from torch import Tensor
 
 from sartor.algorithms.base import register
 from sartor.algorithms.server.stages import mixed_by_stage
-from sartor.algorithms.spfl.spfl import SPFL
+from sartor.algorithms.spfl.spfl import SimilarHyper, Together
 from sartor.model.task import Part
 
 
 @register
-class SPFLW(SPFL):
+class SPFLW(Together[SimilarHyper]):
     """SPFL on models instead of updates: w_{g,i} ← Σ_j ω_ij w_j, stage by stage.
 
-    Everything else is as in SPFL; α has no part in it. Evaluated: w_{g,i}.
+    Everything else is as in SPFL; there is no α. Evaluated: w_{g,i}.
     """
 
     name = "spfl-w"

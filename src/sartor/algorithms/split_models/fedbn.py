@@ -74,6 +74,7 @@ class FedBN(Algorithm[FedBNHyper, FedBNServer]):
     """
 
     name = "fedbn"
+    sums_only = True
     family = "personal"
     paper = "Li et al. 2021"
     server_keeps = "all but BatchNorm layers; their mean, for newcomers"

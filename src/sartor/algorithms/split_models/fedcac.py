@@ -92,10 +92,10 @@ class FedCAC(Algorithm[FedCACHyper, FedCACServer]):
     Variant: the authors' code with an exact share of critical entries per tensor; t counts rounds from 1, and
     after β rounds nobody shares critical entries. Means are plain, over clients with samples. Partial
     participation is ours: overlaps are among those who answered, and a client keeps its critical entries
-    while the others follow the global model. Float buffers are averaged. Evaluated: the global model after
-    aggregation with the client's critical entries (personal), and the global model (shared). A newcomer has
-    no critical entries: its model is the global one. Traffic: w, then the partners' mean, down; the model and
-    one byte per entry up.
+    while the others follow the global model. BatchNorm statistics stay with the client. Evaluated: the global
+    model after aggregation with the client's critical entries (personal), and the global model (shared). A
+    newcomer has no critical entries: its model is the global one. Traffic: w, then the partners' mean, down;
+    the model and one byte per entry up.
     """
 
     name = "fedcac"
@@ -104,6 +104,7 @@ class FedCAC(Algorithm[FedCACHyper, FedCACServer]):
     server_keeps = "w"
     client_keeps = "its critical entries"
     traffic = "2 / 1 + a mask, in two exchanges"
+    buffers = "local"
     quadratic = True
 
     def start(self, federation: Federation) -> FedCACServer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Pass
+from sartor.nests import Nest
 from sartor.settings import setting
 
 
@@ -86,7 +88,7 @@ def with_bias(client: Client, hyper: FedDBEHyper, w: Tensor, b_i: Tensor) -> Rep
     """Predict by head(z + b_i)."""
     task, buffers = client.task, client.buffers
 
-    def predict(x: Tensor) -> Tensor:
+    def predict(x: Nest) -> Any:
         return task.outputs(w, x, buffers, change=lambda z: z + b_i.view(z.shape[1:]))
 
     return Reply(w=predict, bias=b_i)
@@ -105,6 +107,7 @@ class FedDBE(Algorithm[FedDBEHyper, FedDBEServer]):
     """
 
     name = "feddbe"
+    sums_only = True
     family = "personal"
     paper = "Zhang et al. 2023"
     server_keeps = "w, mean features z̄"

@@ -35,12 +35,15 @@ HEAD = ("head",)
 class FedPACHyper(Hyper):
     """FedPAC's hyper-parameters; the ``local`` settings say how long the body is trained."""
 
+    lr: float = setting(0.01, "learning rate of the body", symbol="η", low=0)
+    head_lr: float | None = setting(
+        None, "learning rate of the head; not set: ten times `lr`, as the authors have 0.1 and 0.01", low=0
+    )
     head_epochs: int = setting(1, "epochs of the head, before the body's", low=0)
     alignment: float = setting(
         1.0, "weight of the distance between features and their class's prototype", symbol="λ", low=0
     )
     combine: bool = setting(True, "whether clients get a mix of heads; if not, each keeps its own")
-    iterations: int = setting(300, "steps of the quadratic programme for the mix", low=1)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def local_training(
     def penalty(batch: Batch) -> Penalty:
         return lambda z: hyper.alignment * distance(z, batch.y, prototypes, known)
 
-    y = train_inside(client, start, HEAD, lr=hyper.lr, epochs=hyper.head_epochs)  # step 1
+    rate = 10 * hyper.lr if hyper.head_lr is None else hyper.head_lr
+    y = train_inside(client, start, HEAD, lr=rate, epochs=hyper.head_epochs)  # step 1
     y = train_outside(client, y, HEAD, lr=hyper.lr, penalty=penalty)
     sums = class_sums(client, y, like, with_count)
     reply = Reply(y=y, h=h, variance=variance, sums=sums)
@@ -142,7 +146,7 @@ class FedPAC(Algorithm[FedPACHyper, FedPACServer]):
         if self.hyper.combine:
             here = np.flatnonzero(replies.counts)
             h, variance = replies["h"][here], replies["variance"][here]
-            a = head_mix(h, variance, self.hyper.iterations).to(w.dtype)
+            a = head_mix(h, variance).to(w.dtype)
             own_share = a.diagonal().mean()
             heads = federation.task.part("head").take(replies["y"][here])
             with suppress(NobodyAnswered):  # whoever the mix does not reach stays with its own head

@@ -14,12 +14,21 @@ from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, ClientFunction, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.task import Batch, Part, Task
 from sartor.settings import setting
 
 
 @dataclass(frozen=True)
-class FedPerHyper(Hyper):
+class SplitHyper(Hyper):
+    """Hyper-parameters that say which layers are not shared."""
+
+    def own(self, task: Task) -> tuple[Part, Part]:
+        """The parameters and the float buffers of the layers that are not shared."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FedPerHyper(SplitHyper):
     """The hyper-parameters of methods that keep some layers at the client."""
 
     personal: tuple[str, ...] = setting(
@@ -29,22 +38,27 @@ class FedPerHyper(Hyper):
         0, "epochs of fitting the personal layers to the body before a client uses its model", low=0
     )
 
+    def own(self, task: Task) -> tuple[Part, Part]:
+        """Those that are named."""
+        return task.select(self.personal)
 
+
+S = TypeVar("S", bound=SplitHyper)
 H = TypeVar("H", bound=FedPerHyper)
 
 
-def assemble(client: Client, hyper: FedPerHyper, body: Tensor, own: Tensor) -> Tensor:
+def assemble(client: Client, hyper: SplitHyper, body: Tensor, own: Tensor) -> Tensor:
     """The server's body with the client's own layers, and with them their float buffers."""
     task = client.task
-    part, statistics = task.select(hyper.personal)
+    part, statistics = hyper.own(task)
     if client.buffers is not None and statistics.size:
         client.buffers = statistics.put(client.buffers, own[part.size :])
     return part.put(task.rest(part).put(body.new_zeros(task.size), body), own[: part.size])
 
 
-def answer(client: Client, hyper: FedPerHyper, body: Tensor, own: Tensor, y: Tensor) -> Reply:
+def answer(client: Client, hyper: SplitHyper, body: Tensor, own: Tensor, y: Tensor) -> Reply:
     """The change of the body goes back; the personal layers stay, with their float buffers."""
-    part, statistics = client.task.select(hyper.personal)
+    part, statistics = hyper.own(client.task)
     own = part.take(y)
     if client.buffers is not None:
         own = torch.cat([own, statistics.take(client.buffers)])
@@ -66,7 +80,7 @@ def train_inside(
     return client.descend(y, direction, lr=lr, epochs=epochs, only=part.mask(y), stream=stream)
 
 
-def joint_training(client: Client, hyper: FedPerHyper, body: Tensor, own: Tensor) -> Reply:
+def joint_training(client: Client, hyper: SplitHyper, body: Tensor, own: Tensor) -> Reply:
     """K_i steps of body and personal layers together."""
     y = client.descend(assemble(client, hyper, body, own), lr=hyper.lr)  # step 1
     return answer(client, hyper, body, own, y)
@@ -81,8 +95,31 @@ def own_model(client: Client, hyper: FedPerHyper, body: Tensor, own: Tensor) -> 
     )
 
 
+class SplitModel(Algorithm[S, Server]):
+    """Methods whose server averages some layers, while each client keeps the others."""
+
+    training: ClassVar[ClientFunction] = staticmethod(joint_training)
+
+    def start(self, federation: Federation) -> Server:
+        """The initial shared layers; every client starts with the initial personal ones."""
+        task = federation.task
+        part, statistics = self.hyper.own(task)
+        w, buffers = federation.initial(), federation.initial_buffers()
+        federation.declare(own=torch.cat([part.take(w), statistics.take(buffers)]))
+        return Server(task.rest(part).take(w))
+
+    def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
+        """Local training at the cohort, then the weighted mean of the shared layers' changes."""
+        replies = federation.map(self.training, cohort, {"body": server.w}, fold=["delta"])
+        return replace(server, w=server.w + replies.mean("delta"))  # step 2
+
+    def shared(self, server: Server) -> Tensor | None:
+        """A part alone is no model."""
+        return None
+
+
 @register
-class FedPer(Algorithm[H, Server]):
+class FedPer(SplitModel[H]):
     """Body and personal layers are trained together; the server averages the bodies.
 
     Variant: the personal layers are named by module path, by default the declared head; their float buffers
@@ -92,25 +129,12 @@ class FedPer(Algorithm[H, Server]):
     """
 
     name = "fedper"
+    sums_only = True
     family = "personal"
     paper = "Arivazhagan et al. 2019"
     server_keeps = "body"
     client_keeps = "personal layers"
     traffic = "|body| / |body|"
-    training: ClassVar[ClientFunction] = staticmethod(joint_training)
-
-    def start(self, federation: Federation) -> Server:
-        """The initial body; every client starts with the initial personal layers."""
-        task = federation.task
-        part, statistics = task.select(self.hyper.personal)
-        w, buffers = federation.initial(), federation.initial_buffers()
-        federation.declare(own=torch.cat([part.take(w), statistics.take(buffers)]))
-        return Server(task.rest(part).take(w))
-
-    def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
-        """Local training at the cohort, then the weighted mean of the bodies' changes."""
-        replies = federation.map(self.training, cohort, {"body": server.w}, fold=["delta"])
-        return replace(server, w=server.w + replies.mean("delta"))  # step 2
 
     def shared(self, server: Server) -> Tensor | None:
         """A body alone is no model, unless it is all of it."""

@@ -95,6 +95,7 @@ class FedProto(Algorithm[FedProtoHyper, Prototypes]):
     """
 
     name = "fedproto"
+    sums_only = True
     family = "personal"
     paper = "Tan et al. 2022"
     server_keeps = "a prototype of each class"

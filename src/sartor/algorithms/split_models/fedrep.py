@@ -29,6 +29,8 @@ def train_outside(
     *,
     lr: float,
     penalty: Callable[[Batch], Penalty] | None = None,
+    epochs: int | None = None,
+    stream: str = "batch",
 ) -> Tensor:
     """Train all but the layers at these paths, which stay, as in evaluation, with their statistics."""
     part, _ = client.task.select(paths)
@@ -37,7 +39,7 @@ def train_outside(
     def direction(y: Tensor, batch: Batch) -> Tensor:
         return client.grad(y, batch, frozen=frozen, penalty=None if penalty is None else penalty(batch))
 
-    return client.descend(y, direction, lr=lr, only=~part.mask(y))
+    return client.descend(y, direction, lr=lr, epochs=epochs, only=~part.mask(y), stream=stream)
 
 
 def alternating_training(client: Client, hyper: FedRepHyper, body: Tensor, own: Tensor) -> Reply:
@@ -60,5 +62,6 @@ class FedRep(FedPer[FedRepHyper]):
     """
 
     name = "fedrep"
+    sums_only = True
     paper = "Collins et al. 2021"
     training = staticmethod(alternating_training)

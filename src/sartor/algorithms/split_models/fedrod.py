@@ -9,21 +9,16 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
-from sartor.algorithms.split_models.prototypes import class_counts, feature_size
+from sartor.algorithms.split_models.linear_heads import affine
+from sartor.algorithms.split_models.prototypes import class_counts, feature_size, need_classes
 from sartor.client.local import Client
-from sartor.errors import SartorError
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Pass
+from sartor.nests import Nest
 
 LEAST = 1e-6
 """Stands for the count of a class that the client does not have, whose logarithm is needed."""
-
-
-def personal_scores(head: Tensor, z: Tensor, classes: int) -> Tensor:
-    """P(z): a linear layer whose weights and biases lie in one vector."""
-    weight, bias = head[:-classes].view(classes, -1), head[-classes:]
-    return z.flatten(1) @ weight.T + bias
 
 
 def local_training(client: Client, hyper: Hyper, w: Tensor, p_i: Tensor) -> Reply:
@@ -35,9 +30,9 @@ def local_training(client: Client, hyper: Hyper, w: Tensor, p_i: Tensor) -> Repl
     def direction(both: Tensor, batch: Batch) -> Tensor:
         def objective(both: Tensor) -> tuple[Tensor, Pass]:
             run = client.forward(both[:size], batch)
-            z = task.noted_features(run).detach()
+            z = task.noted_features(run).flatten(1).detach()
             balanced = task.loss_function(run.outputs + prior, batch.y)  # step 1
-            together = run.outputs.detach() + personal_scores(both[size:], z, classes)
+            together = run.outputs.detach() + affine(both[size:], z, classes)
             return batch.mean(balanced + task.loss_function(together, batch.y)), run  # step 2
 
         return client.differentiate(objective, both)[0]
@@ -51,9 +46,10 @@ def both_heads(client: Client, hyper: Hyper, w: Tensor, p_i: Tensor) -> Reply:
     """Predict by G(z) + P(z)."""
     task, buffers = client.task, client.buffers
 
-    def predict(x: Tensor) -> Tensor:
-        z = task.features(w, x, buffers)
-        return task.outputs(w, x, buffers) + personal_scores(p_i, z, task.classes or 0)
+    def predict(x: Nest) -> Tensor:
+        z = task.features(w, x, buffers).flatten(1)
+        outputs: Tensor = task.outputs(w, x, buffers)
+        return outputs + affine(p_i, z, task.classes or 0)
 
     return Reply(w=predict, head=p_i)
 
@@ -70,6 +66,7 @@ class FedRoD(Algorithm[Hyper, Server]):
     """
 
     name = "fedrod"
+    sums_only = True
     family = "personal"
     paper = "Chen & Chao 2022"
     server_keeps = "w: body and generic head"
@@ -78,9 +75,7 @@ class FedRoD(Algorithm[Hyper, Server]):
 
     def start(self, federation: Federation) -> Server:
         """The initial model; every personal head is zero."""
-        classes = federation.task.classes
-        if classes is None:
-            raise SartorError(f"fedrod: needs data with classes; model {federation.task.name} has none")
+        classes = need_classes(federation, self.name)
         w = federation.initial()
         federation.declare(p_i=w.new_zeros(classes * (feature_size(federation) + 1)))
         return Server(w)

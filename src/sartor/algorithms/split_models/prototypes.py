@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sartor import nests
 from sartor.client.local import Client
 from sartor.errors import SartorError, SettingError
 from sartor.federation.exchange import Replies
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.task import Batch, Task
+from sartor.nests import Nest
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,17 @@ class Prototypes:
     known: Tensor
 
 
-def no_prototypes(federation: Federation, method: str) -> Prototypes:
-    """The start; a model without a declared head, or data without classes, is refused."""
+def need_classes(federation: Federation, method: str) -> int:
+    """How many classes there are; data without any is refused."""
     classes = federation.task.classes
     if classes is None:
         raise SartorError(f"{method}: needs data with classes; model {federation.task.name} has none")
+    return classes
+
+
+def no_prototypes(federation: Federation, method: str) -> Prototypes:
+    """The start; a model without a declared head, or data without classes, is refused."""
+    classes = need_classes(federation, method)
     w = federation.initial()
     return Prototypes(w.new_zeros(classes, feature_size(federation)), w.new_zeros(classes))
 
@@ -35,18 +43,22 @@ def no_prototypes(federation: Federation, method: str) -> Prototypes:
 def feature_size(federation: Federation) -> int:
     """How many numbers the head of the model is given for a sample; as many in every group of clients."""
     x = federation.blank_sample()
-    sizes = {
-        task.features(task.initial(x.device), x).flatten(1).shape[1]: task.name for task in federation.tasks
-    }
+    sizes = {width(task, x): task.name for task in federation.tasks}
     if len(sizes) > 1:
         found = ", ".join(f"{name} {size}" for size, name in sizes.items())
         raise SettingError(f"models: prototypes need features of one size at all clients, there are {found}")
     return next(iter(sizes))
 
 
+def width(task: Task, x: Nest) -> int:
+    """How many numbers the head of a model is given for a sample such as ``x``."""
+    device = nests.leaves(x)[0].device
+    return task.features(task.initial(device), x).flatten(1).shape[1]
+
+
 def one_hot(batch: Batch, classes: int, dtype: torch.dtype) -> Tensor:
     """A row for every sample with 1 at its class; padding has none."""
-    hot = (batch.y[:, None] == torch.arange(classes, device=batch.y.device)).to(dtype)
+    hot: Tensor = (batch.y[:, None] == torch.arange(classes, device=batch.y.device)).to(dtype)
     return hot if batch.weight is None else hot * batch.weight[:, None].to(dtype)
 
 

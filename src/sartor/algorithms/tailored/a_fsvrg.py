@@ -105,7 +105,7 @@ class AFSVRG(Algorithm[H, AFSVRGServer]):
         choice = first["loss"].argmin(dim=1)[able]  # (18)
         each = {"w": server.w[choice], "g": g[choice]}
         second = federation.map(self.training(server, federation), first.clients[able], each=each)
-        found = self.grouped(server, federation, second["trained"], g)
+        found = self.grouped(server, federation, second["trained"], first.mean("gradient"))  # (52)
         scale = self.scale(server, federation, second)
         w = server.w + scale * self.change(server, federation, found, scale)  # (60)
         third = federation.map(gradients_at, second.clients, {"w": w})

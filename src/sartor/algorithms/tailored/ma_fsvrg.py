@@ -74,20 +74,18 @@ class MAFSVRG(AFSVRG[H]):
         """The mean gradient of every model over the clients of the round, or of the last one."""
         if "anchors" in self.hyper.as_printed and self.diversified(federation) and len(server.clients):
             first = federation.map(gradients_at, server.clients.cpu().numpy(), {"w": server.w})
-        return first.mean("gradient")  # (17), (52)
+        return first.mean("gradient")  # (17)
 
     def grouped(self, server: AFSVRGServer, federation: Federation, trained: Tensor, g: Tensor) -> Groups:
         """What came back in groups, from where the models or their gradients are."""
         if not self.diversified(federation):
             return super().grouped(server, federation, trained, g)
-        starts = self.starts(server, federation, g)
-        if "starts" in self.hyper.as_printed:
-            starts = starts + trained.mean(
-                dim=0
-            )  # what is subtracted from rows is not from starts: (39), (53)
+        starts = begins = self.starts(server, federation, g)
+        if "starts" in self.hyper.as_printed:  # what is subtracted from rows is not from starts: (39), (53)
+            begins = starts + trained.mean(dim=0)
         key = random.fold(federation.stream("groups"), federation.round)
         enough = PRINTED_STOP if "stop" in self.hyper.as_printed else 0.0
-        return group(trained, starts, self.hyper.groups, key, enough=enough)
+        return group(trained, begins, self.hyper.groups, key, enough=enough, unmoved=starts)
 
     def starts(self, server: AFSVRGServer, federation: Federation, g: Tensor) -> Tensor:
         """Where the groups begin: at the server's models."""

@@ -22,7 +22,6 @@ class FedDCHyper(Hyper):
 
     lr: float = setting(0.1, "local learning rate", symbol="η", above=0)
     alpha: float = setting(0.1, "weight of the penalty that ties y_i + h_i to w", symbol="α", above=0)
-    correction: bool = setting(True, "correct gradients by c − c_i; without it the method is FedDyn")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def local_training(
     client: Client, hyper: FedDCHyper, w: Tensor, c: Tensor, h_i: Tensor, c_i: Tensor
 ) -> Reply:
     """K_i penalised and corrected steps; the drift and the control variate stay with the client."""
-    correction = c - c_i if hyper.correction else torch.zeros_like(c)
+    correction = c - c_i
 
     def direction(y: Tensor, batch: Batch) -> Tensor:
         return client.grad(y, batch) + hyper.alpha * (y + h_i - w) + correction  # step 1
@@ -47,7 +46,7 @@ def local_training(
     pace = torch.where(work > 0, 1 / work, torch.zeros_like(work))  # 1 / (K_i η); 0: no step was taken
     c_new = torch.where(work > 0, c_i - c - delta * pace, c_i)  # step 2
     reply = Reply(delta=delta, pace=pace)
-    return reply.keep(h_i=h_i + delta, c_i=c_new if hyper.correction else c_i)  # step 2
+    return reply.keep(h_i=h_i + delta, c_i=c_new)  # step 2
 
 
 @register
@@ -85,4 +84,4 @@ class FedDC(Algorithm[FedDCHyper, FedDCServer]):
         h = server.h + replies.sum("delta", p)  # step 3
         c = server.c - (p * (pace > 0)).sum() * server.c - replies.sum("delta", p * pace)  # step 3
         w = server.w + replies.mean("delta") + h  # step 3
-        return FedDCServer(w, h, c if self.hyper.correction else server.c)
+        return FedDCServer(w, h, c)

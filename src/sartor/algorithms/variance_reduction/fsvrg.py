@@ -39,7 +39,7 @@ def feature_counts(client: Client, hyper: FSVRGHyper, zero: Tensor) -> Reply:
     """n_k^j: how many of the client's samples have feature j, that is, have it other than zero."""
 
     def add(counts: Tensor, batch: Batch) -> Tensor:
-        present = (batch.x.flatten(1) != 0).to(counts.dtype)
+        present: Tensor = (batch.x.flatten(1) != 0).to(counts.dtype)
         return counts + (present.sum(0) if batch.weight is None else batch.weight @ present)
 
     return Reply(counts=client.scan(add, zero, client.batches(epochs=1)))
@@ -112,6 +112,7 @@ class FSVRG(Algorithm[FSVRGHyper, FSVRGServer]):
     """
 
     name = "fsvrg"
+    sums_only = True
     family = "global"
     paper = "Konečný et al. 2016"
     server_keeps = "w, which client has which feature"

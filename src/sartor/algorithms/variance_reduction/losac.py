@@ -61,6 +61,7 @@ class LoSAC(Algorithm[Hyper, LoSACServer]):
     """
 
     name = "losac"
+    sums_only = True
     family = "global"
     paper = "Chen et al. 2021 (reconstructed)"
     server_keeps = "w, gradient estimate G"

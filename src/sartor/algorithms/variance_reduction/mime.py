@@ -118,6 +118,7 @@ class Mime(Mimic):
     """
 
     name = "mime"
+    sums_only = True
     traffic = "3 + |s| / 2, in two exchanges"
 
     def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
@@ -136,6 +137,7 @@ class MimeSVRG(Algorithm[Hyper, MimeServer]):
     """
 
     name = "mimesvrg"
+    sums_only = True
     family = "global"
     paper = "Karimireddy et al. 2021"
     server_keeps = "w"

@@ -30,6 +30,7 @@ class MimeLite(Mimic):
     """
 
     name = "mimelite"
+    sums_only = True
     traffic = "1 + |s| / 2"
 
     def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:

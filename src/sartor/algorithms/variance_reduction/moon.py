@@ -67,6 +67,7 @@ class MOON(Algorithm[MOONHyper, Server]):
     """
 
     name = "moon"
+    sums_only = True
     family = "global"
     paper = "Li et al. 2021"
     server_keeps = "w"

@@ -51,6 +51,7 @@ class QFFL(Algorithm[QFFLHyper, Server]):
     """
 
     name = "q-ffl"
+    sums_only = True
     family = "global"
     paper = "Li et al. 2020"
     server_keeps = "w"

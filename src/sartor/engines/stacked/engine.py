@@ -20,16 +20,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sartor import random
+from sartor.client.law import Law
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.schedule import Plan, bucket, plan, scan_table
 from sartor.engines.stacked.graphs import Graphs
 from sartor.engines.stacked.trace import Checked, Fixed, Program, Rows, Tracer
-from sartor.federation.exchange import NOBODY, Outcome, Work
+from sartor.federation.exchange import NOBODY, ClientError, Outcome, Work
+from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels.device import digits, free_bytes, to_device
 from sartor.model.task import Task
+from sartor.nests import Nest
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,8 @@ class StackedEngine(LocalEngine):
         self.chunk = settings.chunk
         self.graphs = Graphs(self.device, settings.graphs)
         self.programs: dict[Hashable, Program] = {}
-        self._tracer = Tracer(task, settings, norms=self.graphs.wanted)
+        most = {split: int(samples.counts.max(initial=0)) for split, samples in self.samples.items()}
+        self._tracer = Tracer(task, settings, most, norms=self.graphs.wanted)
         self._origins: Tensor | None = None
         """Each client's number in its run, and that run's seed, where they are not as they come."""
         if origins is not None:
@@ -82,7 +86,13 @@ class StackedEngine(LocalEngine):
     def run(self, work: Work) -> Outcome:
         """Run the function at all these clients, as many at once as memory allows."""
         with torch.no_grad(), digits(self.settings.precision):
-            return self._run(work)
+            try:
+                return self._run(work)
+            except (IndexError, ClientError) as error:  # as of a token that an embedding does not have
+                reason = self.refused(work.numbers)
+                if reason is None:
+                    raise
+                raise ClientError(f"{name_of(work.function)}, round {work.round}, {reason}") from error
 
     def _run(self, work: Work) -> Outcome:
         clients = len(work.numbers)
@@ -147,7 +157,7 @@ class StackedEngine(LocalEngine):
         if program.scans is not None:
             for split in {batches.split for batches in program.scans}:
                 self._bring(split, work.numbers)
-            plans = [self._plan(batches, work.numbers) for batches in program.scans]
+            plans = [self._plan(batches, work) for batches in program.scans]
         tables = [table for plan in plans or () if (table := plan.table) is not None]
         numbers = self._numbers_there(work.numbers)
         others = [*arguments, *(to_device(table, self.device) for table in tables)]
@@ -157,7 +167,7 @@ class StackedEngine(LocalEngine):
             header = (next(given), next(given))
             shared, own = (dict(zip(group, given, strict=False)) for group in names)
             buffers = () if work.buffers is None else (next(given),)
-            return self._execute(program, work.numbers, plans, header, shared, own, buffers, list(given))
+            return self._execute(program, work, plans, header, shared, own, buffers, list(given))
 
         shape = None if plans is None else (key, tuple(plan.shape for plan in plans))
         return self.graphs.call(shape, call, numbers, work.rounds, others)
@@ -191,7 +201,7 @@ class StackedEngine(LocalEngine):
     def _execute(
         self,
         program: Program,
-        numbers: np.ndarray,
+        work: Work,
         plans: list[Plan] | None,
         header: tuple[Tensor, Tensor],
         shared: dict[str, Tensor],
@@ -215,9 +225,9 @@ class StackedEngine(LocalEngine):
                 program.scans = scans
                 finished: Checked = result
                 return finished
-            if plans is None and self._bring(batches.split, numbers):
+            if plans is None and self._bring(batches.split, work.numbers):
                 fixed = fixed._replace(data=self._data())
-            scan_plan = self._plan(batches, numbers) if plans is None else plans[len(scans)]
+            scan_plan = self._plan(batches, work) if plans is None else plans[len(scans)]
             table = None
             if (packed := scan_plan.table) is not None:
                 table = next(waiting) if plans is not None else to_device(packed, self.device)
@@ -231,7 +241,7 @@ class StackedEngine(LocalEngine):
             self.graphs.forget()
         return moved
 
-    def _data(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def _data(self) -> dict[str, tuple[Nest, Nest]]:
         return {split: (samples.x, samples.y) for split, samples in self.samples.items()}
 
     def _scan(
@@ -287,14 +297,23 @@ class StackedEngine(LocalEngine):
 
     # Plans ----------------------------------------------------------------------------------------
 
-    def _plan(self, batches: Batches, numbers: np.ndarray) -> Plan:
-        sizes = self.samples[batches.split].counts[numbers]
-        key = (batches, sizes.tobytes())
+    def _plan(self, batches: Batches, work: Work) -> Plan:
+        sizes = self.samples[batches.split].counts[work.numbers]
+        epochs = None if batches.law is None else self._epochs(batches.law, work)
+        key = (batches, sizes.tobytes(), None if epochs is None else epochs.tobytes())
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[key] = plan(batches, sizes, self.settings.lanes, rounded=self.graphs.wanted)
+            self._plans[key] = plan(batches, sizes, self.settings.lanes, self.graphs.wanted, epochs)
         return self._plans[key]
+
+    def _epochs(self, law: Law, work: Work) -> np.ndarray:
+        """The epochs that are drawn for these clients in their rounds."""
+        numbers, seed = work.numbers, self.settings.seed
+        if self.origins is None:
+            return law.epochs(seed, torch.from_numpy(work.rounds), torch.from_numpy(numbers)).numpy()
+        seeds, own = (torch.from_numpy(part[numbers]) for part in (self.origins.seeds, self.origins.numbers))
+        return law.epochs(seeds, torch.from_numpy(work.rounds), own).numpy()
 
 
 def _first(count: int, value: Tensor) -> Tensor:

@@ -8,11 +8,13 @@ client function has only vector algebra, which costs nothing to repeat.
 
 A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced
 once into a plain graph of tensor operations, which removes Python, vmap and autograd from every later step;
-it may be compiled, and so may what lies between scans.
+it may be compiled, and so may what lies between scans. Tracing takes as long as a hundred steps, so on the
+CPU the first ones are taken as they stand, by the same operations.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from sartor import random
+from sartor import nests, random
 from sartor.client.local import Batches, Client
 from sartor.engines.schedule import Plan
 from sartor.errors import NotStackable, SartorError
@@ -33,6 +35,7 @@ from sartor.federation.settings import FederationSettings
 from sartor.kernels import products
 from sartor.kernels.gpu import has_tensor_cores
 from sartor.model.task import Batch, Task
+from sartor.nests import Nest
 
 Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 """What a function gives, one row per client: replies, new states and, if it trained, buffers."""
@@ -42,6 +45,9 @@ Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], dict[s
 
 Traced = Callable[[list[Tensor]], Any]
 """A traced function: from its flattened arguments to its result."""
+
+UNTRACED = 100
+"""Steps of one kind on the CPU before they are traced."""
 
 
 class Suspended(Exception):
@@ -70,7 +76,7 @@ class Fixed(NamedTuple):
 
     arguments: dict[str, Tensor]
     buffers: tuple[Tensor, ...]
-    data: dict[str, tuple[Tensor, Tensor]]
+    data: dict[str, tuple[Nest, Nest]]
 
 
 @dataclass
@@ -83,15 +89,20 @@ class Program:
     """The server's round of the call under way, for messages."""
     scans: list[Batches] | None = None
     steps: dict[Hashable, Traced] = field(default_factory=dict)
+    taken: Counter[Hashable] = field(default_factory=Counter)
+    """Steps of every kind that were taken before one was traced."""
     parts: dict[int, tuple[Batches | None, Traced]] = field(default_factory=dict)
     """Where it is compiled, what lies before and after its scans, with the scan that follows."""
 
 
 class Tracer:
-    """Runs programs up to their scans, and single steps of those; ``norms``: with the norms of results."""
+    """Runs programs up to their scans, and single steps of those; ``norms``: with the norms of results.
 
-    def __init__(self, task: Task, settings: FederationSettings, norms: bool) -> None:
-        self.task, self.settings, self.norms = task, settings, norms
+    ``most`` is the largest number of samples that a client has of each split.
+    """
+
+    def __init__(self, task: Task, settings: FederationSettings, most: dict[str, int], norms: bool) -> None:
+        self.task, self.settings, self.most, self.norms = task, settings, most, norms
         self.device = torch.device(settings.device)
 
     def advance(
@@ -129,7 +140,7 @@ class Tracer:
         return batches, run(inputs)
 
     def step(self, program: Program, position: int, batches: Batches, plan: Plan, arguments: Any) -> Any:
-        """One step of every lane, traced on first use."""
+        """One step of every lane, traced once such a step is worth it."""
         key = (
             position,
             plan.shape.lanes,
@@ -140,26 +151,34 @@ class Tracer:
         )
         inputs, spec = tree_flatten(arguments)
         traced = program.steps.get(key)
-        if traced is None:
-            traced = program.steps[key] = self._trace_step(program, batches, plan, inputs, spec)
+        if traced is not None:
+            return traced(inputs)
+        step = self._step_of(program, batches, plan)
+        program.taken[key] += 1
+        if self.device.type == "cpu" and not self.settings.compile and program.taken[key] <= UNTRACED:
+            try:
+                return step(*arguments)
+            except Exception as error:
+                raise self._explained(program, error) from error
+        traced = program.steps[key] = self._traced(program, step, inputs, spec)
         return traced(inputs)
 
-    def _trace_step(
-        self, program: Program, batches: Batches, plan: Plan, inputs: list[Tensor], spec: Any
-    ) -> Traced:
+    def _step_of(self, program: Program, batches: Batches, plan: Plan) -> Callable[..., Any]:
+        """A step of every lane as it stands."""
+
         def lane(
             rows: Rows,
             memo: list[Any],
             carry: Any,
-            x: Tensor,
-            y: Tensor,
+            x: Nest,
+            y: Nest,
             real: Tensor,
             turn: Tensor,
             fixed: Fixed,
         ) -> Any:
             weight = None
             if not plan.shape.full:
-                weight = (torch.arange(plan.shape.width, device=x.device) < real).to(self.task.dtype)
+                weight = (torch.arange(plan.shape.width, device=real.device) < real).to(self.task.dtype)
             number, seed = rows.origins or (rows.number, self.settings.seed)
             key = random.stream(seed, "layers", rows.round, number, turn) if self.task.draws else 0
             try:
@@ -180,14 +199,14 @@ class Tracer:
             real: Tensor,
             turn: Tensor,
         ) -> Any:
-            x, y = (_picked(part, index) for part in fixed.data[batches.split])
+            x, y = nests.mapped(lambda leaf: _picked(leaf, index), fixed.data[batches.split])
             if lanes:
                 client = lanes[0].clamp(max=len(rows.number) - 1)
                 rows, memo = tree_map(lambda value: value[client], (rows, memo))
                 carry = tree_map(lambda value: value[lanes[0]], carry)
             return torch.vmap(partial(lane, fixed=fixed))(rows, memo, carry, x, y, real, turn)
 
-        return self._traced(program, step, inputs, spec)
+        return step
 
     def _traced(
         self, program: Program, function: Callable[..., Any], inputs: list[Tensor], spec: Any
@@ -256,6 +275,7 @@ class Tracer:
             buffers=buffers,
             frozen=self.settings.buffers == "freeze",
             evaluation_batch=self.settings.evaluation_batch,
+            most=self.most,
             seed=rows.origins[1] if rows.origins else self.settings.seed,
         )
         result = program.function(client, program.hyper, **fixed.arguments, **rows.arguments)
