@@ -142,5 +142,5 @@ def test_words_say_what_left() -> None:
         "after the transforms of the experiment."
     )
     assert details["sent"] == {"delta": 15}
-    words, _ = answered({**header, "function": "evaluation_of/test/m:train"}, ["oslo"], {})
+    words, _ = answered({**header, "function": "evaluation_of/test/confusion/m:train"}, ["oslo"], {})
     assert words.startswith("Evaluated a model on the test samples of 1 client ")

@@ -53,7 +53,9 @@ def introduced(
     **more: Any,
 ) -> Introduction:
     counts = {"train": [count] * len(names), "test": [2] * len(names)}
-    return Introduction(names, counts, shape, "float32", classes, "0", "1", moments, **more)
+    x, y = {"x": ("float32", shape)}, {"y": ("int64", ())}
+    told = None if moments is None else {"x": moments}
+    return Introduction(names, counts, x, y, classes, "0", "1", told, **more)
 
 
 def moments(mean: list[float], spread: float, number: int = 10) -> Moments:
@@ -235,8 +237,8 @@ def test_whose_samples_lie_beyond_all_measure_is_found() -> None:
         node: introduced(
             moments=Moments(
                 10,
-                one.moments.mean * torch.tensor([1.0, 0.0, 1.0]),
-                one.moments.squares * torch.tensor([1.0, 0.0, 1.0]),
+                one.moments["x"].mean * torch.tensor([1.0, 0.0, 1.0]),
+                one.moments["x"].squares * torch.tensor([1.0, 0.0, 1.0]),
             )
         )
         for node, one in told.items()
@@ -256,7 +258,7 @@ def test_moments_beyond_all_measure_harm_nobody(tmp_path: Path) -> None:
         header, groups = decode(parts)
         if node == 4 and "moments" in groups:
             lied.append(node)
-            groups["moments"]["mean"] += 1e17
+            groups["moments"]["mean x"] += 1e17
             return encode(header, groups)
         if node == 3 and "moments" in groups and not grid.at[4].refusal:
             return encode({"nonce": header["nonce"], "error": "busy", "closed": True})

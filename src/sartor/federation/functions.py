@@ -25,7 +25,7 @@ def name_of(function: Callable[..., Any]) -> str:
 def qualified_name(function: Callable[..., Any]) -> str:
     """A client function's module and name, which :func:`find_function` turns back into it.
 
-    A function made of another one, for evaluation, is named after that: ``evaluation_of/test/MODULE:NAME``.
+    A function made of another one, for evaluation, is named after that: ``model_of/MODULE:NAME``.
     """
     made_by: tuple[str, ...] = getattr(function, "made_by", ())
     inner = getattr(function, "__wrapped__", function) if made_by else function

@@ -314,8 +314,10 @@ def possible(tally: str, rows: Floats, samples: npt.ArrayLike, per_sample: bool 
         good = _are_counts(rows)
         if per_sample or tally != "confusion":
             # Numbers beyond 2^24 are rounded in single precision.
-            total = rows.sum((-2, -1)).reshape(len(rows), -1)
-            good = good & (np.abs(total - number[:, None]) <= number[:, None] * 1e-6).all(1)
+            total = rows.sum((-2, -1))
+            number = number.reshape(-1, *[1] * (total.ndim - 1))
+            whole = np.abs(total - number) <= number * 1e-6
+            good = good & whole.all(axis=tuple(range(1, whole.ndim)))
         return good
     if tally == "calibration":
         count, confidence, right = np.moveaxis(rows, -1, 0)
@@ -335,8 +337,8 @@ def possible(tally: str, rows: Floats, samples: npt.ArrayLike, per_sample: bool 
 
 def _are_counts(rows: Floats) -> npt.NDArray[Any]:
     """For which rows all numbers are whole and none is negative."""
-    flat = rows.reshape(len(rows), -1)
-    return np.asarray(((flat >= 0) & (flat == np.round(flat)) & np.isfinite(flat)).all(1))
+    counts = (rows >= 0) & (rows == np.round(rows)) & np.isfinite(rows)
+    return np.asarray(counts.all(axis=tuple(range(1, rows.ndim))))
 
 
 @dataclass(frozen=True)
