@@ -364,7 +364,9 @@ def test_what_is_counted_may_be_sent_and_what_it_is_counted_with_may_not() -> No
     node, shared = opened(), {"shared": {"w": plain().initial()}}
     function = "sartor.algorithms.references.fedavg:fine_tuning"
     hyper = {"hyper": {"lr": 0.1}, "algorithm": "fedupdate", "keeps": False}
-    told = asked(node, "call", shared, **{**CALL, **hyper, "function": f"evaluation_of/test/confusion/{function}"})
+    told = asked(
+        node, "call", shared, **{**CALL, **hyper, "function": f"evaluation_of/test/confusion/{function}"}
+    )
     assert sorted(name for name, *_ in told["tensors"]["sent"]) == ["confusion", "loss", "n"]
     assert "error" in asked(node, "call", shared, **{**CALL, **hyper, "function": f"model_of/{function}"})
     node = opened(sends_personal=True)
