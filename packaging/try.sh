@@ -10,7 +10,7 @@ cd "$place"
 "$bin/sartor" run fedavg --data digits --clients 3 --rounds 2 --out run
 "$bin/python" -c 'import sartor; print(sartor.run("ditto", data="digits", clients=3, rounds=1, store=False).summary["accuracy"])'
 # What an extra is needed for says which.
-for words in "report run" "serve run/experiment.toml --listen 127.0.0.1:1"; do
+for words in "report run" "serve fedavg --listen 127.0.0.1:1"; do
   if "$bin/sartor" $words 2>message; then
     echo "sartor $words: should need an extra" >&2
     exit 1

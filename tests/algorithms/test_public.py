@@ -26,6 +26,7 @@ from sartor.federation import Federation, Reply
 from sartor.model.groups import grouped
 from sartor.model.task import Task
 from sartor.remote.node import Node
+from sartor.remote.policy import Policy
 from sartor.remote.serve import Service, serve_on
 from sartor.runs.execute import execute
 from sartor.runs.experiment import from_mapping
@@ -190,7 +191,11 @@ def test_nodes_load_the_public_samples_themselves(name: str, tmp_path: Path) -> 
     simulated = execute(told(name), data=clients, store=False)
 
     def node(place: int, block: list[int]) -> Node:
-        return Node(lambda experiment: part_of(clients, block), tmp_path / str(place), sends_personal=True)
+        return Node(
+            lambda experiment: part_of(clients, block),
+            tmp_path / str(place),
+            policy=Policy(personal_models=True),
+        )
 
     grid = HereGrid({place: node(place, block) for place, block in enumerate([[0, 3], [1, 4], [2, 5]], 1)})
     real = serve_on(grid, told(name), Service(min_nodes=3), out=tmp_path / "run")

@@ -38,6 +38,7 @@ def test_lines_are_chained_and_shown(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert [line.split("  ")[-1] for line in done.stdout.splitlines()[:4]] == [f"Sent {n}." for n in range(4)]
     assert done.stdout.splitlines()[-1] == f"4 lines, whole; the last has SHA-256 {entries[-1].sha256}"
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / LOG, tmp_path / HEAD)} == {0o600}
     as_json = CliRunner().invoke(app, ["audit", str(tmp_path), "--json"])
     assert [json.loads(line)["details"]["exchange"] for line in as_json.stdout.splitlines()] == [0, 1, 2, 3]
 

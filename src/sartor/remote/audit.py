@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sartor.errors import SartorError
-from sartor.files import write, writing
+from sartor.files import OWNER_ALONE, write, writing
 
 LOG, HEAD = "audit.jsonl", "audit.head"
 BEGINNING = "0" * 64
@@ -86,7 +86,7 @@ class Audit:
         entry = _entry({**content, "sha256": _hash(content)})
         if self._folder is not None:
             path = self._folder / LOG
-            with writing(path), open(path, "ab", buffering=0) as file:
+            with writing(path), open(path, "ab", buffering=0, opener=_owners) as file:
                 place = file.seek(0, os.SEEK_END)
                 try:
                     file.write((json.dumps(vars(entry), allow_nan=False) + "\n").encode())
@@ -95,7 +95,7 @@ class Audit:
                     with contextlib.suppress(OSError):
                         file.truncate(place)
                     raise
-            write(self._folder / HEAD, f"{number} {entry.sha256}\n".encode())
+            write(self._folder / HEAD, f"{number} {entry.sha256}\n".encode(), OWNER_ALONE)
         self.last = entry
         self.answered += event == "answered"
 
@@ -108,6 +108,11 @@ class Audit:
         self.add(
             "cut", f"A line of which {length} bytes had been written when the node was killed was cut off."
         )
+
+
+def _owners(path: str, flags: int) -> int:
+    """Open a file that is for its owner alone."""
+    return os.open(path, flags, OWNER_ALONE)
 
 
 def introduced(reply: Mapping[str, Any]) -> str:

@@ -373,6 +373,8 @@ class RemoteEngine(Distant):
         self.noted[error.kind] += 1
         if error.kind in SLOW and node in self._known:
             self._missed(node)
+        elif node in self._silent:  # it is not silent, whatever it says
+            self._silent[node].misses = 0
 
     # An exchange ----------------------------------------------------------------------------------
 
