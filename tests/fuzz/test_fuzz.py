@@ -185,8 +185,8 @@ def test_messages(header: Edits, shared: Edits, name: str) -> None:
 INTRODUCTION: dict[str, Any] = {
     "names": ["a", "b"],
     "counts": {"train": [3, 4], "test": [1, 1]},
-    "shape": [4],
-    "dtype": "float32",
+    "x": {"x": ["float32", [4]]},
+    "y": {"y": ["int64", []]},
     "classes": 3,
     "labels": None,
     "hash": "h",
@@ -200,8 +200,9 @@ def test_introductions(changed: dict[str, Any]) -> None:
     with refused_in_one_line():
         introduction_of({**INTRODUCTION, **changed}, {}, normalised=False)
     with refused_in_one_line():
-        moments = {"mean": torch.zeros(4, dtype=torch.float64), "squares": torch.ones(4, dtype=torch.float64)}
-        introduction_of({**INTRODUCTION, "number": 7, **changed}, {"moments": moments}, normalised=True)
+        zeros = torch.zeros(4, dtype=torch.float64)
+        told = {**INTRODUCTION, "number": {"x": 7}, **changed}
+        introduction_of(told, {"moments": {"mean x": zeros, "squares x": zeros + 1}}, normalised=True)
 
 
 SOFTMAX = {

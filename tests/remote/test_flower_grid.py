@@ -323,8 +323,8 @@ def test_a_refused_node_knows_why() -> None:
     double = replace(met[1], names=met[2].names)
     told = "client 'client 1' is at another node already; give each client a name of its own"
     assert misfit(double, [met[3], met[2]]) == told
-    other = replace(met[1], shape=(7,))
-    assert "float64 [7] in test, train, validation" in str(misfit(other, [met[2]]))
+    other = replace(met[1], x={"x": ("float32", (7,))})
+    assert "float32 [7] with targets int64 [] in test, train, validation" in str(misfit(other, [met[2]]))
     admission.refuse(1, "go\x1b[2J home")
     assert admission.met({1}) == {}  # it is not greeted again, and has been told
     assert [node.refusal for node in grid.at.values()] == ["go[2J home", "", ""]  # nothing for a terminal

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from helpers import federation_of, model_task
 from sartor.algorithms import make, registered
 from sartor.commands.main import app
-from sartor.data.clients import ClientData, Moments
+from sartor.data.clients import ClientData
+from sartor.data.moments import Moments
 from sartor.data.settings import Expect
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.federation import Federation
