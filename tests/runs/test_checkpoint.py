@@ -769,7 +769,7 @@ def test_every_method_has_models_for_newcomers(folders: tuple[Path, Path], name:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shape": (5,)}, r"newcomers: samples of shape \[5\], the run's have \[6\]"),
+        ({"shape": (5,)}, r"newcomers: samples of shape \[5\], the run's have shape \[6\]"),
         ({"classes": 4}, "newcomers: 4 classes, the run's model knows 3"),
     ],
 )
