@@ -162,7 +162,7 @@ X, Y = numbered(0, 4)
         ({"a": (X[:0], Y[:0])}, "client a, train: no samples"),
         (
             {"a": (np.where(X == 2, np.nan, X), Y)},
-            "client a, train: x has a value that is not finite .* sample 2",
+            "client a, train: x has a value that is not finite, first in sample 2",
         ),
         (
             {"a": (X, Y), "b": (X[:, :1], Y)},

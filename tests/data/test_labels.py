@@ -489,7 +489,7 @@ def test_labels_that_do_not_go_together_are_refused_at_the_door(nursery: Nursery
     write(place / "twist.csv", [line.replace("unclear", "unclaer") for line in rows("north", CLASSES[1:])])
     sites = Sites(nursery, "local.epochs=400", options=("--quorum", 2))
     nodes = {"east": sites.join(folder / "east.csv")}
-    sites.server.wait_for("has joined with east")
+    sites.server.wait_for("has joined with 'east'")
     assert sites.refused(place / "numbers.csv") == (
         "its labels are whole numbers, but the classes are the texts 'benign', 'malignant', 'unclear'; "
         "give all nodes labels of one kind, or name the classes in the experiment (data.labels): labels in "

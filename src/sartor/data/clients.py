@@ -218,7 +218,7 @@ def from_clients(
     names = tuple(str(client) for client in clients)
     if len(set(names)) < len(names):
         raise DataError(f"{name}: two clients have the same name")
-    found = _text_labels(clients) if targets == "class" else None
+    found = _text_labels(clients) if targets in ("class", "any") else None
     for client, given in zip(names, clients.values(), strict=True):
         own = _splits_of(client, given, targets, found)
         for split, fraction in (("test", test_fraction), ("validation", validation_fraction)):

@@ -2,13 +2,13 @@
 
 What a target may be is said beforehand, as it follows from what a model is trained for:
 
-=========  ======================================================================================
+=========  ===========================================================================================
 class      one class per sample: a whole number from 0, or a text
 classes    whole numbers from 0 of any shape: a class for every pixel or word; -100 counts nowhere
 labels     0 or 1 for each of several labels, which a sample may have at once
 number     finite numbers of any shape
-any        any nest, kept as it is
-=========  ======================================================================================
+any        any nest, kept as it is; texts are classes, and whole numbers, one per sample, are int64
+=========  ===========================================================================================
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def inputs_of(values: Any, where: str) -> Nest:
 
 def targets_of(values: Any, where: str, targets: str, labels: tuple[str, ...] | None = None) -> Nest:
     """Targets of a kind (see above); ``labels``, in alphabetical order, are all those there are."""
-    if targets == "class":
+    if targets == "class" or (targets == "any" and labels is not None):
         return _classes_of(values, where, labels)
     y = _nest_of(values, where, "y")
     if targets == "any":
         check_lengths(y, where, "y")
-        return y
+        return y.long() if is_class(y) and y.dtype != torch.bool else y
     if not isinstance(y, torch.Tensor):
         raise DataError(f"{where}: y is a {type(y).__name__}; this objective takes one array")
     if targets == "number":

@@ -577,6 +577,8 @@ class Task:
     def numbers(self, x: Nest) -> frozenset[str]:
         """The leaves of whole numbers that the model takes as floats alone, by path; found on zeros."""
         whole = [path for path, leaf in nests.paths(x, "x").items() if not leaf.is_floating_point()]
+        if not whole:
+            return frozenset()
         for chosen in (frozenset[str](), frozenset(whole), *(frozenset({path}) for path in whole)):
 
             def blank(path: str, leaf: Tensor, chosen: frozenset[str] = chosen) -> Tensor:
