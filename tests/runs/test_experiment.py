@@ -542,9 +542,10 @@ def test_the_list_of_settings_has_every_key_with_its_default() -> None:
         *SECTIONS,
     }
     for key, row in listed.items():
-        value: Any = {"models": ModelGroup(experiment.model)} if key.startswith("models.") else experiment
-        for part in key.split("."):
-            value = value[part] if isinstance(value, dict) else getattr(value, part)
+        in_list = key.startswith("models.")
+        value: Any = ModelGroup(experiment.model) if in_list else experiment
+        for part in key.split(".")[in_list:]:
+            value = getattr(value, part)
         assert (list(value) if isinstance(value, tuple) else value) == row.default, key
     for algorithm in ALGORITHMS:
         hyper = {row.key for row in ROWS if row.only_for == f"algorithm = {algorithm}"}
