@@ -543,7 +543,7 @@ def test_the_list_of_settings_has_every_key_with_its_default() -> None:
     }
     for key, row in listed.items():
         in_list = key.startswith("models.")
-        value: Any = ModelGroup(experiment.model) if in_list else experiment
+        value: Any = ModelGroup(choice=experiment.model) if in_list else experiment
         for part in key.split(".")[in_list:]:
             value = getattr(value, part)
         assert (list(value) if isinstance(value, tuple) else value) == row.default, key
