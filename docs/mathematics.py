@@ -14,7 +14,10 @@ BLOCK = "margin: 1em 0; padding: 0.2em 0; overflow-x: auto"
 """How a formula of its own stands: apart from its neighbours, and one that is too wide can be scrolled."""
 
 LEFT_OVER = re.compile(r"<(m[io])([^>]*)>\\([A-Za-z]+|.)</\1>")
-KNOWN = {"arg": "arg", "lVert": "‖", "rVert": "‖", "lvert": "|", "rvert": "|", "{": "{", "}": "}", "|": "‖"}
+KNOWN = {
+    **{"arg": "arg", "lVert": "‖", "rVert": "‖", "lvert": "|", "rvert": "|", "|": "‖"},
+    **{"lceil": "⌈", "rceil": "⌉", "{": "{", "}": "}"},
+}
 """Commands that the converter leaves as they are, such as brackets of a given size, and what they mean."""
 
 

@@ -12,12 +12,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 
 from sartor.data import loaders, readers
 from sartor.data.clients import from_clients
 from sartor.errors import DataError, SettingError
-from sartor.kernels.device import free_bytes
+from sartor.memory import free_memory
 from sartor.model import networks
 from sartor.runs.experiment import load
 
@@ -27,11 +26,11 @@ FREE = 100_000
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (readers, networks):
-        monkeypatch.setattr(module, "free_bytes", lambda device: FREE)
+        monkeypatch.setattr(module, "free_memory", lambda: FREE)
 
 
 def test_free_memory_is_told() -> None:
-    assert 0 < free_bytes(torch.device("cpu")) < 1 << 62
+    assert 0 < free_memory() < 1 << 62
 
 
 @pytest.mark.usefixtures("little_memory")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from sartor.errors import SettingError
 from sartor.federation.transforms import TRANSFORMS
+from sartor.model.groups import ModelGroup
 from sartor.runs import experiment as module
 from sartor.runs.experiment import (
     Experiment,
@@ -536,10 +537,14 @@ def test_none_stands_for_the_default() -> None:
 def test_the_list_of_settings_has_every_key_with_its_default() -> None:
     listed = {row.key: row for row in ROWS if not row.only_for}
     experiment = from_mapping({})
-    assert {key.split(".")[0] for key in listed} == {"algorithm", "rounds", "seed", "imports", *SECTIONS}
+    assert {key.split(".")[0] for key in listed} == {
+        *("algorithm", "rounds", "seed", "imports", "models"),
+        *SECTIONS,
+    }
     for key, row in listed.items():
-        value: Any = experiment
-        for part in key.split("."):
+        in_list = key.startswith("models.")
+        value: Any = ModelGroup(choice=experiment.model) if in_list else experiment
+        for part in key.split(".")[in_list:]:
             value = getattr(value, part)
         assert (list(value) if isinstance(value, tuple) else value) == row.default, key
     for algorithm in ALGORITHMS:
@@ -549,7 +554,8 @@ def test_the_list_of_settings_has_every_key_with_its_default() -> None:
 
 def test_the_page_for_users_names_every_setting_with_its_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text(encoding="utf-8")
-    heads = {"": "### Top level", **{section: f"### `[{section}]`" for section in SECTIONS}}
+    heads = {"": "### Top level", "models": "### `[[models]]`"}
+    heads |= {section: f"### `[{section}]`" for section in SECTIONS}
     for row in ROWS:
         if row.only_for:
             continue

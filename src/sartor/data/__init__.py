@@ -1,6 +1,6 @@
 """Data: where it comes from, how it is divided among clients, and what the clients hold in the end.
 
-Imports nothing but what every room may: errors, settings, files, extensions, random.
+Imports nothing but what every room may: errors, settings, files, memory, extensions, nests, random.
 """
 
 from sartor.data.clients import ClientData, Split, from_clients, lazy_clients, prepare, relabel

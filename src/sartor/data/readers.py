@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sartor.errors import DataError
-from sartor.kernels.device import free_bytes
+from sartor.memory import free_memory
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -95,7 +94,7 @@ def check_file(path: Path) -> None:
 
 def check_fits(path: Path, needed: int) -> None:
     """Refuse data whose bytes, once unpacked, are more than the memory that is free."""
-    free = free_bytes(torch.device("cpu"))
+    free = free_memory()
     if needed > free:
         raise DataError(
             f"{path}: holds {needed / 1e9:.1f} GB once it is unpacked, and {free / 1e9:.1f} GB of memory are "
@@ -132,7 +131,7 @@ def _content(path: Path, most: int | None) -> bytes:
     """The bytes of a file, unzipped if gzipped; not much more than ``most``, or than fit into memory."""
     check_file(path)
     check_fits(path, path.stat().st_size)
-    most = free_bytes(torch.device("cpu")) // 4 if most is None else most
+    most = free_memory() // 4 if most is None else most
     try:
         with open(path, "rb") as file:
             if file.read(2) != b"\x1f\x8b":

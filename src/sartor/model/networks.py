@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from sartor import nests, random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry, call, find_function
-from sartor.kernels.device import free_bytes
+from sartor.memory import free_memory
 from sartor.model.objectives import Classification, Objective
 from sartor.model.task import Task
 from sartor.nests import Nest
@@ -229,7 +229,7 @@ def check_size(name: str, settings: Any, shape: Shape, outputs: int) -> None:
     with torch.device("meta"):
         module = settings.build(shape, outputs)
     needed = sum(value.nbytes for value in module.state_dict().values())
-    free = free_bytes(torch.device("cpu"))
+    free = free_memory()
     if needed > free:
         raise SettingError(
             f"model {name}: has {needed / 1e9:.1f} GB of parameters for {outputs} classes, and "
