@@ -140,7 +140,8 @@ def _models_given(cls: type[Algorithm[Any, Any]]) -> str:
     """A method that has no shared model, or may have none, says so by the return type of ``shared``."""
     own = cls.shared is not Algorithm.shared
     shared = not (own and "None" in str(inspect.signature(cls.shared).return_annotation))
-    if cls.personalize is Algorithm.personalize:
+    given = str(inspect.signature(cls.personalize).return_annotation)
+    if cls.personalize is Algorithm.personalize or given == "None":
         return "shared"
     return "both" if shared else "personal"
 
