@@ -32,6 +32,7 @@ SUMMARY: dict[str, Any] = {
     "data": "digits",
     "clients": 20,
     "rounds": 30,
+    "headline": "accuracy",
     "last": {
         "shared_local": {
             "accuracy": 0.75,

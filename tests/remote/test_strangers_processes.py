@@ -81,7 +81,7 @@ def test_nodes_that_do_not_deserve_trust_harm_themselves_alone(nursery: Nursery,
     }
     lies = {
         "flat": {"shape": [5, 5], "mean": 0.0},
-        "huge": {"counts": {"train": [10**12], "test": [1]}, "number": 64 * 10**12},
+        "huge": {"counts": {"train": [10**12], "test": [1]}, "number": {"x": 64 * 10**12}},
         "far": {"mean": 1e17},
         "crowded": {"classes": 2**20},
     }

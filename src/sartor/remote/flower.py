@@ -724,6 +724,12 @@ class _FleetOnly:
             await _refuse(send, 413)
             return
         key = _claimed_key(headers)
+        if self._keys is not None and not self._listener.knows(scope["client"], key):
+            status = _signature_fault(headers, self._keys)
+            if status:
+                await _refuse(send, status, {REASON: "key"} if status == 403 else {})
+                return
+            self._listener.heard(scope["client"], key)
         if most == LARGEST_PIECE:
 
             def signed() -> bool:
@@ -735,12 +741,6 @@ class _FleetOnly:
         if self._keys is None:  # anybody may come, under any name
             await self._serve(scope, receive, send)
             return
-        if not self._listener.knows(scope["client"], key):
-            status = _signature_fault(headers, self._keys)
-            if status:
-                await _refuse(send, status, {REASON: "key"} if status == 403 else {})
-                return
-            self._listener.heard(scope["client"], key)
         if not self._limits.begin(key, int(length)):
             await _refuse(send, BUSY)
             return

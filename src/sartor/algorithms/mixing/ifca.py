@@ -109,7 +109,7 @@ class IFCA(Algorithm[IFCAHyper, IFCAServer]):
     paper = "Ghosh et al. 2020"
     server_keeps = "k models"
     client_keeps = "nothing"
-    traffic = "k / 1; heads: |body| + k |head| / 1"
+    traffic = "k / 1"
     buffers = "local"
 
     def start(self, federation: Federation) -> IFCAServer:
