@@ -93,9 +93,12 @@ def test_a_copy_elsewhere_is_the_same_and_another_file_of_that_name_is_refused(t
         (MODEL.replace("@dataclass(frozen=True)\n", ""), "model 'own-net': expected a dataclass of settings"),
     ],
 )
-def test_an_error_in_a_file_names_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_an_error_in_a_file_names_its_line(
+    tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(text)
+    monkeypatch.delitem(sys.modules, "imported.mine", raising=False)  # another test's
     with pytest.raises(SartorError) as told:
         import_code(str(path))
     assert message in str(told.value)

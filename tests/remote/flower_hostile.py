@@ -93,8 +93,8 @@ def main(words: Sequence[str]) -> None:
         honest = node.handle(request.parts)
         if header["kind"] == "hello" and pretended:
             told, groups = decode(honest)
-            for name in set(groups.get("moments", {})) & set(pretended):
-                groups["moments"][name] += pretended[name]
+            for name, values in groups.get("moments", {}).items():  # "mean" and "squares" of every leaf
+                values += pretended.get(name.split()[0], 0)
             told |= {name: value for name, value in pretended.items() if name not in ("mean", "squares")}
             link.reply(request, encode(told, groups))
             continue

@@ -1126,7 +1126,7 @@ def pieces_of(kind: str) -> list[Any]:
     if kind == "numerous":
         return numerous(9000)
     if kind == "twice beside itself":
-        return [piece("a", *leaves(40), *leaves(40))]
+        return [piece("a", *leaves(20), *leaves(20))]
     if kind == "here with pieces and there without":
         return [piece("a", piece("b", *leaves(40))), piece("c", piece("b"))]
     assert kind == "without a name"

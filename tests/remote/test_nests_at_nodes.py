@@ -11,12 +11,16 @@ import torch
 from flower_grid import HereGrid
 
 import sartor
+from owned import forgetful
 from sartor.data.clients import ClientData, from_clients
 from sartor.extensions import find_function
 from sartor.model.objectives import chosen_objective
 from sartor.remote.node import Node
 from sartor.remote.serve import Service, serve_on
 from sartor.runs.experiment import load, to_mapping
+
+__all__ = ["forgetful"]
+pytestmark = pytest.mark.usefixtures("forgetful")
 
 CODE = """
 import torch

@@ -80,7 +80,7 @@ def test_nodes_that_do_not_deserve_trust_harm_themselves_alone(nursery: Nursery,
         for name in STRANGERS
     }
     lies = {
-        "flat": {"shape": [5, 5], "mean": 0.0},
+        "flat": {"x": {"x": ["float32", [5, 5]]}},
         "huge": {"counts": {"train": [10**12], "test": [1]}, "number": {"x": 64 * 10**12}},
         "far": {"mean": 1e17},
         "crowded": {"classes": 2**20},
@@ -90,7 +90,7 @@ def test_nodes_that_do_not_deserve_trust_harm_themselves_alone(nursery: Nursery,
         name: hostile(name, federation.place / f"{name}.npz", json.dumps(lie)) for name, lie in lies.items()
     }
     for name, reason in {
-        "flat": "shape|moments",
+        "flat": "shape|moments|number",
         "huge": "counts|samples",
         "far": "do not lie between 0 and 1",
         "crowded": "1048576 classes, expected at most 10",
