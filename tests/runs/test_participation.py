@@ -51,6 +51,15 @@ def test_a_row_says_whose_answers_were_used(tmp_path: Path) -> None:
     assert RunFolder.open(tmp_path / "half").participants == whole.participants
 
 
+def test_so_it_is_where_clients_have_models_of_their_own() -> None:
+    """With the same networks in two groups the same clients answer as in one."""
+    lossy = {**SMALL, "replies": {"dropout": 0.5}, "rounds": 3, "store": False}
+    own = [{"model": "softmax", "every": 2}]
+    found = sartor.run("heterofl", models=own, **lossy).participants
+    assert found == sartor.run("heterofl", **lossy).participants
+    assert len(found) == 3
+
+
 def test_a_round_without_an_answer_and_one_of_arrivals(tmp_path: Path) -> None:
     nobody = sartor.run("fedavg", rounds=1, store=False, **{**SMALL, "replies": {"dropout": 1.0}})
     assert nobody.participants == {1: []}

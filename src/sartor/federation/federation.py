@@ -303,6 +303,10 @@ class Federation:
             )
             self._buffers_down(outcome, len(asked))
             replies = self._accept(function, outcome, self.buffers)
+        return self._heard(replies)
+
+    def _heard(self, replies: Replies) -> Replies:
+        """Note whose answers an exchange has used; an error where there are none."""
         if not len(replies):
             self._nobody()
         self.answered, self.heard = len(replies), replies.clients

@@ -91,9 +91,7 @@ class GroupedFederation(Federation):
             outcome = self._run(call, here, self._rounds(here), sent, rows, buffers, hyper=hyper)
             return self._accept(call, outcome, buffers)
 
-        replies = self._by_group(exchange, numbers, sent, rows)
-        self.answered = len(replies)
-        return replies
+        return self._heard(self._by_group(exchange, numbers, sent, rows))
 
     def ask(
         self,
