@@ -59,7 +59,7 @@ class Evaluated:
 
     def read(self) -> list[tuple[str, int, dict[str, Any], Groups]]:
         """What was noted: the kind of model, the group of clients, the request and its tensors."""
-        found = []
+        found: list[tuple[str, int, dict[str, Any], Groups]] = []
         for path in [] if self._folder is None else sorted(self._folder.glob("evaluated-*.safetensors")):
             _, kind, group = path.name.removesuffix(".safetensors").split("-")
             with safe_open(path, framework="pt") as file:

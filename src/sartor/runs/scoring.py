@@ -55,7 +55,7 @@ def _content(columns: dict[str, Any], out: Path) -> bytes:
 
     file = io.BytesIO()
     if out.suffix.lower() == ".npz":
-        np.savez(file, **{name: np.asarray(values) for name, values in columns.items()})
+        np.savez(file, **{name: np.asarray(values) for name, values in columns.items()})  # type: ignore[arg-type]
         return file.getvalue()
     deep = next((name for name, values in columns.items() if getattr(values, "ndim", 1) > 1), None)
     if deep is not None:
