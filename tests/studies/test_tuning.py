@@ -212,7 +212,11 @@ def test_whole_numbers_are_equally_likely() -> None:
 @pytest.mark.parametrize(
     ("spaces", "settings", "message"),
     [
-        ({"fedavg": {}}, {}, "search.fedavg: no space; write [search.fedavg] with lists or ranges"),
+        (
+            {"fedavg": {}},
+            {"hyper": {"lr": 0.1}},
+            "search.fedavg: no number to search, all are set; write [search.fedavg] with lists or ranges",
+        ),
         (["fedvag"], {}, "algorithm = 'fedvag': unknown name; did you mean fedavg?"),
         ({"fedavg": {"lrr": [1]}}, {}, "search.fedavg.lrr: unknown key; did you mean search.fedavg.lr?"),
         ({"fedavg": {"lr": [-1]}}, {}, "search.fedavg.lr: must be at least 0, got -1.0"),
@@ -355,7 +359,7 @@ def test_the_command_prints_every_trial_and_goes_on_to_compare(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--algorithms", "fedavg"], "search.fedavg: no space"),
+        (["--algorithms", "fedavg", "hyper.lr=0.1"], "search.fedavg: no number to search"),
         (
             ["--algorithms", "fedavg", "fedavg.lr=[0.1]"],
             "data.validation: a search chooses on validation data",

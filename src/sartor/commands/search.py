@@ -68,6 +68,8 @@ def search(
 ) -> None:
     """Choose hyper-parameters on validation data, with the same number of trials for every method.
 
+    A method whose space is not given is searched over the declared ranges of its numbers.
+
     sartor search experiment.toml --algorithms fedprox,ditto --budget 8
 
     sartor search --algorithms fedavg data.validation=0.2 fedavg.lr=[0.01,0.1] --method grid

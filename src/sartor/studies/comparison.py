@@ -8,6 +8,7 @@ format, sartor         1, and the version of Sartor
 experiment             the settings all methods share, every one written out
 seeds                  the seeds, in the order of every list below that has one entry per seed
 score                  what methods are judged by: the headline metric of its runs, such as ``accuracy``
+more_is_better         whether more of it is better
 target, against        as asked for; null if not
 methods                for each method ``label``, ``algorithm``, ``hyper``, ``reference`` (whether it was
                        added as one), ``main`` (the cell of its main number) and its numbers, each with
@@ -197,6 +198,8 @@ class Comparison:
     pairs: tuple[Pair, ...]
     ranking: RankingResult | None
     failed: tuple[Failure, ...]
+    more_is_better: bool = True
+    """Whether more of the score is better."""
 
     def method(self, label: str) -> MethodResult:
         """The numbers of one method."""
@@ -512,6 +515,7 @@ def _comparison(
         pairs=_pairs(labels, blocks, chosen, seeds[0]),
         ranking=_ranking(labels, np.concatenate(blocks)) if len(labels) > 1 else None,
         failed=tuple(failed),
+        more_is_better=sign > 0,
     )
 
 
