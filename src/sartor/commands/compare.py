@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,7 +119,7 @@ def compare(
         references=references,
         together=together,
         out=out,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     if as_json:
         print(to_json(result.to_mapping()))

@@ -22,6 +22,7 @@ from sartor.commands import (
     run,
     search,
     settings,
+    watch,
 )
 from sartor.commands.base import app
 
@@ -40,6 +41,7 @@ __all__ = [
     "run",
     "search",
     "settings",
+    "watch",
 ]
 
 

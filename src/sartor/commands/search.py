@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +86,7 @@ def search(
         seeds=parse_seeds(seeds, experiment.get("search"), seed),
         together=together,
         out=out,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     if as_json:
         print(to_json(result.to_mapping()))

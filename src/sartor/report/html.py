@@ -66,12 +66,12 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
     links += [(figure.name, figure.title) for figure in figures]
     sections.append(_settings_section(material))
     links.append(("settings", "Settings and environment"))
-    scripts = [_plotly(), _own("page.js")]
-    style = _style()
+    scripts = [_plotly(), own_file("page.js")]
+    style = style_of()
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{html.escape(_policy(scripts))}">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy(scripts))}">'),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
         element("meta", name="generator", content=f"sartor {environment()['sartor']}"),
@@ -284,14 +284,16 @@ def _safe_json(value: Any) -> str:
     return to_json(value).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _style() -> str:
+def style_of() -> str:
+    """The style of a page of ours, light and dark."""
+
     def block(theme: str) -> str:
         return ":root{" + "".join(f"{name}:{value};" for name, value in variables(theme).items()) + "}"
 
-    return f"{block('light')}\n@media (prefers-color-scheme: dark){{{block('dark')}}}\n{_own('page.css')}"
+    return f"{block('light')}\n@media (prefers-color-scheme: dark){{{block('dark')}}}\n{own_file('page.css')}"
 
 
-def _own(name: str) -> str:
+def own_file(name: str) -> str:
     """A file of this package."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
@@ -305,7 +307,8 @@ def _plotly() -> str:
     return script.replace("</script", "<\\/script")
 
 
-def _policy(scripts: Sequence[str]) -> str:
+def policy(scripts: Sequence[str]) -> str:
+    """A content security policy that lets these scripts run and nothing be asked for."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
         for script in scripts

@@ -45,6 +45,7 @@ import numpy as np
 from sartor.algorithms import registered
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import function_file
+from sartor.runs.durations import duration
 from sartor.runs.evaluation import CELLS
 from sartor.runs.experiment import Experiment, fingerprint, from_mapping, to_mapping
 from sartor.runs.inputs import Given, Inputs, RunSettings, gather
@@ -453,14 +454,17 @@ def _run_all(
                 failed.append(run)
             else:
                 made[method.label].append(run)
-            tell(runs, f"{number} of {len(seeds) * len(methods)}: {method.label}, seed {seed}", run)
+            total = len(seeds) * len(methods)
+            tell(runs, f"{number} of {total}: {method.label}, seed {seed}", run, total - number)
     return made, failed
 
 
-def tell(runs: Runs, what: str, run: KeptRun | Failure) -> None:
-    """Say on standard error how a run among many went, where progress is shown."""
+def tell(runs: Runs, what: str, run: KeptRun | Failure, more: int) -> None:
+    """Say on standard error how a run among many went, and how long ``more`` of them will take."""
     if runs.progress:
         end = f"failed: {run.message}" if isinstance(run, Failure) else "reused" if run.reused else "done"
+        rest = runs.time_left(more)
+        end += f"; about {duration(rest)} left" if rest else ""
         print(f"{what}: {end}", file=sys.stderr)
 
 

@@ -211,7 +211,8 @@ def search(
     for each in methods:
         done = []
         for number, point in enumerate(points[each.label]):
-            trial, some = _try(plan, each, number, point, chosen_seeds, runs)
+            more = len(trials) - sum(len(tried.trials) for tried in tuned) - number - 1
+            trial, some = _try(plan, each, number, point, chosen_seeds, runs, more)
             done.append(trial)
             score, sign = (score, sign) if some is None else (some.score, some.sign)
         space = {key: asdict(v) if isinstance(v, Range) else list(v) for key, v in spaces[each.label].items()}
@@ -439,14 +440,16 @@ def _try(
     point: dict[str, Any],
     seeds: Sequence[int],
     runs: Runs,
+    more: int,
 ) -> tuple[Trial, KeptRun | None]:
-    """A trial on all seeds, and one of its runs, if it has not failed."""
+    """A trial on all seeds, and one of its runs, if it has not failed; ``more`` trials follow."""
     made: list[KeptRun] = []
     tried = dataclasses.replace(method, hyper=point)
     for place, seed in enumerate(seeds):
         later = (plan.inputs(tried, other) for other in seeds[place + 1 :])
         run = runs.attempt(plan.inputs(tried, seed), method.label, later)
-        tell(runs, f"{method.label}, trial {number + 1}, seed {seed}", run)
+        rest = more * len(seeds) + len(seeds) - place - 1
+        tell(runs, f"{method.label}, trial {number + 1}, seed {seed}", run, rest)
         if isinstance(run, Failure):
             return Trial(number, point, None, None, run.message, _runs_of(made)), None
         made.append(run)
