@@ -18,6 +18,7 @@ from sartor.errors import SartorError
 from sartor.report.figures import Choice, Figure
 from sartor.report.interactive import spec
 from sartor.report.runs import Material, flat
+from sartor.report.sites import site_tables, sites_of
 from sartor.report.style import variables
 from sartor.report.tables import Entry, Table, comparison, own_models, participation, settings, statistics
 from sartor.runs.record import environment, to_json
@@ -60,6 +61,8 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
         tables += statistics(compared)
     heard = participation(material)
     tables += [] if heard is None else [heard]
+    sites = sites_of(material)
+    tables = tables if sites is None else [*site_tables(sites), *tables]
     sections = [_table_section(f"table-{number}", table) for number, table in enumerate(tables)]
     links = [(f"table-{number}", table.title) for number, table in enumerate(tables)]
     sections += [_figure_section(figure) for figure in figures]
@@ -85,6 +88,7 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
             "header",
             element("h1", title),
             element("p", _overview(material), class_="quiet"),
+            _answers([] if sites is None else sites.sentences()),
             _notes(material.notes),
             element(
                 "nav",
@@ -140,6 +144,13 @@ def _notes(notes: Sequence[str]) -> Markup:
         return Markup("")
     items = [element("li", note) for note in notes]
     return element("div", element("strong", "Note"), element("ul", *items), class_="notes", role="note")
+
+
+def _answers(sentences: Sequence[str]) -> Markup:
+    """What it comes to, on top."""
+    if not sentences:
+        return Markup("")
+    return element("ul", *(element("li", sentence) for sentence in sentences), class_="answers")
 
 
 def _table_section(name: str, table: Table) -> Markup:

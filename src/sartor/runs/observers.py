@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sartor.errors import SartorError, SettingError
 from sartor.runs import checkpoint
 from sartor.runs.durations import duration, left
+from sartor.runs.outputs import final_outputs
 from sartor.runs.record import RunFolder
 from sartor.runs.run import Run
 
@@ -184,6 +185,9 @@ class Recording(Observer):
         """Write models and summary, of a run that has come to its end."""
         if summary is not None:
             self._folder.write_models(run.final)
+            outputs = final_outputs(run)
+            if outputs is not None:
+                self._folder.write_outputs(outputs)
             self._folder.close()
             self._folder.write_summary(summary)
 
