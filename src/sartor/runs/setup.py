@@ -29,7 +29,7 @@ from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.federation.settings import FederationSettings
 from sartor.model.groups import assign, build_groups
-from sartor.model.networks import build_task
+from sartor.model.networks import ModelChoice, build_task, check_told, settled
 from sartor.model.objectives import Objective, chosen_objective
 from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
@@ -106,6 +106,7 @@ def set_up(
     if task is None:
         objective = chosen_objective(experiment.objective)
         x, y = data.train.x, data.train.y
+        experiment = replace(experiment, model=settled_for(experiment.model, data))
         task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
     data = fitted(data, task, normalise=normalise)
     check_targets(data, task)
@@ -120,6 +121,14 @@ def set_up(
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
+
+
+def settled_for(choice: ModelChoice, data: ClientData) -> ModelChoice:
+    """The network with what all samples say of its settings that were left open."""
+    if isinstance(data.train, LazySplit):
+        check_told(choice, "samples are fetched when they are needed")
+    splits = [getattr(data, name) for name in SPLITS if getattr(data, name) is not None]
+    return settled(choice, [split.x for split in splits], data.train.y)
 
 
 def with_public(data: ClientData, experiment: Experiment) -> ClientData:
