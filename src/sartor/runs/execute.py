@@ -24,11 +24,11 @@ from sartor.runs.observers import (
     Interrupting,
     Observer,
     ObserverFailed,
-    ProgressBar,
     Recording,
     Saving,
     Several,
     check_observers,
+    shown_progress,
 )
 from sartor.runs.record import STATES, RunFolder
 from sartor.runs.result import Result
@@ -148,7 +148,7 @@ def _keeping(
     if folder is not None:
         yield Recording(folder)
     if progress:
-        yield ProgressBar()
+        yield shown_progress()
     yield Tracking(experiment.tracking.loggers, None if folder is None else folder.path)
     yield Interrupting(interrupted)
     if folder is not None:

@@ -34,6 +34,7 @@ from sartor.model.objectives import Objective, chosen_objective
 from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.metrics import measured
+from sartor.runs.outputs import values_of
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,9 @@ def set_up(
     if experiment.models:
         of, x, y = assign(experiment.models, data.names), data.train.x, data.train.y
         task = build_groups(task, experiment.models, of, x, y, data.classes, experiment.seed, own)
+    held = data.test.count.sum() == nests.length(data.test.y)  # else samples are elsewhere
+    if experiment.evaluate.by is not None and held:
+        values_of(data, experiment.evaluate.by, data.test)  # what cannot be is said before the run
     data = with_public(data, experiment)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     experiment = resolve(experiment, algorithm, task, data)
