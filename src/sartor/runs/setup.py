@@ -35,6 +35,7 @@ from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.metrics import measured
 from sartor.runs.outputs import values_of
+from sartor.runs.settings import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -285,9 +286,15 @@ def resolve(
         experiment,
         data=replace(experiment.data, labels=data.labels),
         engine=replace(engine, name=name, compile=compiled),
-        evaluate=replace(experiment.evaluate, headline=what.headline),
+        evaluate=replace(experiment.evaluate, headline=what.headline, every=_every(experiment)),
         model=replace(experiment.model, buffers=buffers),
     )
+
+
+def _every(experiment: Experiment) -> int | str:
+    """How often a run is evaluated; every round where it may end by that: no clock decides on a model."""
+    auto = experiment.evaluate.every == AUTO
+    return 1 if auto and experiment.stop.wanted else experiment.evaluate.every
 
 
 def _largest(data: ClientData) -> float | None:
