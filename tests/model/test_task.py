@@ -780,7 +780,7 @@ class Remembering(Branching):
 
 class Drawing(Branching):
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.output(F.dropout(x.flatten(1), 0.5))
+        result: Tensor = self.output(F.alpha_dropout(x.flatten(1), 0.5, True))
         return result
 
 

@@ -28,7 +28,7 @@ from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.federation.settings import FederationSettings
 from sartor.model.groups import assign, build_groups
-from sartor.model.networks import build_task
+from sartor.model.networks import Factory, build_task
 from sartor.model.objectives import Objective, chosen_objective
 from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
@@ -61,7 +61,10 @@ class Setup:
 
 
 def set_up_everywhere(
-    experiment: Experiment, data: ClientData | None, task: Task | None, own: Sequence[Task | None] = ()
+    experiment: Experiment,
+    data: ClientData | None,
+    task: Task | Factory | None,
+    own: Sequence[Task | Factory | None] = (),
 ) -> Setup:
     """Set up at every process of the run; all of them must have the same before them."""
     distributed.join(experiment.engine.device, experiment.engine.timeout)
@@ -76,8 +79,8 @@ def set_up(
     experiment: Experiment,
     *,
     data: ClientData | None = None,
-    task: Task | None = None,
-    own: Sequence[Task | None] = (),
+    task: Task | Factory | None = None,
+    own: Sequence[Task | Factory | None] = (),
     normalise: bool | None = None,
 ) -> Setup:
     """Load or take the data, make the models, and see whether they fit together.
@@ -105,6 +108,9 @@ def set_up(
         objective = chosen_objective(experiment.objective)
         x, y = data.train.x, data.train.y
         task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
+    elif isinstance(task, Factory):
+        task = task.task(data.train.x, data.train.y, data.classes, experiment.seed)
+    task = task.in_precision(experiment.local.precision)
     data = fitted(data, task, normalise=normalise)
     check_targets(data, task)
     task = task.suited(data.train.x, data.train.y, data.classes)
@@ -113,6 +119,7 @@ def set_up(
         task = build_groups(task, experiment.models, of, x, y, data.classes, experiment.seed, own)
     data = with_public(data, experiment)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
+    algorithm.check(experiment.local)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
 
@@ -270,10 +277,16 @@ def resolve(
         task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline, _largest(data)
     )
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
+    local = experiment.local
+    if (
+        local.rounds is not None
+    ):  # a run that is resumed for more rounds keeps the schedule that it began with
+        local = replace(local, schedule_length=local.schedule_length or experiment.rounds)
     return replace(
         experiment,
         data=replace(experiment.data, labels=data.labels),
         engine=replace(engine, name=name, compile=compiled),
+        local=local,
         evaluate=replace(experiment.evaluate, headline=what.headline),
         model=replace(experiment.model, buffers=buffers),
     )
