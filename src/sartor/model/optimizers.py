@@ -65,10 +65,11 @@ def clip(most: float, apart: tuple[int, ...] = ()) -> Optimizer:
     """min(1, c / ‖g‖) g; of vectors that lie one behind the other, with these lengths, each by itself."""
 
     def cut(g: Tensor) -> Tensor:
-        return g * (most / torch.linalg.vector_norm(g).clamp(min=most))
+        norm: Tensor = torch.linalg.vector_norm(g)
+        return g * (most / norm.clamp(min=most))
 
     def update(g: Tensor, memory: Memory, w: Tensor) -> tuple[Tensor, Memory]:
-        return (torch.cat([cut(part) for part in torch.split(g, apart)]) if apart else cut(g)), {}
+        return (torch.cat([cut(part) for part in torch.split(g, list(apart))]) if apart else cut(g)), {}
 
     return Optimizer(lambda w: {}, update)
 

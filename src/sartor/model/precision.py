@@ -31,5 +31,5 @@ def half_precision(device: str) -> Iterator[None]:
     ...     layer(x).dtype
     torch.bfloat16
     """
-    with torch.autocast(device, torch.bfloat16), _FullNorms():  # type: ignore[no-untyped-call]
+    with torch.autocast(device, torch.bfloat16), _FullNorms():
         yield
