@@ -19,7 +19,7 @@ from sartor.errors import SettingError
 from sartor.federation import Reply
 from sartor.model.networks import Factory
 from sartor.model.task import Batch, Task
-from sartor.runs.experiment import from_mapping
+from sartor.runs.record import RunFolder
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(12, 5, generator=GENERATOR, dtype=torch.float64), torch.arange(12) % 3
@@ -109,6 +109,7 @@ def test_a_run_of_a_factory_is_resumed_to_the_same_numbers(tmp_path: Path) -> No
             "warmup": 1,
             "clip": 1.0,
             "precision": "float64",
+            "augment": [{"name": "mix-up", "alpha": 1.0}],
         },
         "checkpoint": {"every": 1},
     }
@@ -193,7 +194,10 @@ def test_bf16_on_both_engines_with_normalisation_and_draws() -> None:
     assert torch.allclose(*after, atol=0.02)
 
 
-def test_the_length_of_a_schedule_is_that_of_the_run_it_began_as() -> None:
-    result = sartor.run("fedavg", model=Net, data=DATA, rounds=2, local={"schedule": "cosine"}, store=False)
-    assert result.w is not None
-    assert from_mapping({"local": {"schedule": "cosine"}}).local.schedule_length == 0
+def test_a_run_that_is_extended_keeps_the_schedule_that_it_began_with(tmp_path: Path) -> None:
+    folder, settings = tmp_path / "run", {"local": {"schedule": "cosine"}, "clients": 3, "rounds": 2}
+    sartor.run("fedavg", out=folder, **settings)
+    before = RunFolder.open(folder).experiment.local
+    assert before.schedule_length == 2
+    sartor.resume(folder, rounds=3)
+    assert RunFolder.open(folder).experiment.local == before

@@ -158,7 +158,10 @@ class MixUp(Augmentation):
         """λ x + (1 − λ) x', where x' lies so many places further among the real samples."""
         length = nests.length(batch.y)
         like = nests.leaves(batch.y)[0]
-        real = torch.as_tensor(batch.size, device=like.device).long().clamp(min=1)
+        size = (
+            batch.size if isinstance(batch.size, Tensor) else torch.full((), batch.size, device=like.device)
+        )
+        real = size.long().clamp(min=1)
         draws = random.uniform(random.fold(key, 0), 2, like.device)
         shift = 1 + (draws[0] * (real - 1)).long()
         other = (torch.arange(length, device=like.device) + shift) % real
@@ -294,7 +297,8 @@ def augmented(augmentations: Sequence[Augmentation], batch: Batch, stream: str) 
 
 def check_augment(local: Local, x: Nest, y: Nest) -> None:
     """Refuse augmentations that such samples do not allow."""
-    few = Batch(*nests.mapped(lambda leaf: leaf[:3].cpu(), (x, y)), None, 1)
+    first, targets = nests.mapped(lambda leaf: leaf[:3].cpu(), (x, y))
+    few = Batch(first, targets, None, 1)
     for augmentation in local.augment:
         name = written(augmentation)["name"]
         place = f"local.augment: {name}"

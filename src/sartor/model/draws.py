@@ -50,7 +50,7 @@ class Keyed(TorchFunctionMode):
     """
 
     def __init__(self, drawing: Counted) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.drawing = drawing
         self.called = False
         """Whether one of these functions was called."""
@@ -68,10 +68,11 @@ class Keyed(TorchFunctionMode):
 
 
 def _numbers(drawing: Counted, kind: Callable[..., Tensor], shape: Sequence[int], device: Any) -> Tensor:
-    """The next numbers of a stream, in float64."""
+    """The next numbers of a stream, in float64; they are drawn where the key is."""
     drawing.draws += 1
-    shape = torch.Size(shape)
-    return kind(random.fold(drawing.key, drawing.draws), shape.numel(), device).view(shape)
+    shape, key = torch.Size(shape), random.fold(drawing.key, drawing.draws)
+    there = key.device if isinstance(key, Tensor) else device
+    return kind(key, shape.numel(), there).view(shape).to(device or torch.get_default_device())
 
 
 def _uniform(drawing: Counted, like: Tensor) -> Tensor:
@@ -84,8 +85,9 @@ def _normal(drawing: Counted, like: Tensor) -> Tensor:
 
 def _sized(size: tuple[Any, ...], options: dict[str, Any]) -> Sequence[int]:
     """A size that is given as numbers, as one sequence or by name."""
-    given = options.get("size", size)
-    return given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+    given: Any = options.get("size", size)
+    found: Sequence[int] = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+    return found
 
 
 def _kind(options: dict[str, Any], usual: torch.dtype | None = None) -> dict[str, Any]:
@@ -145,7 +147,8 @@ def _normal_of(drawing: Counted, mean: Any, std: Any = 1.0, size: Any = None, **
         like = torch.empty(size, **made)
     elif isinstance(mean, Tensor) and isinstance(std, Tensor):
         like = mean + std
-    return mean + std * _normal(drawing, like).to(like.dtype)
+    found: Tensor = mean + std * _normal(drawing, like).to(like.dtype)
+    return found
 
 
 def _multinomial(
@@ -174,12 +177,14 @@ def _filled(values: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _bernoulli_in(drawing: Counted, self: Tensor, p: Any = 0.5, **options: Any) -> Tensor:
-    return _uniform(drawing, self) < p
+    found: Tensor = _uniform(drawing, self) < p
+    return found
 
 
 def _uniform_in(drawing: Counted, self: Tensor, a: float = 0.0, b: float = 1.0, **options: Any) -> Tensor:
     low, high = options.get("from", a), options.get("to", b)
-    return low + (high - low) * _uniform(drawing, self)
+    found: Tensor = low + (high - low) * _uniform(drawing, self)
+    return found
 
 
 def _normal_in(drawing: Counted, self: Tensor, mean: float = 0.0, std: float = 1.0, **options: Any) -> Tensor:

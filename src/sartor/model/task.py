@@ -719,8 +719,8 @@ class Task:
             return
         self._keyed = self._called
         tolerance = torch.finfo(self.dtype).eps ** 0.5
-        pairs = zip(*results, strict=True)
-        self.unkeyed = not all(_close(*pair, tolerance) for pair in pairs if pair[0].is_floating_point())
+        pairs = [pair for pair in zip(*results, strict=True) if pair[0].is_floating_point()]
+        self.unkeyed = not all(_close(one, other, tolerance) for one, other in pairs)
 
     def _raw_losses(self, outputs: Any, y: Nest) -> Tensor:
         """What the loss gives, or an error with the shapes that it was given."""
