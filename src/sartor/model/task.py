@@ -540,7 +540,7 @@ class Task:
     def _given(self, buffers: Tensor | None, w: Tensor) -> Tensor:
         return self.initial_buffers(w.device) if buffers is None else buffers
 
-    def _arguments(self, x: Nest) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, x: Nest) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """How the module is called with a sample of this form."""
         if isinstance(x, tuple):
             return x, {}
@@ -572,7 +572,7 @@ class Task:
         stills = self._stilled(module, mode)
         try:
             with half_precision(w.device.type) if half else nullcontext(), keyed or nullcontext():
-                result = functional_call(module, named, *self._arguments(x), strict=False)
+                result = functional_call(module, named, *self.arguments(x), strict=False)
         finally:
             _context.mode = previous
             for layer in stills:
