@@ -20,6 +20,7 @@ from sartor.data.clients import ClientData
 from sartor.errors import SartorError
 from sartor.federation.exchange import NobodyAnswered
 from sartor.model.groups import regrouped, tasks_of
+from sartor.model.networks import Factory
 from sartor.model.task import Task
 from sartor.runs.cadence import Cadence
 from sartor.runs.evaluation import evaluate
@@ -50,7 +51,7 @@ class _Measured:
 
 
 def estimate(
-    experiment: Experiment, *, data: ClientData | None = None, task: Task | None = None
+    experiment: Experiment, *, data: ClientData | None = None, task: Task | Factory | None = None
 ) -> dict[str, Any]:
     """Clients, parameters, steps, bytes, memory and time of an experiment; nothing is stored."""
     setup = set_up(experiment, data=data, task=task)

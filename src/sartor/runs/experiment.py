@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from sartor.algorithms import registered
+from sartor.client.augment import AUGMENTATIONS, Augmentation, written
 from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
@@ -314,7 +315,7 @@ def _things(experiment: Experiment) -> Iterator[Any]:
     """What an experiment names that a package of somebody else may have registered."""
     yield registered()[experiment.algorithm]
     yield type(experiment.model.settings)
-    yield from map(type, experiment.transforms)
+    yield from map(type, (*experiment.transforms, *experiment.local.augment))
     if experiment.data.path is None and experiment.data.name in SOURCES:
         yield SOURCES[experiment.data.name]
 
@@ -494,6 +495,8 @@ def describe_settings() -> list[Setting]:
             for name, kind in _registry(section).items():
                 rows += _rows(kind, section, only_for=f"{section}.name = {name}")
     rows += _rows(ModelGroup, "models", skip=("choice",))
+    for name, kind in AUGMENTATIONS.items():
+        rows += _rows(kind, "local.augment", only_for=f"local.augment.name = {name}")
     for name, kind in TRANSFORMS.items():
         rows += _rows(kind, "transforms", only_for=f"transforms.name = {name}")
     for name, algorithm in registered().items():
@@ -653,6 +656,8 @@ def _values(instance: Any) -> dict[str, Any]:
 def _plain(value: Any, place: str) -> Any:
     """A setting's value in the types TOML and JSON share; an error where it has none."""
     try:
+        if isinstance(value, Augmentation):
+            value = written(value)
         if isinstance(value, (list, tuple)):
             return [_plain(entry, place) for entry in value]
         if isinstance(value, Mapping):
