@@ -1,4 +1,4 @@
-"""Your own data: a folder of files, a table with a client column, a torch data set, Flower's partitions.
+"""Your own data: a folder of files, a torch data set, Hugging Face's data sets, Flower's partitions.
 
 Data already in memory go through :func:`sartor.data.clients.from_clients`; everything here ends there or in a
 :class:`~sartor.data.sources.Source`.
@@ -18,13 +18,14 @@ from sartor import nests
 from sartor.data.apportion import cut
 from sartor.data.clients import SPLITS, ClientData, Pair, Samples, from_clients, relabel
 from sartor.data.partitions import Partition, apply, make_partition
-from sartor.data.readers import check_file, check_fits, read_npz
+from sartor.data.readers import read_npz
 from sartor.data.samples import inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.schemes import Scheme
 from sartor.data.sources import Source
 from sartor.data.streams import stream
+from sartor.data.texts import Tokenizer, encoded
 from sartor.errors import DataError
-from sartor.settings import nearest
+from sartor.settings import unknown
 
 
 def from_folder(
@@ -98,68 +99,118 @@ def _inner(named: dict[str, Any]) -> Any:
     return inner
 
 
-def from_table(
-    path: str | Path,
-    client_column: str,
-    label_column: str,
-    feature_columns: Sequence[str] | None = None,
+def from_columns(
+    dataset: Any,
+    x: str | Sequence[str],
+    y: str,
     *,
-    split_column: str | None = None,
+    client: str | None = None,
+    partition: Partition | Scheme | str | Mapping[str, Any] | None = None,
+    clients: int | None = None,
+    test: Any = None,
+    tokens: str | Tokenizer = "words",
+    length: int = 64,
+    vocabulary: int = 10_000,
     test_fraction: float = 0.2,
     validation_fraction: float = 0.0,
     seed: int = 0,
     targets: str = "class",
-    labels: Sequence[str] | None = None,
+    name: str = "columns",
 ) -> ClientData:
-    """A CSV or Parquet table with a column that names the client of each row.
+    """A Hugging Face ``datasets`` object in memory, whose columns ``x`` and ``y`` are the samples.
 
-    Features are the given columns, or all others; they must be numbers. Labels are whole numbers from 0, or
-    texts, which are numbered in alphabetical order, or as in ``labels``: then every label in a CSV file is a
-    text, also one that looks like a number. ``split_column`` may say ``train``, ``test`` or ``validation``
-    for each row; otherwise the splits are drawn. Clients are in ascending order.
+    ``x`` is a column, or several, whose samples are then dicts. A column of texts becomes ``tokens`` (see
+    :func:`~sartor.data.texts.encoded`), images in bytes numbers in 0..1 with their channels first. The column
+    ``client`` names the client of each row; or a ``partition`` divides the rows, and perhaps those of
+    ``test``, as in :func:`from_dataset`.
     """
-    path = Path(path)
-    columns = _read_table(path, texts=() if labels is None else (label_column,))
-    if not len(next(iter(columns.values()), ())):
-        raise DataError(f"{path}: no rows")
-    reserved = [column for column in (client_column, label_column, split_column) if column is not None]
-    if feature_columns is None:
-        feature_columns = [column for column in columns if column not in reserved]
-    for column in (*reserved, *feature_columns):
-        if column not in columns:
-            guess = nearest(column, columns)
-            hint = f"did you mean {guess}?" if guess else f"it has {', '.join(columns)}"
-            raise DataError(f"{path}: no column {column}; {hint}")
-    if not feature_columns or set(feature_columns) & set(reserved):
-        raise DataError(f"{path}: give at least one feature column besides {', '.join(reserved)}")
-    for column in (*reserved, *feature_columns):
-        if columns[column].null_count:
-            row = int(np.argmax(columns[column].is_null().to_numpy()))
-            raise DataError(f"{path}: column {column} has no value in row {row} (first row is 0)")
-    x = np.column_stack([_numbers(path, column, columns[column]) for column in feature_columns])
-    y = np.asarray(columns[label_column].to_pylist())
-    names, owner = np.unique(np.asarray(columns[client_column].to_pylist()), return_inverse=True)
-    split = None if split_column is None else np.asarray(columns[split_column].to_pylist()).astype(str)
-    if split is not None and not np.isin(split, SPLITS).all():
-        wrong = str(split[np.argmax(~np.isin(split, SPLITS))])
-        raise DataError(f"{path}: column {split_column} says {wrong!r}; expected train, test or validation")
-    clients: dict[str, Samples | Mapping[str, Samples]] = {}
-    rows_of = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])
-    for name, mine in zip(names, rows_of, strict=True):
-        if split is None:
-            clients[str(name)] = (x[mine], y[mine])
-        else:
-            parts = {part: mine[split[mine] == part] for part in SPLITS}
-            clients[str(name)] = {part: (x[rows], y[rows]) for part, rows in parts.items() if len(rows)}
-    data = from_clients(
-        clients,
+    if (client is None) == (partition is None):
+        raise DataError(f"{name}: say whose rows are: by the column client=..., or by partition=...")
+    rows = _rows_of(dataset, [*([x] if isinstance(x, str) else x), y, *([client] if client else [])], name)
+    options: dict[str, Any] = {"length": length, "vocabulary": vocabulary}
+
+    def inputs(rows: Mapping[str, Any]) -> Any:
+        if isinstance(x, str):
+            return _column(rows[x], tokens, options, f"{name}, column {x}")
+        found = {column: _column(rows[column], tokens, options, f"{name}, column {column}") for column in x}
+        return found
+
+    if client is None:
+        assert partition is not None
+        pairs = [(inputs(rows), rows[y])]
+        if test is not None:
+            if callable(tokens) is False and tokens != "hashed" and _has_texts(rows, x):
+                raise DataError(
+                    f"{name}: texts of test are numbered apart; give tokens='hashed' or a function"
+                )
+            other = _rows_of(test, list(rows), f"{name} test")
+            pairs.append((inputs(other), other[y]))
+        source = _source_of(pairs, name, targets)
+        if not isinstance(partition, Partition):
+            partition = make_partition(source, partition, clients, seed, validation_fraction, test_fraction)
+        return apply(source, partition)
+    if test is not None:
+        raise DataError(f"{name}: test rows go with a partition; each client's own are drawn from its rows")
+    held = inputs_of(inputs(rows), name)
+    names, owner = np.unique(np.asarray(rows[client]).astype(str), return_inverse=True)
+    label = np.asarray(rows[y])
+    parts = {str(who): np.flatnonzero(owner == place) for place, who in enumerate(names)}
+    return from_clients(
+        {who: (nests.rows(held, own), label[own]) for who, own in parts.items()},
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
         seed=seed,
         targets=targets,
-        name=path.stem,
+        name=name,
     )
-    return data if labels is None else relabel(data, labels, str(path))
+
+
+def _has_texts(rows: Mapping[str, Any], x: str | Sequence[str]) -> bool:
+    return any(isinstance(rows[column][0], str) for column in ([x] if isinstance(x, str) else x))
+
+
+def _rows_of(dataset: Any, columns: Sequence[str], name: str) -> Mapping[str, Any]:
+    """Some columns of a ``datasets`` object, whole."""
+    known = getattr(dataset, "column_names", None)
+    if not isinstance(known, list) or not hasattr(dataset, "with_format"):
+        raise DataError(
+            f"{name}: expected one split of Hugging Face's datasets, as load_dataset(...)['train'] is, got "
+            f"{type(dataset).__name__}"
+        )
+    for column in columns:
+        if column not in known:
+            raise unknown(name, column, known, what="column")
+    rows: Mapping[str, Any] = dataset.with_format("numpy")[:]
+    return {column: rows[column] for column in columns}
+
+
+def _column(values: Any, tokens: str | Tokenizer, options: dict[str, Any], where: str) -> Any:
+    """A column as an array, or as what texts become."""
+    if len(values) and isinstance(values[0], str):
+        return encoded([str(text) for text in values], tokens, where=where, **options)
+    try:
+        return _channels_first(_stacked(values))
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def _source_of(pairs: Sequence[tuple[Any, Any]], name: str, targets: str) -> Source:
+    """A source of training samples and perhaps of test samples."""
+    read = [
+        (inputs_of(x, where), targets_of(_stacked(y), where, targets))
+        for (x, y), where in zip(pairs, (name, f"{name} test"), strict=False)
+    ]
+    (x, y), (test_x, test_y) = read[0], read[1] if len(read) > 1 else nests.rows(read[0], slice(0, 0))
+    if nests.form(test_x) != nests.form(x):
+        raise DataError(f"{name}: test samples of {nests.words(test_x)}, training {nests.words(x)}")
+    found = [number_of_classes(part, targets) for part in (y, test_y) if nests.length(part)]
+    known = [number for number in found if number is not None]
+    return Source(name, x, y, test_x, test_y, max(known) if len(known) == len(found) else None)
+
+
+def is_dataset(given: Any) -> bool:
+    """Whether something is a torch data set whose samples can be taken by number."""
+    return isinstance(given, torch.utils.data.Dataset) and hasattr(given, "__len__")
 
 
 def source_from_dataset(
@@ -169,15 +220,10 @@ def source_from_dataset(
 
     ``x`` may be a dict or a tuple, and so may ``y`` with ``targets="any"``; see :mod:`sartor.data.samples`.
     """
-    x, y = _collect(dataset, name, targets)
-    test_x, test_y = nests.rows((x, y), slice(0, 0))
+    pairs = [_collect(dataset, name)]
     if test is not None:
-        test_x, test_y = _collect(test, f"{name} test", targets)
-        if nests.form(test_x) != nests.form(x):
-            raise DataError(f"{name}: test samples of {nests.words(test_x)}, training {nests.words(x)}")
-    found = [number_of_classes(part, targets) for part in (y, test_y) if nests.length(part)]
-    known = [number for number in found if number is not None]
-    return Source(name, x, y, test_x, test_y, max(known) if len(known) == len(found) else None)
+        pairs.append(_collect(test, f"{name} test"))
+    return _source_of(pairs, name, targets)
 
 
 def from_dataset(
@@ -247,46 +293,7 @@ def from_flower_partitioner(
     )
 
 
-def _read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
-    """The columns of a table, by the ending of its name; some of a CSV file are texts, whatever they hold."""
-    import pyarrow
-    from pyarrow import csv, parquet
-
-    check_file(path)
-    check_fits(path, path.stat().st_size)
-    try:
-        if path.suffix.lower() in (".parquet", ".pq"):
-            groups = parquet.read_metadata(path)
-            check_fits(path, sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)))
-            table = parquet.read_table(path)
-        elif path.suffix.lower() == ".csv":
-            types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
-            table = csv.read_csv(path, convert_options=types)
-        else:
-            raise DataError(f"{path}: expected a name that ends in .csv or .parquet")
-        names = list(table.column_names)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as a table ({' '.join(str(error).split())[:200]})") from None
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise DataError(f"{path}: two columns are called {', '.join(sorted(twice))}")
-    unprintable = [name for name in names if not name.isprintable()]
-    if unprintable:
-        raise DataError(f"{path}: the column name {unprintable[0]!r} is not printable; rename it")
-    return {name: table.column(name) for name in names}
-
-
-def _numbers(path: Path, column: str, values: Any) -> npt.NDArray[Any]:
-    """A column as numbers."""
-    array = np.asarray(values.to_numpy())
-    if array.dtype.kind not in "iufb":
-        raise DataError(
-            f"{path}: column {column} does not hold numbers ({values.type}); leave it out of the features"
-        )
-    return array.astype(np.float32)
-
-
-def _collect(dataset: Any, name: str, targets: str) -> Pair:
+def _collect(dataset: Any, name: str) -> Pair:
     """All samples of a data set, inputs and targets."""
     try:
         pairs = [dataset[i] for i in range(len(dataset))]
@@ -295,7 +302,7 @@ def _collect(dataset: Any, name: str, targets: str) -> Pair:
         raise DataError(
             f"{name}: expected a data set with a length that gives (x, y) pairs ({error})"
         ) from None
-    return inputs_of(_stacked(xs), name), targets_of(_stacked(ys), name, targets)
+    return _stacked(xs), ys
 
 
 def _stacked(values: Any) -> Any:

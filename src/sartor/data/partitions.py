@@ -273,6 +273,7 @@ def apply(
         classes=source.classes,
         hash=partition.hash,
         name=source.name,
+        labels=source.names,
     )
     return prepare(data, normalise=normalise, features=features)
 

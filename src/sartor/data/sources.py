@@ -55,6 +55,8 @@ class Source:
     test_x: Nest
     test_y: Nest
     classes: int | None
+    names: tuple[str, ...] | None = None
+    """The names of the classes, where labels were texts."""
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from sartor.data.clients import ClientData, from_clients, prepare, relabel
+from sartor.data.loaders import is_dataset, source_from_dataset
 from sartor.data.settings import OWN_DATA
+from sartor.data.sources import Source
 from sartor.errors import SettingError
 from sartor.extensions import function_file
 from sartor.model.networks import CUSTOM, build_task
@@ -25,6 +28,7 @@ from sartor.runs.experiment import (
     import_named,
     read_experiment,
 )
+from sartor.runs.setup import divided
 from sartor.settings import unknown
 
 
@@ -35,8 +39,9 @@ class RunSettings(TypedDict, total=False):
     """A TOML file or a mapping to start from."""
     imports: Imports | None
     """Files or modules of your own to import first."""
-    data: str | Mapping[str, Any] | ClientData | None
-    """A data set's name, a function as in ``mine.py:load``, ``{client: (x, y)}``, or ClientData."""
+    data: str | Mapping[str, Any] | ClientData | Source | Dataset[Any] | None
+    """A data set's name, a function as in ``mine.py:load``, ``{client: (x, y)}`` or ClientData; or a Source
+    or a torch data set, which ``partition`` divides."""
     model: str | nn.Module | Task | None
     """A network's name, a function as in ``net.py:build``, a module, or a Task."""
     objective: str | Mapping[str, Any] | Objective | Loss | None
@@ -71,7 +76,7 @@ class Given:
     """What a user has given: settings as one mapping that is not yet checked, and data and model."""
 
     settings: dict[str, Any]
-    data: Mapping[str, Any] | ClientData | None
+    data: Mapping[str, Any] | ClientData | Source | Dataset[Any] | None
     """The user's own, where it is not named in the settings."""
     model: nn.Module | Task | None
     head: str | None
@@ -86,8 +91,8 @@ class Given:
         ``settings`` stand in place of those given.
         """
         chosen = _copied(self.settings if settings is None else settings)
-        if self.data is not None:
-            there = self.data.clients if isinstance(self.data, ClientData) else len(self.data)
+        there = _clients_of(self.data)
+        if there is not None:
             _put(chosen, "data", clients=max(1, there))  # nobody is refused where they are read
         experiment = from_mapping(chosen)
         objective = self.objective or chosen_objective(experiment.objective)
@@ -100,6 +105,11 @@ class Given:
                 targets=objective.targets,
                 labels=experiment.data.labels,
             )
+        elif isinstance(self.data, (Source, Dataset)):
+            source = self.data
+            if not isinstance(source, Source):
+                source = source_from_dataset(source, targets=objective.targets)
+            own_data, _ = divided(source, experiment)
         elif own_data is not None and experiment.data.labels is not None:
             own_data = relabel(own_data, experiment.data.labels)
 
@@ -150,11 +160,12 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
         _put(given, section, **values)
     _put(given, "engine", **(engine if isinstance(engine, Mapping) else {"name": engine}))
     _put(given, "engine", device=device)
-    if isinstance(data, (ClientData, Mapping)):
-        there = data.clients if isinstance(data, ClientData) else len(data)
+    there = _clients_of(data)
+    if there is not None:
         if clients is not None and clients != there:
             raise SettingError(f"clients: {clients}, but the data has {there} clients; leave it out")
         clients = there
+    if isinstance(data, (ClientData, Mapping, Source)) or is_dataset(data):
         _put(given, "data", name=OWN_DATA)
     else:
         _put(given, "data", **{"name" if function_file(data) is None else "path": data})
@@ -180,6 +191,13 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     given = anchored(given, Path.cwd())
     import_named(given)
     return Given(given, data, model, head, own, own_objective)
+
+
+def _clients_of(data: Any) -> int | None:
+    """How many clients data have that are divided among them already."""
+    if isinstance(data, ClientData):
+        return data.clients
+    return len(data) if isinstance(data, Mapping) else None
 
 
 def _own_models(models: Any) -> tuple[Any, tuple[tuple[nn.Module | Task, str | None] | None, ...]]:
