@@ -306,7 +306,8 @@ class Node:
             self._check_method(run, experiment.algorithm)
             self._journal = Journal(None if self._folder is None else self._folder / run)
         self._run = run
-        self._journal.go_back(int(header["at"]), header["without"], header["keep"])
+        counted = [exchange for exchange, used in header["settled"] if used]
+        self._journal.go_back(int(header["at"]), header["without"], header["keep"], counted)
         self._settle(header)
         self._fill(hosted.states)
         self._remember(header, groups)
