@@ -20,6 +20,7 @@ from sartor import nests, random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry, call, find_function
 from sartor.memory import free_memory
+from sartor.model.adapters import with_adapters
 from sartor.model.objectives import Classification, Objective
 from sartor.model.sequences import LSTM, Transformer
 from sartor.model.tables import Table
@@ -184,15 +185,18 @@ def build_task(
                 f"model.name = {choice.name!r}: takes one array, samples are {nests.words(x)}; give a model "
                 "of your own"
             )
-        return make_task(choice.name, choice.settings, shape, outputs, seed, objective, classes)
+        named = choice.name, choice.settings, shape, outputs, seed, objective, classes
+        return make_task(*named, adapters=choice.adapters)
     build = find_function(choice.path, "model.path")
     what = f"model.path = {choice.path!r}"
-    made = seeded(lambda: call(build, what, shape=shape, classes=outputs), seed)
+    head = None if choice.head is None else str(choice.head)
+    made = seeded(
+        lambda: adapted(call(build, what, shape=shape, classes=outputs), choice.adapters, head), seed
+    )
     if isinstance(made, Task):
         return made
     if not isinstance(made, nn.Module):
         raise SettingError(f"{what}: expected an nn.Module, it gives a {type(made).__name__}")
-    head = None if choice.head is None else str(choice.head)
     return Task(made, objective=objective, classes=classes, head=head, name=Path(choice.path).name)
 
 
@@ -218,6 +222,7 @@ def make_task(
     seed: int,
     objective: Objective | None = None,
     classes: int | None = None,
+    adapters: int = 0,
 ) -> Task:
     """The task of a named model on inputs of a shape, with initial weights that depend on the seed alone.
 
@@ -230,13 +235,23 @@ def make_task(
             "name the objective"
         )
     check_size(name, settings, shape, outputs)
-    module = seeded(lambda: settings.build(shape, outputs), seed)
+    head = getattr(settings, "head", None)
+    module = seeded(lambda: adapted(settings.build(shape, outputs), adapters, head), seed)
     if not isinstance(module, nn.Module):
         raise SettingError(f"model {name}: build() gives a {type(module).__name__}, expected an nn.Module")
     known = outputs if objective is None else classes
-    task = Task(module, objective=objective, classes=known, head=getattr(settings, "head", None), name=name)
+    task = Task(module, objective=objective, classes=known, head=head, name=name)
     task.drawn = True
     return task
+
+
+def adapted(made: Any, rank: int, head: str | None) -> Any:
+    """A module with adapters where a rank is set; its head, where it has one, is trained as it is."""
+    if not rank:
+        return made
+    if isinstance(made, Task):
+        raise SettingError("model.adapters: a Task has what it trains; put adapters into its module")
+    return with_adapters(made, rank, () if head is None else (head,)) if isinstance(made, nn.Module) else made
 
 
 def check_size(name: str, settings: Any, shape: Any, outputs: int) -> None:
@@ -318,6 +333,9 @@ class ModelChoice:
     )
     head: str | int | None = setting(
         None, "path of the module that is the head of an own network (model.path)"
+    )
+    adapters: int = setting(
+        0, "rank of low-rank adapters (LoRA) at its dense layers, which are then frozen; 0: none", low=0
     )
     buffers: str = setting(
         "auto",

@@ -400,7 +400,7 @@ def _model_group(given: Mapping[str, Any], where: str) -> ModelGroup:
         if name is None:
             raise SettingError(f"{where}.name: missing; known: {', '.join(MODELS)}")
         raise unknown(f"{where}.name", str(name), MODELS, what="name")
-    common: dict[str, Any] = {key: values.pop(key) for key in ("path", "head") if key in values}
+    common: dict[str, Any] = {key: values.pop(key) for key in ("path", "head", "adapters") if key in values}
     settings: Any = build(MODELS[name], values, where)
     choice = build(ModelChoice, {"name": name, **common, "settings": settings}, where)
     _check_choice(choice, where)

@@ -16,7 +16,7 @@ from sartor.data.settings import OWN_DATA
 from sartor.data.sources import Source
 from sartor.errors import SettingError
 from sartor.extensions import function_file
-from sartor.model.networks import CUSTOM, build_task
+from sartor.model.networks import CUSTOM, ModelChoice, adapted, build_task, seeded
 from sartor.model.objectives import OBJECTIVES, OWN, Loss, Objective, Own, chosen_objective, objective_of
 from sartor.model.task import Task
 from sartor.runs.experiment import (
@@ -113,15 +113,19 @@ class Given:
         elif own_data is not None and experiment.data.labels is not None:
             own_data = relabel(own_data, experiment.data.labels)
 
-        def task_of(model: nn.Module | Task | None, head: str | None) -> Task | None:
-            if model is None or isinstance(model, Task):
-                return model
-            return Task(model, objective=objective, head=head, name=type(model).__name__)
+        def task_of(model: nn.Module | Task | None, head: str | None, choice: ModelChoice) -> Task | None:
+            made = seeded(lambda: adapted(model, choice.adapters, head), experiment.seed)
+            if made is None or isinstance(made, Task):
+                return made
+            return Task(made, objective=objective, head=head, name=type(model).__name__)
 
-        task = task_of(self.model, self.head)
+        task = task_of(self.model, self.head, experiment.model)
         if task is None and self.objective is not None:
             task = _built(experiment, own_data, objective)
-        own = tuple(None if given is None else task_of(*given) for given in self.own)
+        own = tuple(
+            None if given is None else task_of(*given, group.choice)
+            for given, group in zip(self.own, experiment.models, strict=False)
+        )
         if own_data is not None:
             own_data = prepare(own_data, features=experiment.features.settings)
             experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, normalise=False))
