@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sartor.data.named import register_data
     from sartor.federation import Call, Reply, personal
     from sartor.federation.transforms import Transform, register_transform
+    from sartor.model.adapters import with_adapters
     from sartor.model.networks import register_model
     from sartor.model.objectives import Objective, register_objective
     from sartor.model.task import Task
@@ -53,6 +54,7 @@ _HOMES = {
     "register_model": "sartor.model.networks",
     "Objective": "sartor.model.objectives",
     "register_objective": "sartor.model.objectives",
+    "with_adapters": "sartor.model.adapters",
     "Client": "sartor.client.local",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
@@ -87,6 +89,7 @@ __all__ = [
     "run",
     "search",
     "setting",
+    "with_adapters",
     "write_report",
 ]
 

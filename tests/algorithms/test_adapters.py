@@ -95,7 +95,7 @@ def products(own: Task, w: Tensor) -> Tensor:
 
 
 def averaged(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The server's product B A after two rounds, the mean of the clients' products, and A before and after."""
+    """The product B A after two rounds, the mean of the clients' products, and A before and after."""
     own = task(head=None)
     before = ended(name, "loop", [[0, 1, 2]], own)[0].w
     alone = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ class LoRA(nn.Module):
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
         self.base = layer.requires_grad_(False)
-        kind = {"bias": False, "dtype": layer.weight.dtype, "device": layer.weight.device}
+        kind: dict[str, Any] = {"bias": False, "dtype": layer.weight.dtype, "device": layer.weight.device}
         self.lora_A = nn.Linear(layer.in_features, rank, **kind)
         self.lora_B = nn.Linear(rank, layer.out_features, **kind)
         nn.init.zeros_(self.lora_B.weight)

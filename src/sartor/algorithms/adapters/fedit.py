@@ -19,7 +19,7 @@ class FedIT(FedAvg[FedAvgHyper]):
 
     name = "fedit"
     paper = "Zhang et al. 2024"
-    family = "adapters"
+    family = "global"
     adapters = True
     server_keeps = "w: A, B and what else is trained"
 

@@ -42,7 +42,7 @@ class FedSALoRA(SplitModel[FedSALoRAHyper]):
 
     name = "fedsa-lora"
     paper = "Guo et al. 2025"
-    family = "adapters"
+    family = "personal"
     adapters = True
     sums_only = True
     server_keeps = "A"

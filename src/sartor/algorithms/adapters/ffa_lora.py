@@ -35,7 +35,7 @@ class FFALoRA(Algorithm[FedAvgHyper, Server]):
 
     name = "ffa-lora"
     paper = "Sun et al. 2024"
-    family = "adapters"
+    family = "global"
     adapters = True
     sums_only = True
     server_keeps = "w: the initial A, B and what else is trained"
