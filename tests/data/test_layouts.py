@@ -27,7 +27,9 @@ from sartor.data import (
 )
 from sartor.data.leaf import LETTERS
 from sartor.data.named import read_data
+from sartor.data.preprocessing import Preprocessing
 from sartor.data.settings import Data
+from sartor.data.texts import TextColumn
 from sartor.errors import DataError, SartorError, SettingError
 
 __all__ = ["forgetful"]
@@ -53,8 +55,21 @@ def test_words_are_numbered_by_how_often_they_occur() -> None:
     assert encoded(["aB", "B"], "characters", length=2).tolist() == [[3, 2], [2, 0]]
 
 
-def test_a_vocabulary_is_of_the_texts_that_are_learnt_from() -> None:
-    assert encoded(["a b", "a c"], length=2, learnt=[True, False]).tolist() == [[2, 3], [2, 1]]
+def test_a_vocabulary_is_of_the_training_rows(tmp_path: Path) -> None:
+    file = tmp_path / "notes.csv"
+    file.write_text("who,set,text,y\nn,train,a b,0\nn,test,a c,1\nn,train,a a,1\n")
+    data = from_table(file, "who", "y", text_column="text", split_column="set", length=2)
+    assert data.train.x.tolist() == [[2, 3], [2, 2]]
+    assert data.test.x.tolist() == [[2, 1]]
+    assert data.preprocessing.transform({"text": ["b c a"]}).tolist() == [[3, 1]]
+    again = Preprocessing.from_mapping(json.loads(json.dumps(data.preprocessing.to_mapping())))
+    assert again.transform({"text": ["b c a"]}).tolist() == [[3, 1]]
+
+
+def test_a_function_that_is_given_in_python_is_not_stored() -> None:
+    stored = TextColumn("text", str.split, 3, 9).to_mapping()
+    with pytest.raises(DataError, match="given in Python"):
+        TextColumn.from_mapping(stored)
 
 
 def test_hashed_words_have_the_same_number_wherever_they_are() -> None:
@@ -156,20 +171,6 @@ def test_what_is_wrong_with_a_table_is_one_line(
     done = call("run", "fedavg", *words, "rounds=1")
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.stderr
     assert said in done.stderr
-
-
-def test_categories_stand_beside_numbers(tmp_path: Path) -> None:
-    file = tmp_path / "visits.csv"
-    file.write_text("site,age,ward,kind,ill\n" + "n,61,B,2,1\ns,47,A,0,0\n" * 4)
-    data = from_table(file, "site", "ill", category_columns=["ward", "kind"])
-    assert data.train.x["numbers"].dtype == torch.float32
-    assert data.train.of(0)[0]["categories"][0].tolist() == [1, 2]
-    assert data.train.of(1)[0]["categories"][0].tolist() == [0, 0]
-    alone = from_table(file, "site", "ill", [], category_columns=["kind"])
-    assert list(alone.train.x) == ["categories"]
-    file.write_text("site,ward,ill\nn,-1,1\nn,2,0\n")
-    with pytest.raises(DataError, match="column ward is -1 in row 0"):
-        from_table(file, "site", "ill", category_columns=["ward"])
 
 
 # LEAF ------------------------------------------------------------------------------------------------------

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 import sartor
 from sartor.data.clients import from_clients
-from sartor.data.loaders import read_client
+from sartor.data.loaders import from_table, read_client
 from sartor.data.partitions import Partition
 from sartor.data.readers import read_cifar, read_idx
-from sartor.data.tables import from_table
 from sartor.remote.admission import introduction_of
 from sartor.remote.audit import Audit, Entry
 from sartor.remote.audit import read as read_audit

@@ -15,6 +15,7 @@ from sartor.commands import (
     data,
     deploy,
     evaluate,
+    export,
     models,
     report,
     reproduce,
@@ -22,6 +23,7 @@ from sartor.commands import (
     run,
     search,
     settings,
+    watch,
 )
 from sartor.commands.base import app
 
@@ -32,6 +34,7 @@ __all__ = [
     "data",
     "deploy",
     "evaluate",
+    "export",
     "main",
     "models",
     "report",
@@ -40,6 +43,7 @@ __all__ = [
     "run",
     "search",
     "settings",
+    "watch",
 ]
 
 

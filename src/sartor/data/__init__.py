@@ -12,7 +12,9 @@ from sartor.data.loaders import (
     from_dataset,
     from_flower_partitioner,
     from_folder,
+    from_table,
     source_from_dataset,
+    source_from_table,
 )
 from sartor.data.named import read_data, register_data
 from sartor.data.partitions import (
@@ -25,7 +27,6 @@ from sartor.data.partitions import (
     plot_partition,
 )
 from sartor.data.sources import SOURCES, Source, load_source
-from sartor.data.tables import from_table, source_from_table
 from sartor.data.texts import encoded
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Your own data: a folder of files, a torch data set, Hugging Face's data sets, Flower's partitions.
+"""Your own data: a folder of files, a table with a client column, a torch data set, Flower's partitions.
 
 Data already in memory go through :func:`sartor.data.clients.from_clients`; everything here ends there or in a
 :class:`~sartor.data.sources.Source`.
@@ -7,6 +7,7 @@ Data already in memory go through :func:`sartor.data.clients.from_clients`; ever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ import torch
 from sartor import nests
 from sartor.data.apportion import cut
 from sartor.data.clients import SPLITS, ClientData, Pair, Samples, from_clients, relabel
+from sartor.data.labels import check_labels, listed, texts_of
 from sartor.data.partitions import Partition, apply, make_partition
-from sartor.data.readers import read_npz
+from sartor.data.preprocessing import NumberColumns, Preprocessing, check_column
+from sartor.data.readers import check_file, check_fits, read_npz
 from sartor.data.samples import inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.schemes import Scheme
 from sartor.data.sources import Source
 from sartor.data.streams import stream
-from sartor.data.texts import Tokenizer, encoded
+from sartor.data.texts import TextColumn, Tokenizer, encoded
 from sartor.errors import DataError
 from sartor.settings import unknown
 
@@ -62,7 +65,7 @@ def from_folder(
 
 def read_client(file: Path) -> Samples | Mapping[str, Samples]:
     """What an npz file holds of one client, as :func:`~sartor.data.clients.from_clients` takes it."""
-    held = _nested(read_npz(file))
+    held = nested(read_npz(file))
     if set(held) == {"x", "y"}:
         return held["x"], held["y"]
     known = {f"{split}_{part}" for split in SPLITS for part in "xy"}
@@ -80,7 +83,7 @@ def read_client(file: Path) -> Samples | Mapping[str, Samples]:
     return {split: (held[x], held[y]) for split, (x, y) in given.items()}
 
 
-def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays whose names have dots as dicts of arrays, or as tuples where the names are places."""
     held: dict[str, Any] = {}
     for name, array in arrays.items():
@@ -93,10 +96,141 @@ def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inner(named: dict[str, Any]) -> Any:
-    inner = _nested(named)
+    inner = nested(named)
     if set(inner) == {str(place) for place in range(len(inner))}:
         return tuple(inner[str(place)] for place in range(len(inner)))
     return inner
+
+
+def from_table(
+    path: str | Path,
+    client_column: str,
+    label_column: str,
+    feature_columns: Sequence[str] | None = None,
+    *,
+    text_column: str | None = None,
+    tokens: str | Tokenizer = "words",
+    length: int = 64,
+    vocabulary: int = 10_000,
+    split_column: str | None = None,
+    test_fraction: float = 0.2,
+    validation_fraction: float = 0.0,
+    seed: int = 0,
+    targets: str = "class",
+    labels: Sequence[str] | None = None,
+) -> ClientData:
+    """A CSV or Parquet table with a column that names the client of each row.
+
+    Features are the given columns, or all others; they must be numbers. With a ``text_column`` a sample is
+    its text in ``tokens`` instead, as in :func:`~sartor.data.texts.encoded`. Labels are whole numbers from 0,
+    or texts, which are numbered in alphabetical order, or as in ``labels``: then every label in a CSV file is
+    a text, also one that looks like a number. ``split_column`` may say ``train``, ``test`` or ``validation``
+    for each row; otherwise the splits are drawn. Clients are in ascending order.
+    """
+    path = Path(path)
+    columns = read_table(path, texts=_texts(label_column if labels is not None else None, text_column))
+    reserved = list(_texts(client_column, label_column, split_column))
+    split = None
+    if split_column is not None:
+        check_column(columns, split_column, str(path))
+        split = np.asarray(columns[split_column].to_pylist()).astype(str)
+        if not np.isin(split, SPLITS).all():
+            wrong = str(split[np.argmax(~np.isin(split, SPLITS))])
+            raise DataError(
+                f"{path}: column {split_column} says {wrong!r}; expected train, test or validation"
+            )
+    learnt = None if split is None else (split == "train").tolist()
+    wanted = feature_columns, text_column, tokens, length, vocabulary, path, learnt
+    reader = _reader(columns, reserved, *wanted)
+    x = reader.samples(columns, str(path))
+    y = np.asarray(columns[label_column].to_pylist())
+    names, owner = np.unique(np.asarray(columns[client_column].to_pylist()), return_inverse=True)
+    clients: dict[str, Samples | Mapping[str, Samples]] = {}
+    rows_of = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])
+    for name, mine in zip(names, rows_of, strict=True):
+        if split is None:
+            clients[str(name)] = (nests.rows(x, mine), y[mine])
+        else:
+            parts = {part: mine[split[mine] == part] for part in SPLITS}
+            clients[str(name)] = {
+                part: (nests.rows(x, rows), y[rows]) for part, rows in parts.items() if len(rows)
+            }
+    data = from_clients(
+        clients,
+        test_fraction=test_fraction,
+        validation_fraction=validation_fraction,
+        seed=seed,
+        targets=targets,
+        name=path.stem,
+    )
+    data = replace(data, preprocessing=Preprocessing(table=reader))
+    return data if labels is None else relabel(data, labels, str(path))
+
+
+def source_from_table(
+    path: str | Path,
+    label_column: str,
+    feature_columns: Sequence[str] | None = None,
+    *,
+    text_column: str | None = None,
+    tokens: str | Tokenizer = "words",
+    length: int = 64,
+    vocabulary: int = 10_000,
+    targets: str = "class",
+    labels: Sequence[str] | None = None,
+) -> Source:
+    """A CSV or Parquet table whose rows a partition is to divide; the rest is as in :func:`from_table`."""
+    path = Path(path)
+    columns = read_table(path, texts=_texts(label_column if labels is not None else None, text_column))
+    reader = _reader(columns, [label_column], feature_columns, text_column, tokens, length, vocabulary, path)
+    x = inputs_of(reader.samples(columns, str(path)), str(path))
+    given = np.asarray(columns[label_column].to_pylist())
+    texts = texts_of(given) if targets in ("class", "any") else None
+    found = None if texts is None else tuple(sorted(set(texts.tolist()))) if labels is None else tuple(labels)
+    if found is not None and texts is not None:
+        check_labels(found)
+        given = np.array([_place_of(label, found, path, row) for row, label in enumerate(texts.tolist())])
+    y = targets_of(given, str(path), targets)
+    classes = number_of_classes(y, targets) if found is None else len(found)
+    test_x, test_y = nests.rows((x, y), slice(0, 0))
+    return Source(path.stem, x, y, test_x, test_y, classes, found, Preprocessing(table=reader))
+
+
+def _place_of(label: str, labels: Sequence[str], path: Path, row: int) -> int:
+    if label not in labels:
+        raise DataError(f"{path}: row {row} has the label {label!r}, not among the classes {listed(labels)}")
+    return labels.index(label)
+
+
+def _texts(*columns: str | None) -> tuple[str, ...]:
+    return tuple(column for column in columns if column is not None)
+
+
+def _reader(
+    columns: Mapping[str, Any],
+    reserved: Sequence[str],
+    features: Sequence[str] | None,
+    text: str | None,
+    tokens: str | Tokenizer,
+    length: int,
+    vocabulary: int,
+    path: Path,
+    learnt: Sequence[bool] | None = None,
+) -> NumberColumns | TextColumn:
+    """How the rows of a table are read: as numbers, or as a text."""
+    if not len(next(iter(columns.values()), ())):
+        raise DataError(f"{path}: no rows")
+    if features is None:
+        features = [] if text is not None else [column for column in columns if column not in reserved]
+    for column in (*reserved, *features, *_texts(text)):
+        check_column(columns, column, str(path))
+    if text is not None and features:
+        raise DataError(f"{path}: with the text {text} other columns cannot be read; leave them out")
+    if set(_texts(text) or features) & set(reserved) or not (features or text):
+        raise DataError(f"{path}: give at least one feature column besides {', '.join(reserved)}")
+    if text is None:
+        return NumberColumns(tuple(features))
+    return TextColumn.learnt(text, columns, tokens, length, vocabulary, learnt, str(path))
 
 
 def from_columns(
@@ -291,6 +425,35 @@ def from_flower_partitioner(
         targets=targets,
         name="flower",
     )
+
+
+def read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
+    """The columns of a table, by the ending of its name; some of a CSV file are texts, whatever they hold."""
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    check_file(path)
+    check_fits(path, path.stat().st_size)
+    try:
+        if path.suffix.lower() in (".parquet", ".pq"):
+            groups = parquet.read_metadata(path)
+            check_fits(path, sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)))
+            table = parquet.read_table(path)
+        elif path.suffix.lower() == ".csv":
+            types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
+            table = csv.read_csv(path, convert_options=types)
+        else:
+            raise DataError(f"{path}: expected a name that ends in .csv or .parquet")
+        names = list(table.column_names)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as a table ({' '.join(str(error).split())[:200]})") from None
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise DataError(f"{path}: two columns are called {', '.join(sorted(twice))}")
+    unprintable = [name for name in names if not name.isprintable()]
+    if unprintable:
+        raise DataError(f"{path}: the column name {unprintable[0]!r} is not printable; rename it")
+    return {name: table.column(name) for name in names}
 
 
 def _collect(dataset: Any, name: str) -> Pair:

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 from sartor.data.clients import ClientData, from_clients, relabel
 from sartor.data.heart import read_heart_disease
 from sartor.data.leaf import from_leaf, is_leaf
-from sartor.data.loaders import from_folder, is_dataset, source_from_dataset
+from sartor.data.loaders import from_folder, from_table, is_dataset, source_from_dataset, source_from_table
 from sartor.data.settings import COLUMNS, Data
 from sartor.data.sources import SOURCES, Loaded, Loader, Source, data_folder, load_source
-from sartor.data.tables import from_table, source_from_table
 from sartor.errors import DataError, SettingError
 from sartor.extensions import call, find_function, function_file
 
@@ -94,8 +93,7 @@ def _table(path: Path, settings: Data, options: dict[str, Any]) -> Source | Clie
         raise SettingError(
             "data.path: a table needs data.label_column too, and data.client_column where rows are somebody's"
         )
-    options |= {key: getattr(settings, key) for key in ("category_columns", "text_column")}
-    options |= {key: getattr(settings, key) for key in ("tokens", "length", "vocabulary")}
+    options |= {key: getattr(settings, key) for key in ("text_column", "tokens", "length", "vocabulary")}
     if settings.client_column is not None:
         return from_table(path, settings.client_column, settings.label_column, **options)
     for unused in ("validation_fraction", "seed"):  # what divides the rows has them

@@ -274,6 +274,7 @@ def apply(
         hash=partition.hash,
         name=source.name,
         labels=source.names,
+        preprocessing=source.preprocessing,
     )
     return prepare(data, normalise=normalise, features=features)
 

@@ -13,7 +13,7 @@ from sartor.settings import setting
 OWN_DATA = "own"
 """The name of data that was given in Python: a stored experiment can name it, but not load it."""
 
-COLUMNS = ("client_column", "label_column", "category_columns", "text_column")
+COLUMNS = ("client_column", "label_column", "text_column")
 """What is said of a table alone."""
 
 
@@ -33,9 +33,6 @@ class Data:
         None, "column of an own table that names the client; left out: a partition divides its rows"
     )
     label_column: str | None = setting(None, "column of an own table that holds the label")
-    category_columns: tuple[str, ...] = setting(
-        (), "columns of an own table whose values are categories: texts, or whole numbers from 0"
-    )
     text_column: str | None = setting(
         None, "column of an own table that holds a text, whose tokens are the sample"
     )

@@ -12,7 +12,8 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -21,6 +22,8 @@ from sartor.extensions import find_function, function_file
 from sartor.nests import Nest
 
 KINDS = ("words", "characters", "hashed")
+OWN = "own"
+"""How a function that has no name in a file is stored."""
 PADDING, UNKNOWN, FIRST = 0, 1, 2
 """The token of padding, that of what is not known, and the first of the vocabulary."""
 Tokenizer: TypeAlias = "Callable[[str], Any]"
@@ -43,36 +46,102 @@ def encoded(
     *,
     length: int = 64,
     vocabulary: int = 10_000,
-    learnt: Sequence[bool] | None = None,
     where: str = "text",
 ) -> Nest:
     """Texts as rows of tokens, ``[texts, length]``; arrays by name where a function gives such.
 
     ``tokens`` is ``words`` or ``characters``, numbered by how often they occur, at most ``vocabulary`` of
     them; ``hashed`` for words that are numbered by their hash, the same wherever they occur; or a function,
-    as such or as in ``mine.py:tokens``. ``learnt`` says which texts the vocabulary is made of; left out, all.
+    as such or as in ``mine.py:tokens``.
     """
-    told = f"{where}: tokens" if callable(tokens) else f"{where}: tokens = {tokens!r}"
-    if isinstance(tokens, str) and function_file(tokens) is not None:
-        tokens = find_function(tokens, "data.tokens")
-    if isinstance(tokens, str) and tokens not in KINDS:
-        raise SettingError(f"{told}: one of {', '.join(KINDS)}, or a function as in mine.py:tokens")
-    split: Tokenizer = tokens if callable(tokens) else list if tokens == "characters" else words
-    found = [_tokens_of(split, text, f"{where}: row {row}", told) for row, text in enumerate(texts)]
-    if isinstance(found[0], Mapping):
-        return {
-            name: torch.tensor([_row(each[name], length) for each in found], dtype=torch.int64)
-            for name in found[0]
-        }
-    if tokens == "hashed":
-        numbered = [[_hashed(token, vocabulary) for token in text] for text in found]
-    elif any(isinstance(token, str) for text in found for token in text):
-        kept = found if learnt is None else [text for text, use in zip(found, learnt, strict=True) if use]
-        place = {token: FIRST + rank for rank, token in enumerate(_frequent(kept, vocabulary))}
-        numbered = [[place.get(token, UNKNOWN) for token in text] for text in found]
-    else:
-        numbered = found
-    return torch.tensor([_row(text, length) for text in numbered], dtype=torch.int64)
+    table = {"text": texts}
+    return TextColumn.learnt("text", table, tokens, length, vocabulary, None, where).samples(table, where)
+
+
+@dataclass(frozen=True)
+class TextColumn:
+    """A column of texts, each a row of tokens; a way to read tables (:mod:`sartor.data.preprocessing`)."""
+
+    kind: ClassVar[str] = "text"
+    column: str
+    tokens: str | Tokenizer
+    length: int
+    vocabulary: int
+    known: tuple[str, ...] | None = None
+    """What is numbered, in its order; None where the numbers are those of a function or of a hash."""
+
+    @classmethod
+    def learnt(
+        cls,
+        column: str,
+        table: Mapping[str, Any],
+        tokens: str | Tokenizer,
+        length: int,
+        vocabulary: int,
+        chosen: Sequence[bool] | None,
+        where: str,
+    ) -> TextColumn:
+        """With the vocabulary of some rows, or of all."""
+        reader = cls(column, tokens, length, vocabulary)
+        found = reader._cut(table, where)
+        if tokens == "hashed" or not isinstance(found[0], list) or not isinstance(found[0][0], str):
+            return reader
+        kept = found if chosen is None else [text for text, use in zip(found, chosen, strict=True) if use]
+        return replace(reader, known=tuple(_frequent(kept, vocabulary)))
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The one column."""
+        return (self.column,)
+
+    def samples(self, table: Mapping[str, Any], where: str) -> Nest:
+        """Rows of tokens."""
+        found = self._cut(table, where)
+        if isinstance(found[0], Mapping):
+            return {
+                name: torch.tensor([_row(each[name], self.length) for each in found]) for name in found[0]
+            }
+        if self.known is not None:
+            place = {token: FIRST + rank for rank, token in enumerate(self.known)}
+            found = [[place.get(token, UNKNOWN) for token in text] for text in found]
+        elif self.tokens == "hashed":
+            found = [[_hashed(token, self.vocabulary) for token in text] for text in found]
+        return torch.tensor([_row(text, self.length) for text in found])
+
+    def _cut(self, table: Mapping[str, Any], where: str) -> list[Any]:
+        """The tokens of every text."""
+        split, told = self._tokenizer(where), f"{where}: tokens"
+        values = table[self.column]
+        texts = values.to_pylist() if hasattr(values, "to_pylist") else values
+        return [_tokens_of(split, str(text), f"{where}: row {row}", told) for row, text in enumerate(texts)]
+
+    def _tokenizer(self, where: str) -> Tokenizer:
+        if not isinstance(self.tokens, str):
+            return self.tokens
+        if function_file(self.tokens) is not None:
+            return find_function(self.tokens, "data.tokens")
+        if self.tokens not in KINDS:
+            raise SettingError(
+                f"{where}: tokens = {self.tokens!r}: one of {', '.join(KINDS)}, or a function as in "
+                "mine.py:tokens"
+            )
+        return list if self.tokens == "characters" else words
+
+    def to_mapping(self) -> dict[str, Any]:
+        """All of it as JSON; a function is stored by its name, where it has one."""
+        tokens = self.tokens if isinstance(self.tokens, str) else OWN
+        known = None if self.known is None else list(self.known)
+        sizes = {"length": self.length, "vocabulary": self.vocabulary}
+        return {"column": self.column, "tokens": tokens, **sizes, "known": known}
+
+    @classmethod
+    def from_mapping(cls, stored: Mapping[str, Any]) -> TextColumn:
+        """What :meth:`to_mapping` gave."""
+        if stored["tokens"] == OWN:
+            raise DataError("its texts are cut by a function that was given in Python, which is not stored")
+        known = stored["known"]
+        sizes = stored["length"], stored["vocabulary"]
+        return cls(stored["column"], stored["tokens"], *sizes, None if known is None else tuple(known))
 
 
 def _frequent(texts: Iterable[Sequence[str]], most: int) -> list[str]:

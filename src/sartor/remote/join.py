@@ -16,10 +16,9 @@ from typing import Any
 
 from sartor.data.clients import ClientData, from_clients
 from sartor.data.leaf import from_leaf, is_leaf
-from sartor.data.loaders import from_folder, read_client
+from sartor.data.loaders import from_folder, from_table, read_client
 from sartor.data.named import read_data
 from sartor.data.settings import Data
-from sartor.data.tables import from_table
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import function_file
 from sartor.files import OWNER_ALONE, private_folder, write
