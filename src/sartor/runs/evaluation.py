@@ -218,7 +218,7 @@ class Tried:
     ) -> dict[str, dict[str, np.ndarray]]:
         function = comparison_of(call.function, "+".join(splits), "+".join(self.what.tallies))
         values = dict(self.federation.ask(function, clients, call.shared, call.each).values)
-        models = {name: values.pop(name) for name in ("w", "statistics") if name in values}
+        models: dict[str, Tensor] = {name: values.pop(name) for name in ("w", "statistics") if name in values}
         found = _by_split(values)
         if models:  # else they are functions and were tried by their clients
             found["pooled"] = self._pooled(models, clients)
