@@ -4,9 +4,9 @@
 
 ``one by one`` asks as if nobody knew of another question: every cell makes its models anew, every client's
 model goes through the pooled test data, and clients are evaluated all at once whatever a cache holds. Both
-ways evaluate the same models after the same rounds of the same run, and their counts are compared. Seconds are of
-the process's own CPU time on a CPU, so that other work on the machine counts little; the first third of the
-rounds warms up. MNIST is read from the folder that SARTOR_DATA names.
+ways evaluate the same models after the same rounds of the same run, and their counts are compared. Seconds
+are of the process's own CPU time on a CPU, so that other work on the machine counts little; the first third
+of the rounds warms up. MNIST is read from the folder that SARTOR_DATA names.
 """
 
 from __future__ import annotations
