@@ -49,6 +49,7 @@ bench: install
 	$(BIN)/python bench/engines.py
 	$(BIN)/python bench/central.py --large
 	$(BIN)/python bench/seeds.py
+	$(BIN)/python bench/evaluation.py
 	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/rows.py
 	$(BIN)/python bench/flower.py

@@ -43,7 +43,7 @@ from sartor.federation.transforms import TRANSFORMS, Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
-from sartor.runs.settings import AUTO, Checkpoints, Evaluate, Stop, Tracking
+from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
 if sys.version_info >= (3, 11):
@@ -111,9 +111,6 @@ class Experiment:
                 f"objective.path = {shown(self.objective.path)}: expected a function or class in a file, as "
                 "in mine.py:loss"
             )
-        if isinstance(self.evaluate.every, str) and self.evaluate.every != AUTO:
-            given = shown(self.evaluate.every)
-            raise SettingError(f"evaluate.every: expected a whole number (at least 0) or 'auto', got {given}")
         if self.stop.wanted and self.evaluate.every == 0:
             raise SettingError(
                 "stop: with evaluate.every = 0 only the last round is evaluated; give evaluate.every too"
