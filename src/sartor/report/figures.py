@@ -340,7 +340,8 @@ def _curve_words(lines: Sequence[Line], measure: str, cell: str) -> tuple[str, l
 
 def ranks(material: Material) -> Figure | None:
     """The critical-difference diagram of every stored comparison of at least three methods."""
-    options, views = {}, {}
+    options: dict[str, str] = {}
+    views: Views = {}
     for place, compared in enumerate(material.comparisons):
         found = compared.get("ranking")
         if not found or len(found["methods"]) < 3:

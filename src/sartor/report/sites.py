@@ -228,7 +228,8 @@ def _best(methods: Sequence[Group], headline: str, more: bool) -> tuple[Group, s
             cells = [run.last.get(f"{kind}_{split}") for kind in ("personal", "shared")]
             cell = next((cell for cell in cells if cell is not None), None)
             found.append(None if cell is None else cell.get(headline))
-        return None if any(each is None for each in found) else float(np.mean(found))
+        there = [float(each) for each in found if each is not None]
+        return float(np.mean(there)) if len(there) == len(found) else None
 
     for split in ("validation", "local"):
         values = [value(group, split) for group in methods]
