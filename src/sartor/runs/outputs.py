@@ -157,6 +157,8 @@ def values_of(data: ClientData, by: str, split: Any) -> np.ndarray:
             values = values * (deviation or 1.0) + float(own.mean[place])
         found = values.round(decimals=4) + 0.0  # no value is minus 0
     else:
+        if table is not None and by in table.columns:
+            raise SettingError(f"evaluate.by = {by!r}: is not one number in the samples of this table")
         path = by if by in leaves else f"x.{by}"
         if path not in leaves or leaves[path].dim() != 1:
             known = [*(table.columns if table is not None else ()), *(name for name in leaves if name != "x")]
