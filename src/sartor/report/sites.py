@@ -142,14 +142,15 @@ class Site:
         if gain is None:
             return None
         mean, low, high = gain
+        who = f"Client {self.name}" if self.name.isdecimal() else self.name
         unit = "points" if self.score.share else self.score.name
         size = self.score.shown(abs(mean))
         ends = f"(95 % {self.score.shown(low)} to {self.score.shown(high)})"
         if mean == 0:
-            return f"{self.name} is as well off as training alone {ends}"
+            return f"{who} is as well off as training alone {ends}"
         word = "gains" if mean > 0 else "loses"
         unsure = "" if low > 0 or high < 0 else ", which may be chance"
-        return f"{self.name} {word} {size} {unit} over training alone {ends}{unsure}"
+        return f"{who} {word} {size} {unit} over training alone {ends}{unsure}"
 
 
 def _weights(count: int, seed: int, name: str) -> Floats:
