@@ -175,9 +175,8 @@ def build_task(
     the objective needs, as ``classes``.
     """
     objective = Classification() if objective is None else objective
-    shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
-    outputs = objective.outputs(y, classes)
     if choice.path is None:
+        shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
         choice = settled(choice, [x], y)
         one = isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
         if not one and not getattr(choice.settings, "nested", False):
@@ -185,19 +184,56 @@ def build_task(
                 f"model.name = {choice.name!r}: takes one array, samples are {nests.words(x)}; give a model "
                 "of your own"
             )
+        outputs = objective.outputs(y, classes)
         named = choice.name, choice.settings, shape, outputs, seed, objective, classes
         return make_task(*named, adapters=choice.adapters)
-    build = find_function(choice.path, "model.path")
-    what = f"model.path = {choice.path!r}"
     head = None if choice.head is None else str(choice.head)
-    made = seeded(
-        lambda: adapted(call(build, what, shape=shape, classes=outputs), choice.adapters, head), seed
-    )
-    if isinstance(made, Task):
+    build, what = find_function(choice.path, "model.path"), f"model.path = {choice.path!r}"
+    factory = Factory(build, head, objective, Path(choice.path).name, what, choice.adapters)
+    return factory.task(x, y, classes, seed)
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A model that is built anew for every run, with what it draws drawn from the run's seed.
+
+    ``build`` is a class or a function that gives an ``nn.Module`` or a :class:`Task`; it is told the
+    ``shape`` of a sample and how many outputs (``classes``) are needed, where it declares them.
+    """
+
+    build: Callable[..., Any]
+    head: str | None = None
+    objective: Objective | None = None
+    name: str = ""
+    what: str = "model"
+    """What it is called in messages."""
+    adapters: int = 0
+    """The rank of adapters that it gets; 0: none."""
+
+    def task(self, x: Nest, y: Nest, classes: int | None, seed: int) -> Task:
+        """The task for such samples under a seed.
+
+        >>> net = Factory(lambda: nn.Linear(2, 2))
+        >>> starts = [net.task(torch.zeros(1, 2), torch.zeros(1).long(), 2, s).initial() for s in (0, 0, 1)]
+        >>> bool((starts[0] == starts[1]).all()), bool((starts[0] == starts[2]).any())
+        (True, False)
+        """
+        objective = Classification() if self.objective is None else self.objective
+        shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
+        outputs = objective.outputs(y, classes)
+
+        def build() -> Any:
+            made = call(self.build, self.what, shape=shape, classes=outputs)
+            return adapted(made, self.adapters, self.head)
+
+        made = seeded(build, seed)
+        if not isinstance(made, (nn.Module, Task)):
+            raise SettingError(f"{self.what}: expected an nn.Module, it gives a {type(made).__name__}")
+        name = self.name or type(made).__name__
+        if isinstance(made, nn.Module):
+            made = Task(made, objective=objective, classes=classes, head=self.head, name=name)
+        made.seeded = True
         return made
-    if not isinstance(made, nn.Module):
-        raise SettingError(f"{what}: expected an nn.Module, it gives a {type(made).__name__}")
-    return Task(made, objective=objective, classes=classes, head=head, name=Path(choice.path).name)
 
 
 def settled(choice: ModelChoice, samples: Sequence[Nest], y: Nest) -> ModelChoice:
@@ -241,7 +277,7 @@ def make_task(
         raise SettingError(f"model {name}: build() gives a {type(module).__name__}, expected an nn.Module")
     known = outputs if objective is None else classes
     task = Task(module, objective=objective, classes=known, head=head, name=name)
-    task.drawn = True
+    task.drawn = task.seeded = True
     return task
 
 
