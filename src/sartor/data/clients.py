@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from threading import Lock
-from typing import Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -31,6 +31,10 @@ from sartor.data.streams import stream
 from sartor.errors import DataError
 from sartor.nests import Nest
 from sartor.settings import shown
+
+if TYPE_CHECKING:
+    from sartor.data.schema import Column
+    from sartor.data.tables import Table
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +142,12 @@ class ClientData:
     labels: tuple[str, ...] | None = None
     public_x: torch.Tensor | None = None
     """Samples without labels that server and clients know, where there are any."""
+    columns: tuple[Column, ...] | None = None
+    """The schema of the table that the samples are rows of, where there is one."""
+    table: Table | None = None
+    """What the table holds, until the samples are prepared: they are the numbers of its rows."""
+    features: tuple[str, ...] | None = None
+    """The names of the columns of a plain table, in their order."""
 
     @property
     def clients(self) -> int:

@@ -7,6 +7,7 @@ Data already in memory go through :func:`sartor.data.clients.from_clients`; ever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,7 @@ def from_table(
         targets=targets,
         name=path.stem,
     )
+    data = replace(data, features=tuple(feature_columns))
     return data if labels is None else relabel(data, labels, str(path))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sartor.data.clients import ClientData, from_clients, relabel
 from sartor.data.loaders import from_folder, from_table
-from sartor.data.settings import Data
+from sartor.data.schema import Column
+from sartor.data.settings import COLUMN_KEYS, Data
 from sartor.data.sources import SOURCES, Loaded, Loader, Source, data_folder, load_source
+from sartor.data.tables import TABLES, from_schema, prepared
 from sartor.errors import DataError, SettingError
 from sartor.extensions import call, find_function, function_file
 
@@ -42,11 +45,27 @@ def register_data(name: str) -> Callable[[Function], Function]:
     return added
 
 
-def read_data(settings: Data, seed: int, targets: str = "class") -> Source | ClientData:
+def named_by(word: str | None) -> str:
+    """The setting that a word for data is for: ``name``, or ``path`` of data of a user's own.
+
+    >>> named_by("digits"), named_by("mine.py:load"), named_by("mine.csv")
+    ('name', 'path', 'path')
+    """
+    if word is None or word in SOURCES:
+        return "name"
+    own = function_file(word) is not None or os.path.exists(word) or Path(word).suffix.lower() in TABLES
+    return "path" if own else "name"
+
+
+def read_data(
+    settings: Data, seed: int, targets: str = "class", columns: Sequence[Column] = ()
+) -> Source | ClientData:
     """The samples that an experiment names, not yet divided among clients, or divided already.
 
-    ``targets`` says what a target is (:mod:`sartor.data.samples`).
+    ``targets`` says what a target is (:mod:`sartor.data.samples`), ``columns`` are the schema of a table.
     """
+    if columns and (settings.path is None or function_file(settings.path) is not None):
+        raise SettingError("columns: only for an own table; give data.path, or leave [columns] out")
     if settings.path is None:
         loader = SOURCES.get(settings.name)
         if not isinstance(loader, Loader):
@@ -66,18 +85,30 @@ def read_data(settings: Data, seed: int, targets: str = "class") -> Source | Cli
         "targets": targets,
         "labels": settings.labels,
     }
+    if not path.exists():
+        raise DataError(f"data.path = {settings.path!r}: no such file or folder")
+    if columns:
+        return prepared(from_schema(path, columns, **options))
     if path.is_dir():
         _refuse_columns(settings)
         return from_folder(path, **options)
-    if not path.exists():
-        raise DataError(f"data.path = {settings.path!r}: no such file or folder")
     if settings.client_column is None or settings.label_column is None:
-        raise SettingError("data.path: a table needs data.client_column and data.label_column too")
-    return from_table(path, settings.client_column, settings.label_column, **options)
+        raise SettingError(
+            "data.path: a table needs [columns], which `sartor data TABLE` proposes, or data.client_column "
+            "and data.label_column"
+        )
+    return from_table(
+        path,
+        settings.client_column,
+        settings.label_column,
+        settings.feature_columns,
+        split_column=settings.split_column,
+        **options,
+    )
 
 
 def _refuse_columns(settings: Data) -> None:
-    for key in ("client_column", "label_column"):
+    for key in COLUMN_KEYS:
         if getattr(settings, key) is not None:
             raise SettingError(f"data.{key}: only for a table, and {settings.path} is none; leave it out")
 

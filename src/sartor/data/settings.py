@@ -13,6 +13,9 @@ from sartor.settings import setting
 OWN_DATA = "own"
 """The name of data that was given in Python: a stored experiment can name it, but not load it."""
 
+COLUMN_KEYS = ("client_column", "label_column", "split_column", "feature_columns")
+"""Settings of an own table without a schema."""
+
 
 @dataclass(frozen=True)
 class Data:
@@ -26,6 +29,12 @@ class Data:
     )
     client_column: str | None = setting(None, "column of an own table that names the client")
     label_column: str | None = setting(None, "column of an own table that holds the label")
+    split_column: str | None = setting(
+        None, "column of an own table that says train, test or validation; left out: splits are drawn"
+    )
+    feature_columns: tuple[str, ...] | None = setting(
+        None, "columns of an own table that are features, all of them numbers; left out: all others"
+    )
     labels: tuple[str, ...] | None = setting(
         None, "all classes in order, where labels are texts; left out: those that occur, alphabetically"
     )

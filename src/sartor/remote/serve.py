@@ -198,7 +198,7 @@ def _serve_on(
     )
     admission = Admission(Requests(grid, service.deadline), experiment, owners)
     met = await_nodes(admission, grid, experiment, service)
-    data = assemble(met, experiment.data.labels)
+    data = assemble(met, experiment.data.labels, experiment.columns)
     _say(f"{len(met)} nodes with {data.clients} clients; {experiment.algorithm} begins")
     told = experiment
 

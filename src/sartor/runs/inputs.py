@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from torch import nn
 
 from sartor.data.clients import ClientData, from_clients, prepare, relabel
+from sartor.data.named import named_by
 from sartor.data.settings import OWN_DATA
 from sartor.errors import SettingError
 from sartor.extensions import function_file
@@ -36,7 +37,8 @@ class RunSettings(TypedDict, total=False):
     imports: Imports | None
     """Files or modules of your own to import first."""
     data: str | Mapping[str, Any] | ClientData | None
-    """A data set's name, a function as in ``mine.py:load``, ``{client: (x, y)}``, or ClientData."""
+    """A data set's name, a table or a folder, a function as in ``mine.py:load``, ``{client: (x, y)}``, or
+    ClientData."""
     model: str | nn.Module | Task | None
     """A network's name, a function as in ``net.py:build``, a module, or a Task."""
     objective: str | Mapping[str, Any] | Objective | Loss | None
@@ -51,6 +53,8 @@ class RunSettings(TypedDict, total=False):
     engine: str | Mapping[str, Any] | None
     """An engine's name, or its section."""
     device: str | None
+    columns: Mapping[str, Any]
+    """What the columns of a table are, by name."""
     public: Mapping[str, Any]
     partition: Mapping[str, Any]
     features: Mapping[str, Any]
@@ -114,7 +118,9 @@ class Given:
         own = tuple(None if given is None else task_of(*given) for given in self.own)
         if own_data is not None:
             own_data = prepare(own_data, features=experiment.features.settings)
-            experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, normalise=False))
+            # They are normalised where that is said; else they are as whoever gives them wants them.
+            said = isinstance(chosen.get("data"), Mapping) and chosen["data"].get("normalise") is True
+            experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, normalise=said))
         return Inputs(experiment, own_data, task, own if any(own) else ())
 
 
@@ -157,7 +163,7 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
         clients = there
         _put(given, "data", name=OWN_DATA)
     else:
-        _put(given, "data", **{"name" if function_file(data) is None else "path": data})
+        _put(given, "data", **{named_by(data): data})
         data = None
     _put(given, "data", clients=clients)
     if isinstance(model, (nn.Module, Task)):

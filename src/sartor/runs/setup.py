@@ -82,11 +82,11 @@ def set_up(
 ) -> Setup:
     """Load or take the data, make the models, and see whether they fit together.
 
-    ``own`` are given in Python for what some of ``[[models]]`` name. Data that are given are taken as they
-    are, unless ``normalise`` says otherwise.
+    ``own`` are given in Python for what some of ``[[models]]`` name. Data that are given in place of others
+    are taken as they are, unless ``normalise`` says otherwise.
     """
     if normalise is None:
-        normalise = data is None and experiment.data.normalise
+        normalise = experiment.data.normalise and (data is None or experiment.data.name == OWN_DATA)
     if experiment.engine.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
     partition = None
@@ -228,7 +228,7 @@ def load_data(
             "data.name = 'own': the data was given in Python, or lies at nodes; pass it again as data=..., "
             "or let nodes join `sartor serve --resume`"
         )
-    source = read_data(settings, experiment.seed, targets)
+    source = read_data(settings, experiment.seed, targets, experiment.columns)
     features = experiment.features.settings
     if isinstance(source, ClientData):
         data = prepare(source, features=features)
@@ -269,10 +269,12 @@ def resolve(
     what = measured(
         task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline, _largest(data)
     )
+    features = experiment.data.feature_columns if experiment.data.path is None else data.features
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
     return replace(
         experiment,
-        data=replace(experiment.data, labels=data.labels),
+        data=replace(experiment.data, labels=data.labels, feature_columns=features),
+        columns=data.columns or (),
         engine=replace(engine, name=name, compile=compiled),
         evaluate=replace(experiment.evaluate, headline=what.headline),
         model=replace(experiment.model, buffers=buffers),
