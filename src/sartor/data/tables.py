@@ -90,13 +90,9 @@ def from_schema(
     """
     columns = read_columns(columns) if isinstance(columns, Mapping) else tuple(columns)
     path = Path(path)
-    files = files_of(path)
-    if not files:
-        raise DataError(f"{path}: no table in it, whose name ends in {', '.join(TABLES)}")
-    parts = [_read(file, columns, None if path.is_dir() else name) for file in files]
-    raw = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    raw, owners = read_raw(path, columns, name)
     y = _targets(raw, columns, targets, labels, path)
-    rows = {str(client): np.flatnonzero(raw[""] == client) for client in np.unique(raw[""].astype(str))}
+    rows = {str(client): np.flatnonzero(owners == client) for client in np.unique(owners)}
     split = role(columns, "split")
     clients: dict[str, Samples | Mapping[str, Samples]] = {
         client: _split(mine, y, None if split is None else raw[split]) for client, mine in rows.items()
@@ -117,6 +113,18 @@ def from_schema(
         content = values.tobytes() if values.dtype != object else repr(values.tolist()).encode()
         digest.update(key.encode() + content)
     return replace(data, hash=digest.hexdigest(), columns=columns, table=Table(columns, seen))
+
+
+def read_raw(
+    path: Path, columns: Sequence[Column], name: str | None = None
+) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[Any]]:
+    """The columns of a table, or of all tables of a folder, that a schema has, and each row's client."""
+    files = files_of(path)
+    if not files:
+        raise DataError(f"{path}: no table in it, whose name ends in {', '.join(TABLES)}")
+    parts = [_read(file, columns, None if path.is_dir() else name) for file in files]
+    raw = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    return raw, raw.pop("").astype(str)
 
 
 def prepared(data: ClientData) -> ClientData:
@@ -278,7 +286,7 @@ def _read(path: Path, columns: Sequence[Column], name: str | None) -> dict[str, 
         if column.since is not None:
             made[column.name] = made[column.name] - made[column.since]
     if client in held:
-        made[""] = _texts(path, held[client], str(client))
+        made[""] = texts_of(path, held[client], str(client))
         gaps = gaps_of(made[""])
         if gaps.any():
             row = int(np.argmax(gaps))
@@ -342,7 +350,7 @@ def _values(path: Path, column: Column, values: Any) -> dict[str, npt.NDArray[An
     if column.kind == "date":
         seconds = as_seconds(path, column, values)
         return {column.name: seconds / DAY, _moments(column): seconds}
-    texts = _texts(path, values, column.name)
+    texts = texts_of(path, values, column.name)
     if column.kind in TEXTS:
         texts = _coded(path, column, texts)
     return {column.name: texts}
@@ -410,7 +418,7 @@ def _first(values: Any, read: Any) -> tuple[int, Any]:
     return 0, values[0].as_py()
 
 
-def _texts(path: Path, values: Any, name: str) -> npt.NDArray[Any]:
+def texts_of(path: Path, values: Any, name: str) -> npt.NDArray[Any]:
     """A column as texts, None where there is none; numbers are written as they are."""
     import pyarrow
     from pyarrow import compute
