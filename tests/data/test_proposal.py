@@ -85,7 +85,9 @@ def test_what_is_odd_is_told_with_who_and_where(table: Path) -> None:
     }
     assert seen == expected
     told = next(each.words for each in found if each.column == "sex" and each.what == "unlike")
-    assert told == "100% of its rows are 'female', 'male', which no other client has; other codes for the same?"
+    assert (
+        told == "100% of its rows are 'female', 'male', which no other client has; other codes for the same?"
+    )
 
 
 def test_a_number_that_is_the_target_is_found(tmp_path: Path) -> None:

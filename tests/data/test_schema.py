@@ -31,7 +31,14 @@ from sartor.data.statistics import (
     merged,
     statistics_of,
 )
-from sartor.data.tables import blank, encode, from_schema, prepared, read_features
+from sartor.data.tables import (
+    SchemaColumns,
+    blank,
+    encode,
+    from_schema,
+    prepared,
+    read_columns_of,
+)
 from sartor.errors import DataError, SettingError
 from sartor.remote.admission import Admission
 from sartor.remote.audit import Audit
@@ -263,7 +270,7 @@ def test_dates_are_days_and_points_of_circles(tmp_path: Path) -> None:
             "h": {"kind": "date", "scale": "none", "parts": ["hour"]},
         }
     )
-    x = read_features(path, columns)[0].numpy()
+    x = SchemaColumns(columns).samples(read_columns_of(path), "t")[0].numpy()
     december, wednesday = 2 * np.pi * 11 / 12, 2 * np.pi * 2 / 7
     born = [-1, np.sin(december), np.cos(december), np.sin(wednesday), np.cos(wednesday)]
     expected = [*born, 0.25, 1, 0, 2]

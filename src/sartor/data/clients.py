@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
@@ -26,6 +26,7 @@ from sartor import nests
 from sartor.data.apportion import cut
 from sartor.data.labels import check_labels, listed, other_kind, texts_of
 from sartor.data.moments import Moments, moments_of
+from sartor.data.preprocessing import NumberColumns, Preprocessing
 from sartor.data.samples import TARGETS, inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.streams import stream
 from sartor.errors import DataError
@@ -146,13 +147,19 @@ class ClientData:
     """The schema of the table that the samples are rows of, where there is one."""
     table: Table | None = None
     """What the table holds, until the samples are prepared: they are the numbers of its rows."""
-    features: tuple[str, ...] | None = None
-    """The names of the columns of a plain table, in their order."""
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    """What was done with the raw rows, so that it can be done with new ones."""
 
     @property
     def clients(self) -> int:
         """How many clients there are."""
         return len(self.names)
+
+    @property
+    def features(self) -> tuple[str, ...] | None:
+        """The names of the columns of a plain table, in their order."""
+        reader = self.preprocessing.table
+        return reader.columns if isinstance(reader, NumberColumns) else None
 
     def to(self, device: torch.device | str) -> ClientData:
         """The same data on a device."""
@@ -185,6 +192,11 @@ class ClientData:
         y = self.pooled_y if targets is None else targets(self.pooled_y)
         y = mapped["test"].y if self.pooled_y is self.test.y else y
         return dataclasses.replace(self, pooled_x=x, pooled_y=y, **mapped)
+
+    def preprocessed(self, function: Change, **step: Any) -> ClientData:
+        """The same data with every input mapped, which is noted as a step of the preprocessing."""
+        noted = dataclasses.replace(self.preprocessing, **step)
+        return dataclasses.replace(self.map(function), preprocessing=noted)
 
 
 def from_clients(
@@ -545,19 +557,11 @@ def prepare(
     if isinstance(data.train, LazySplit) and normalise:
         raise DataError(f"{data.name}: lazy clients cannot be normalised here; do it in their fetch function")
     if features is not None:
-        data = data.map(features)
+        data = data.preprocessed(features, features=features)
     if not normalise:
         return data
     moments = moments_of((like or data).train.x) if like is None or isinstance(like, ClientData) else like
-
-    def scaled(path: str, leaf: torch.Tensor) -> torch.Tensor:
-        if not leaf.is_floating_point():
-            return leaf
-        return (
-            moments[path].normalise(leaf[:, None])[:, 0] if leaf.ndim == 1 else moments[path].normalise(leaf)
-        )
-
-    return data.map(lambda x: nests.named(scaled, x, "x"))
+    return data.preprocessed(Preprocessing(moments=moments).scaled, moments=moments)
 
 
 def check_fraction(name: str, fraction: float) -> None:

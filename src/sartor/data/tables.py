@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,13 @@ import torch
 
 from sartor import nests
 from sartor.data.clients import SPLITS, ClientData, Samples, from_clients, relabel
+from sartor.data.preprocessing import READERS
 from sartor.data.readers import check_file, check_fits
 from sartor.data.schema import (
     NUMBERS,
     TEXTS,
     Column,
+    columns_mapping,
     feature_names,
     features,
     numbered,
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 TABLES = (".csv", ".parquet", ".pq")
 """How the names of tables end."""
 DAY = 86400.0
+NOTHING = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "#N/A")
+"""What stands for no value in a text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,15 +157,52 @@ def told_of(data: ClientData) -> Told:
 def encoded(data: ClientData, columns: Sequence[Column]) -> ClientData:
     """Clients of a table, prepared by columns of which all is known."""
     assert data.table is not None
-    x = encode(columns, data.table.raw)
-    columns = tuple(columns)
-    return replace(data.map(lambda rows: nests.rows(x, rows[:, 0])), columns=columns, table=None)
+    x, columns = encode(columns, data.table.raw), tuple(columns)
+    data = data.preprocessed(lambda rows: nests.rows(x, rows[:, 0]), table=SchemaColumns(columns))
+    return replace(data, columns=columns, table=None)
 
 
-def read_features(path: str | Path, columns: Sequence[Column]) -> Nest:
-    """The samples of a table without labels, prepared by columns of which all is known."""
-    seen = features(columns)
-    return encode(seen, _read(Path(path), seen, None))
+@dataclass(frozen=True)
+class SchemaColumns:
+    """Rows by columns of which all is known, without a label: how a table's preprocessing reads new ones.
+
+    >>> import pyarrow
+    >>> reader = SchemaColumns(read_columns({"sex": {"kind": "category", "values": ["f", "m"]}}))
+    >>> reader.samples({"sex": pyarrow.array(["m", "x"])}, "new")
+    tensor([[0., 1., 0.],
+            [0., 0., 1.]])
+    """
+
+    kind: ClassVar[str] = "schema"
+    schema: tuple[Column, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that it needs."""
+        return tuple(column.name for column in features(self.schema))
+
+    def samples(self, table: Mapping[str, Any], where: str) -> Nest:
+        """The samples of all rows."""
+        seen = features(self.schema)
+        held = {name: _whole(table[name]) for name in table}
+        return encode(seen, _values_of(held, seen, where))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The columns as an experiment has them."""
+        return {"columns": columns_mapping(features(self.schema))}
+
+    @classmethod
+    def from_mapping(cls, stored: Mapping[str, Any]) -> SchemaColumns:
+        """Of such columns."""
+        return cls(read_columns(stored["columns"]))
+
+
+READERS[SchemaColumns.kind] = SchemaColumns
+
+
+def _whole(values: Any) -> Any:
+    """A column in one piece."""
+    return values.combine_chunks() if hasattr(values, "combine_chunks") else values
 
 
 def blank(columns: Sequence[Column]) -> Nest:
@@ -277,14 +318,11 @@ def _read(path: Path, columns: Sequence[Column], name: str | None) -> dict[str, 
     if not rows:
         raise DataError(f"{path}: no rows")
     client = role(columns, "client")
+    others = sorted(set(held) - {column.name for column in columns})
+    if others:
+        log.warning("%s: the schema does not have the columns %s; they are left out", path, ", ".join(others))
     wanted = [column for column in columns if column.kind not in ("out", "client")]
-    _check_names(path, held, columns, wanted)
-    made: dict[str, npt.NDArray[Any]] = {}
-    for column in wanted:
-        made |= _values(path, column, held[column.name])
-    for column in wanted:
-        if column.since is not None:
-            made[column.name] = made[column.name] - made[column.since]
+    made = _values_of(held, wanted, path)
     if client in held:
         made[""] = texts_of(path, held[client], str(client))
         gaps = gaps_of(made[""])
@@ -293,22 +331,26 @@ def _read(path: Path, columns: Sequence[Column], name: str | None) -> dict[str, 
             raise DataError(f"{path}: column {client} names no client in row {row} (first row is 0)")
     else:
         made[""] = np.full(rows, name or path.stem, dtype=object)
-    for column in wanted:
-        _refuse_gaps(path, column, made)
     return made
 
 
-def _check_names(
-    path: Path, held: Iterable[str], columns: Sequence[Column], wanted: Sequence[Column]
-) -> None:
+def _values_of(
+    held: Mapping[str, Any], wanted: Sequence[Column], where: Path | str
+) -> dict[str, npt.NDArray[Any]]:
+    """The wanted columns of a table as the schema reads them."""
+    made: dict[str, npt.NDArray[Any]] = {}
     for column in wanted:
         if column.name not in held:
             guess = nearest(column.name, held)
             hint = f"did you mean {guess}?" if guess else f"it has {', '.join(held)}"
-            raise DataError(f"{path}: no column {column.name}, which the schema has ([columns]); {hint}")
-    others = sorted(set(held) - {column.name for column in columns})
-    if others:
-        log.warning("%s: the schema does not have the columns %s; they are left out", path, ", ".join(others))
+            raise DataError(f"{where}: no column {column.name}, which the schema has ([columns]); {hint}")
+        made |= _values(where, column, held[column.name])
+    for column in wanted:
+        if column.since is not None:
+            made[column.name] = made[column.name] - made[column.since]
+    for column in wanted:
+        _refuse_gaps(where, column, made)
+    return made
 
 
 def read_columns_of(path: Path) -> dict[str, Any]:
@@ -343,7 +385,7 @@ def read_columns_of(path: Path) -> dict[str, Any]:
     return {name: table.column(name).combine_chunks() for name in table.column_names}
 
 
-def _values(path: Path, column: Column, values: Any) -> dict[str, npt.NDArray[Any]]:
+def _values(path: Path | str, column: Column, values: Any) -> dict[str, npt.NDArray[Any]]:
     """A column as the schema reads it; of a date whose parts are features, the seconds too."""
     if column.kind == "number":
         return {column.name: as_numbers(path, column.name, values)}
@@ -361,7 +403,7 @@ def _moments(column: Column) -> str:
     return f"{column.name}\0"
 
 
-def as_numbers(path: Path, name: str, values: Any) -> npt.NDArray[np.float64]:
+def as_numbers(path: Path | str, name: str, values: Any) -> npt.NDArray[np.float64]:
     """A column as numbers, nan where there is none."""
     import pyarrow
     from pyarrow import compute
@@ -384,7 +426,7 @@ def as_numbers(path: Path, name: str, values: Any) -> npt.NDArray[np.float64]:
     return made
 
 
-def as_seconds(path: Path, column: Column, values: Any) -> npt.NDArray[np.float64]:
+def as_seconds(path: Path | str, column: Column, values: Any) -> npt.NDArray[np.float64]:
     """A column as seconds since 1970, nan where there is none."""
     import pyarrow
     from pyarrow import compute
@@ -418,7 +460,7 @@ def _first(values: Any, read: Any) -> tuple[int, Any]:
     return 0, values[0].as_py()
 
 
-def texts_of(path: Path, values: Any, name: str) -> npt.NDArray[Any]:
+def texts_of(path: Path | str, values: Any, name: str) -> npt.NDArray[Any]:
     """A column as texts, None where there is none; numbers are written as they are."""
     import pyarrow
     from pyarrow import compute
@@ -427,11 +469,11 @@ def texts_of(path: Path, values: Any, name: str) -> npt.NDArray[Any]:
         texts = compute.cast(values, pyarrow.string())
     except pyarrow.ArrowException:
         raise DataError(f"{path}: column {name} ({values.type}) holds neither texts nor numbers") from None
-    made = np.array([None, *texts.to_pylist()], dtype=object)[1:]
-    return np.array([None, *(value.strip() or None if value else None for value in made)], dtype=object)[1:]
+    found = (value.strip() if value is not None else "" for value in texts.to_pylist())
+    return np.array([None, *(None if value in NOTHING else value for value in found)], dtype=object)[1:]
 
 
-def _coded(path: Path, column: Column, texts: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _coded(path: Path | str, column: Column, texts: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Categories by their words in the schema; an ordinal has no others."""
     for value in sorted(set(texts.tolist()) - {None}):
         known = column.codes.get(value, value)
@@ -445,7 +487,7 @@ def _coded(path: Path, column: Column, texts: npt.NDArray[Any]) -> npt.NDArray[A
     return np.array([None, *(column.codes.get(value, value) for value in texts)], dtype=object)[1:]
 
 
-def _refuse_gaps(path: Path, column: Column, made: Mapping[str, npt.NDArray[Any]]) -> None:
+def _refuse_gaps(path: Path | str, column: Column, made: Mapping[str, npt.NDArray[Any]]) -> None:
     values = made[column.name]
     gaps = gaps_of(values)
     if column.missing != "refuse" or not gaps.any():

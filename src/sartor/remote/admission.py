@@ -22,11 +22,12 @@ from sartor.data.clients import SPLITS, ClientData, Split
 from sartor.data.expect import unexpected
 from sartor.data.labels import check_labels, listed, other_kind
 from sartor.data.moments import Moments
+from sartor.data.preprocessing import NumberColumns, Preprocessing, TableReader
 from sartor.data.public import hash_of
 from sartor.data.samples import MOST_CLASSES
 from sartor.data.schema import Column
 from sartor.data.statistics import Told, agreed, fault, merged
-from sartor.data.tables import blank
+from sartor.data.tables import SchemaColumns, blank
 from sartor.errors import DataError
 from sartor.nests import Nest
 from sartor.remote.messages import DTYPES, Groups, Spec, readable, spec_of
@@ -430,6 +431,15 @@ def received_moments(numbers: Mapping[str, int], tensors: Mapping[str, torch.Ten
     }
 
 
+def common_moments(met: Mapping[int, Introduction]) -> dict[str, Moments] | None:
+    """How the samples of all nodes lie together; None where they are not normalised."""
+    told = [introduction.moments for introduction in met.values() if introduction.moments is not None]
+    common: dict[str, Moments] | None = None
+    for part in sorted(told, key=lambda part: sum(each.number for each in part.values())):
+        common = {path: common[path] + part[path] for path in part} if common else part
+    return common
+
+
 def _wrong(text: str) -> Failed:
     return Failed("malformed", f"its introduction: {text}")
 
@@ -580,6 +590,8 @@ def assemble(
     if columns:
         columns = agreed(columns, merged(columns, [met.table or {} for met in introductions.values()]))
         x = blank(columns)
+    reader: TableReader | None = None if first.features is None else NumberColumns(first.features)
+    reader = SchemaColumns(tuple(columns)) if columns else reader
 
     def split(part: str) -> Split:
         counts = np.array([rows[name][0].counts[part][rows[name][1]] for name in names], dtype=np.int64)
@@ -598,5 +610,5 @@ def assemble(
         name="own",
         labels=labels,
         columns=tuple(columns) or None,
-        features=first.features,
+        preprocessing=Preprocessing(table=reader, moments=common_moments(introductions)),
     )

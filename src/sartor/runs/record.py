@@ -4,6 +4,7 @@
 config.toml         the experiment, every setting written out
 environment.json    versions, platform, device, the time the run started, and the hashes of imported code
 partition.npz       which client holds which samples, where the data was partitioned
+signature.json      what the model takes and gives, and the preprocessing; see :mod:`sartor.runs.signature`
 rounds.jsonl        one line per round, written as the run goes
 clients.parquet     one row per client and evaluation
 summary.json        the result; written last, so a folder that has one is of a finished run
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 PARTITION = "partition.npz"
+SIGNATURE = "signature.json"
 ROUNDS = "rounds.jsonl"
 CLIENTS = "clients.parquet"
 SUMMARY = "summary.json"
@@ -75,7 +77,7 @@ MODELS = "models.safetensors"
 GROWING_CLIENTS = "clients.arrow"
 STATES = "states"
 """The folder of client states that are too large for memory."""
-FILES = (CONFIG, ENVIRONMENT, PARTITION, ROUNDS, CLIENTS, SUMMARY, MODELS)
+FILES = (CONFIG, ENVIRONMENT, PARTITION, SIGNATURE, ROUNDS, CLIENTS, SUMMARY, MODELS)
 BEGINNING = f"{UNFINISHED}run"
 """Lies in a folder until all is written that a run begins with; then another run may have the folder."""
 
@@ -100,7 +102,13 @@ class RunFolder:
         self._rounds: IO[bytes] | None = None
 
     @classmethod
-    def create(cls, path: Path | str | None, experiment: Experiment, partition: Any = None) -> RunFolder:
+    def create(
+        cls,
+        path: Path | str | None,
+        experiment: Experiment,
+        partition: Any = None,
+        signature: Mapping[str, Any] | None = None,
+    ) -> RunFolder:
         """A new folder with what a run begins with; no folder of another run is touched.
 
         Without a path it is ``runs/<algorithm>-<data>-s<seed>-<fingerprint>`` under the current folder, with
@@ -108,7 +116,7 @@ class RunFolder:
         """
         for folder in _default_folders(experiment) if path is None else [Path(path)]:
             run = cls(folder)
-            held = run._begin(experiment, partition)
+            held = run._begin(experiment, partition, signature)
             if held is None:
                 return run
         raise SartorError(f"{folder}: already holds a run ({held}); give another folder or remove it")
@@ -133,7 +141,9 @@ class RunFolder:
         """Whether a run may begin in a folder: it is not there, holds no run, or one that never began."""
         return cls(folder)._held() is None
 
-    def _begin(self, experiment: Experiment, partition: Any) -> str | None:
+    def _begin(
+        self, experiment: Experiment, partition: Any, signature: Mapping[str, Any] | None
+    ) -> str | None:
         """Write what a run begins with, the experiment last; or the file that tells of another run here."""
         with writing(self.path):
             if self.path.exists() and not self.path.is_dir():
@@ -146,16 +156,20 @@ class RunFolder:
                 with self.alone():
                     held = self._held()  # another process may have begun a moment ago
                     if held is None:
-                        self._write_beginning(experiment, partition)
+                        self._write_beginning(experiment, partition, signature)
                     return held
             except Busy:  # it is about to
                 return CONFIG
 
-    def _write_beginning(self, experiment: Experiment, partition: Any) -> None:
+    def _write_beginning(
+        self, experiment: Experiment, partition: Any, signature: Mapping[str, Any] | None
+    ) -> None:
         (self.path / BEGINNING).touch()
         self._store(ENVIRONMENT, _json_bytes(self._about(experiment)))
         if partition is not None:
             self.write_partition(partition)
+        if signature is not None:
+            self._store(SIGNATURE, _json_bytes(signature))
         self._store(CONFIG, to_toml(experiment).encode())
         (self.path / BEGINNING).unlink()
 
@@ -378,6 +392,11 @@ class RunFolder:
         if not is_whole(self._read_text(SUMMARY).encode()):
             raise SartorError(f"{self.path / SUMMARY}: damaged, its seal does not fit; {self._anew()}")
         return {key: value for key, value in summary.items() if key != KEY}
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What the model takes and gives, as it was stored."""
+        return self._read_object(SIGNATURE)
 
     @property
     def finished(self) -> bool:
