@@ -17,7 +17,9 @@ from sartor.errors import SettingError
 NODES = "in a federation it lies at the nodes"
 TIME = "in a federation nodes answer when they do"
 UNUSED_IN_A_FEDERATION = {
-    **dict.fromkeys(("data.name", "data.folder", "data.client_column", "data.label_column"), NODES),
+    **dict.fromkeys(
+        ("data.name", "data.path", "data.folder", "data.client_column", "data.label_column"), NODES
+    ),
     **dict.fromkeys(("data.split_column", "data.feature_columns"), NODES),
     "partition": NODES,
     **dict.fromkeys(("availability", "delay", "replies.dropout", "replies.deadline"), TIME),

@@ -23,6 +23,7 @@ from sartor.data.partitions import (
     plot_partition,
 )
 from sartor.data.sources import SOURCES, Source, load_source
+from sartor.data.tables import from_schema, prepared
 
 __all__ = [
     "FEATURES",
@@ -39,12 +40,14 @@ __all__ = [
     "from_dataset",
     "from_flower_partitioner",
     "from_folder",
+    "from_schema",
     "from_table",
     "lazy_clients",
     "load_source",
     "make_partition",
     "plot_partition",
     "prepare",
+    "prepared",
     "read_data",
     "register_data",
     "relabel",

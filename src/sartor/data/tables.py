@@ -2,8 +2,7 @@
 
 Reading (:func:`from_schema`) and preparing (:func:`encoded`) are two steps, as clients have to agree between
 them on what is learned: in one place :func:`prepared` does it, at nodes the server does
-(:mod:`sartor.data.statistics`). scikit-learn's transformers do the work; they are told what to do and fitted
-to nothing.
+(:mod:`sartor.data.statistics`). Ranks and words are scikit-learn's work, which is fitted to nothing.
 """
 
 from __future__ import annotations
@@ -256,10 +255,10 @@ def gaps_of(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def _scaled(column: Column, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    from sklearn.preprocessing import QuantileTransformer
-
     filled = np.where(np.isnan(values), np.nan if column.fill is None else float(column.fill), values)
     if column.scale == "quantile":
+        from sklearn.preprocessing import QuantileTransformer
+
         ranks = np.array(column.quantiles)[:, None]
         scaler = QuantileTransformer(n_quantiles=len(ranks), subsample=None).fit(ranks)
         return np.asarray(scaler.transform(filled[:, None]), np.float64)
@@ -297,15 +296,9 @@ def _one_hot(column: Column, values: npt.NDArray[Any]) -> npt.NDArray[np.float64
 
 def _index(column: Column, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """The number of each category, from 1; 0 is unknown."""
-    from sklearn.preprocessing import OrdinalEncoder
-
-    filled = np.where(gaps_of(values), column.fill if column.fill is not None else "", values)
-    known = np.array(column.values or (), dtype=object)
-    coder = OrdinalEncoder(categories=[known], handle_unknown="use_encoded_value", unknown_value=-1)
-    coder.fit(known[:1, None])
-    if not len(filled):
-        return np.zeros(0, np.int64)
-    return np.asarray(coder.transform(filled[:, None].astype(object))[:, 0], np.int64) + 1
+    number: dict[Any, int] = {value: place for place, value in enumerate(column.values or (), start=1)}
+    number[None] = number.get(column.fill, 0)
+    return np.array([number.get(value, 0) for value in values], np.int64)
 
 
 # What a file holds ------------------------------------------------------------------------------------

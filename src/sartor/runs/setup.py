@@ -88,8 +88,8 @@ def set_up(
     are taken as they are, unless ``normalise`` says otherwise.
     """
     if normalise is None:
-        own = data is not None and data.preprocessing.moments is None and experiment.data.name == OWN_DATA
-        normalise = experiment.data.normalise and (data is None or own)
+        plain = data is None or (data.preprocessing.moments is None and experiment.data.name == OWN_DATA)
+        normalise = experiment.data.normalise and plain
     if experiment.engine.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
     partition = None
