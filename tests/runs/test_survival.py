@@ -90,7 +90,7 @@ def numbers(folder: Path) -> dict[str, Any]:
     run = RunFolder.open(folder)
     return {
         "summary": {key: value for key, value in run.summary.items() if key != "seconds"},
-        "rounds": [{key: value for key, value in row.items() if key != "seconds"} for row in run.rounds],
+        "rounds": [{key: value for key, value in row.items() if "seconds" not in key} for row in run.rounds],
         "clients": (folder / "clients.parquet").read_bytes(),
         "models": (folder / "models.safetensors").read_bytes(),
     }

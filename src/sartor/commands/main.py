@@ -23,6 +23,7 @@ from sartor.commands import (
     run,
     search,
     settings,
+    watch,
 )
 from sartor.commands.base import app
 
@@ -42,6 +43,7 @@ __all__ = [
     "run",
     "search",
     "settings",
+    "watch",
 ]
 
 

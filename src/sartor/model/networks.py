@@ -174,9 +174,8 @@ def build_task(
     the objective needs, as ``classes``.
     """
     objective = Classification() if objective is None else objective
-    shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
-    outputs = objective.outputs(y, classes)
     if choice.path is None:
+        shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
         choice = settled(choice, [x], y)
         one = isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
         if not one and not getattr(choice.settings, "nested", False):
@@ -184,16 +183,47 @@ def build_task(
                 f"model.name = {choice.name!r}: takes one array, samples are {nests.words(x)}; give a model "
                 "of your own"
             )
+        outputs = objective.outputs(y, classes)
         return make_task(choice.name, choice.settings, shape, outputs, seed, objective, classes)
-    build = find_function(choice.path, "model.path")
-    what = f"model.path = {choice.path!r}"
-    made = seeded(lambda: call(build, what, shape=shape, classes=outputs), seed)
-    if isinstance(made, Task):
-        return made
-    if not isinstance(made, nn.Module):
-        raise SettingError(f"{what}: expected an nn.Module, it gives a {type(made).__name__}")
     head = None if choice.head is None else str(choice.head)
-    return Task(made, objective=objective, classes=classes, head=head, name=Path(choice.path).name)
+    build, what = find_function(choice.path, "model.path"), f"model.path = {choice.path!r}"
+    return Factory(build, head, objective, Path(choice.path).name, what).task(x, y, classes, seed)
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A model that is built anew for every run, with what it draws drawn from the run's seed.
+
+    ``build`` is a class or a function that gives an ``nn.Module`` or a :class:`Task`; it is told the
+    ``shape`` of a sample and how many outputs (``classes``) are needed, where it declares them.
+    """
+
+    build: Callable[..., Any]
+    head: str | None = None
+    objective: Objective | None = None
+    name: str = ""
+    what: str = "model"
+    """What it is called in messages."""
+
+    def task(self, x: Nest, y: Nest, classes: int | None, seed: int) -> Task:
+        """The task for such samples under a seed.
+
+        >>> net = Factory(lambda: nn.Linear(2, 2))
+        >>> starts = [net.task(torch.zeros(1, 2), torch.zeros(1).long(), 2, s).initial() for s in (0, 0, 1)]
+        >>> bool((starts[0] == starts[1]).all()), bool((starts[0] == starts[2]).any())
+        (True, False)
+        """
+        objective = Classification() if self.objective is None else self.objective
+        shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
+        outputs = objective.outputs(y, classes)
+        made = seeded(lambda: call(self.build, self.what, shape=shape, classes=outputs), seed)
+        if not isinstance(made, (nn.Module, Task)):
+            raise SettingError(f"{self.what}: expected an nn.Module, it gives a {type(made).__name__}")
+        name = self.name or type(made).__name__
+        if isinstance(made, nn.Module):
+            made = Task(made, objective=objective, classes=classes, head=self.head, name=name)
+        made.seeded = True
+        return made
 
 
 def settled(choice: ModelChoice, samples: Sequence[Nest], y: Nest) -> ModelChoice:
@@ -235,7 +265,7 @@ def make_task(
         raise SettingError(f"model {name}: build() gives a {type(module).__name__}, expected an nn.Module")
     known = outputs if objective is None else classes
     task = Task(module, objective=objective, classes=known, head=getattr(settings, "head", None), name=name)
-    task.drawn = True
+    task.drawn = task.seeded = True
     return task
 
 

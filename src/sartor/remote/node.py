@@ -311,6 +311,7 @@ class Node:
             x, y = data.train.x, data.train.y
             choice = settled_for(experiment.model, data) if experiment.columns else experiment.model
             task = build_task(choice, x, y, data.classes, experiment.seed, objective)
+        task = task.in_precision(experiment.local.precision)
         like = _common_moments(header, groups, data)
         data = fitted(data, task, normalise=like is not None, like=like)
         check_targets(data, task)

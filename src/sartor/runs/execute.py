@@ -15,6 +15,7 @@ from sartor.data.clients import ClientData
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError, SettingError
 from sartor.files import NotWritten
+from sartor.model.networks import Factory
 from sartor.model.task import Task
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.experiment import Experiment
@@ -24,11 +25,11 @@ from sartor.runs.observers import (
     Interrupting,
     Observer,
     ObserverFailed,
-    ProgressBar,
     Recording,
     Saving,
     Several,
     check_observers,
+    shown_progress,
 )
 from sartor.runs.record import STATES, RunFolder
 from sartor.runs.result import Result
@@ -46,8 +47,8 @@ def execute(
     experiment: Experiment,
     *,
     data: ClientData | None = None,
-    task: Task | None = None,
-    own: Sequence[Task | None] = (),
+    task: Task | Factory | None = None,
+    own: Sequence[Task | Factory | None] = (),
     out: Path | str | None = None,
     store: bool = True,
     progress: bool = False,
@@ -148,7 +149,7 @@ def _keeping(
     if folder is not None:
         yield Recording(folder)
     if progress:
-        yield ProgressBar()
+        yield shown_progress()
     yield Tracking(experiment.tracking.loggers, None if folder is None else folder.path)
     yield Interrupting(interrupted)
     if folder is not None:

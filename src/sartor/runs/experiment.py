@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from sartor.algorithms import registered
+from sartor.client.augment import AUGMENTATIONS, Augmentation, written
 from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
@@ -51,7 +52,7 @@ from sartor.federation.transforms import TRANSFORMS, Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
-from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
+from sartor.runs.settings import AUTO, Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
 if sys.version_info >= (3, 11):
@@ -129,6 +130,9 @@ class Experiment:
                 f"objective.path = {shown(self.objective.path)}: expected a function or class in a file, as "
                 "in mine.py:loss"
             )
+        if isinstance(self.evaluate.every, str) and self.evaluate.every != AUTO:
+            given = shown(self.evaluate.every)
+            raise SettingError(f"evaluate.every: expected a whole number (at least 0) or 'auto', got {given}")
         if self.stop.wanted and self.evaluate.every == 0:
             raise SettingError(
                 "stop: with evaluate.every = 0 only the last round is evaluated; give evaluate.every too"
@@ -330,7 +334,7 @@ def _things(experiment: Experiment) -> Iterator[Any]:
     """What an experiment names that a package of somebody else may have registered."""
     yield registered()[experiment.algorithm]
     yield type(experiment.model.settings)
-    yield from map(type, experiment.transforms)
+    yield from map(type, (*experiment.transforms, *experiment.local.augment))
     if experiment.data.path is None and experiment.data.name in SOURCES:
         yield SOURCES[experiment.data.name]
 
@@ -516,6 +520,8 @@ def describe_settings() -> list[Setting]:
                 rows += _rows(kind, section, only_for=f"{section}.name = {name}")
     rows += _rows(ModelGroup, "models", skip=("choice",))
     rows += _rows(Column, "columns.NAME", skip=("name",))
+    for name, kind in AUGMENTATIONS.items():
+        rows += _rows(kind, "local.augment", only_for=f"local.augment.name = {name}")
     for name, kind in TRANSFORMS.items():
         rows += _rows(kind, "transforms", only_for=f"transforms.name = {name}")
     for name, algorithm in registered().items():
@@ -675,6 +681,8 @@ def _values(instance: Any) -> dict[str, Any]:
 def _plain(value: Any, place: str) -> Any:
     """A setting's value in the types TOML and JSON share; an error where it has none."""
     try:
+        if isinstance(value, Augmentation):
+            value = written(value)
         if isinstance(value, (list, tuple)):
             return [_plain(entry, place) for entry in value]
         if isinstance(value, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -14,7 +14,7 @@ from sartor.data.named import named_by
 from sartor.data.settings import OWN_DATA
 from sartor.errors import SettingError
 from sartor.extensions import function_file
-from sartor.model.networks import CUSTOM, build_task
+from sartor.model.networks import CUSTOM, Factory, build_task
 from sartor.model.objectives import OBJECTIVES, OWN, Loss, Objective, Own, chosen_objective, objective_of
 from sartor.model.task import Task
 from sartor.runs.experiment import (
@@ -28,6 +28,9 @@ from sartor.runs.experiment import (
 )
 from sartor.settings import unknown
 
+Model = nn.Module | Task | Callable[..., nn.Module | Task]
+"""A model of a user's own: ready, or what builds it."""
+
 
 class RunSettings(TypedDict, total=False):
     """What :func:`sartor.run`, ``compare`` and ``search`` take as keywords, all of it by name."""
@@ -39,8 +42,9 @@ class RunSettings(TypedDict, total=False):
     data: str | Mapping[str, Any] | ClientData | None
     """A data set's name, a table or a folder, a function as in ``mine.py:load``, ``{client: (x, y)}``, or
     ClientData."""
-    model: str | nn.Module | Task | None
-    """A network's name, a function as in ``net.py:build``, a module, or a Task."""
+    model: str | Model | None
+    """A network's name, a function as in ``net.py:build``, a class or function that builds one (anew for
+    every seed), a module, or a Task."""
     objective: str | Mapping[str, Any] | Objective | Loss | None
     """An objective's name or section, a function as in ``mine.py:loss``, an Objective, or a loss function."""
     head: str | None
@@ -77,9 +81,9 @@ class Given:
     settings: dict[str, Any]
     data: Mapping[str, Any] | ClientData | None
     """The user's own, where it is not named in the settings."""
-    model: nn.Module | Task | None
+    model: Model | None
     head: str | None
-    own: tuple[tuple[nn.Module | Task, str | None] | None, ...] = ()
+    own: tuple[tuple[Model, str | None] | None, ...] = ()
     """Modules and their heads, for those of ``models`` that are the user's own."""
     objective: Objective | None = None
     """The user's own, where it is not named in the settings."""
@@ -107,9 +111,11 @@ class Given:
         elif own_data is not None and experiment.data.labels is not None:
             own_data = relabel(own_data, experiment.data.labels)
 
-        def task_of(model: nn.Module | Task | None, head: str | None) -> Task | None:
+        def task_of(model: Model | None, head: str | None) -> Task | Factory | None:
             if model is None or isinstance(model, Task):
                 return model
+            if not isinstance(model, nn.Module):
+                return Factory(model, head, objective)
             return Task(model, objective=objective, head=head, name=type(model).__name__)
 
         task = task_of(self.model, self.head)
@@ -130,8 +136,8 @@ class Inputs:
 
     experiment: Experiment
     data: ClientData | None
-    task: Task | None
-    own: tuple[Task | None, ...] = ()
+    task: Task | Factory | None
+    own: tuple[Task | Factory | None, ...] = ()
     """Those of ``[[models]]`` that are the user's own."""
 
 
@@ -166,13 +172,13 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
         _put(given, "data", **{named_by(data): data})
         data = None
     _put(given, "data", clients=clients)
-    if isinstance(model, (nn.Module, Task)):
+    if isinstance(model, Task) or callable(model):
         _put(given, "model", name=CUSTOM)
     elif isinstance(model, str):
         _put(given, "model", **{"name" if function_file(model) is None else "path": model}, head=head)
         model = None
     elif model is not None:
-        raise SettingError(f"model: give a name, an nn.Module or a Task, got {model!r}")
+        raise SettingError(f"model: give a name, an nn.Module, what builds one, or a Task, got {model!r}")
     else:
         _put(given, "model", head=head)
     if isinstance(model, Task):
@@ -180,7 +186,7 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
             raise SettingError("objective: a Task has one; give it there: Task(module, objective=...)")
         objective = model.objective
     own_objective = _put_objective(given, objective)
-    own: tuple[tuple[nn.Module | Task, str | None] | None, ...] = ()
+    own: tuple[tuple[Model, str | None] | None, ...] = ()
     if models is not None:
         given["models"], own = _own_models(models)
     given = anchored(given, Path.cwd())
@@ -188,7 +194,7 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     return Given(given, data, model, head, own, own_objective)
 
 
-def _own_models(models: Any) -> tuple[Any, tuple[tuple[nn.Module | Task, str | None] | None, ...]]:
+def _own_models(models: Any) -> tuple[Any, tuple[tuple[Model, str | None] | None, ...]]:
     """The entries of ``models`` as settings, and the modules that stand in for some of them."""
     if not isinstance(models, Sequence) or not all(isinstance(entry, Mapping) for entry in models):
         return models, ()  # refused when it is checked
@@ -197,10 +203,12 @@ def _own_models(models: Any) -> tuple[Any, tuple[tuple[nn.Module | Task, str | N
         model, module = entry.pop("model", None), None
         if isinstance(model, str):
             entry["name" if function_file(model) is None else "path"] = model
-        elif isinstance(model, (nn.Module, Task)):
+        elif isinstance(model, Task) or callable(model):
             entry["name"], module = CUSTOM, (model, entry.pop("head", None))
         elif model is not None:
-            raise SettingError(f"models: give a name, an nn.Module or a Task as model, got {model!r}")
+            raise SettingError(
+                f"models: give a name, an nn.Module, what builds one, or a Task as model, got {model!r}"
+            )
         settings.append(entry)
         own.append(module)
     return settings, tuple(own)

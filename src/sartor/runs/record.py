@@ -9,6 +9,7 @@ rounds.jsonl        one line per round, written as the run goes
 clients.parquet     one row per client and evaluation
 summary.json        the result; written last, so a folder that has one is of a finished run
 models.safetensors  the final models
+outputs.npz         what they say of every test sample, in simulations; see :mod:`sartor.runs.outputs`
 checkpoints/        the last states of the run, to continue from; see :mod:`sartor.runs.checkpoint`
 clients.arrow       the client rows while the run goes on, until ``clients.parquet`` is written
 states/             client states that are too large for memory
@@ -74,6 +75,7 @@ ROUNDS = "rounds.jsonl"
 CLIENTS = "clients.parquet"
 SUMMARY = "summary.json"
 MODELS = "models.safetensors"
+OUTPUTS = "outputs.npz"
 GROWING_CLIENTS = "clients.arrow"
 STATES = "states"
 """The folder of client states that are too large for memory."""
@@ -315,7 +317,7 @@ class RunFolder:
     def withdraw(self) -> None:
         """Take back what :meth:`create` made, of a run that was refused before its first round."""
         with contextlib.suppress(OSError):  # what is not ours stays
-            for name in (*FILES, BEGINNING):
+            for name in (*FILES, OUTPUTS, BEGINNING):
                 (self.path / name).unlink(missing_ok=True)
             for empty in (self.path / STATES, self.path):
                 with contextlib.suppress(OSError):
@@ -341,6 +343,15 @@ class RunFolder:
                 save_file(separate(tensors), temporary, metadata)
             except SafetensorError as error:  # how it reports a full disk
                 raise OSError(str(error)) from None
+
+    def write_outputs(self, content: bytes) -> None:
+        """Store what the final models say of every sample."""
+        self._store(OUTPUTS, content)
+
+    @property
+    def outputs(self) -> bytes | None:
+        """What :meth:`write_outputs` stored; None where there is nothing."""
+        return self._read_bytes(OUTPUTS) if (self.path / OUTPUTS).is_file() else None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Store the result; the last thing a run does."""

@@ -6,12 +6,20 @@ from dataclasses import dataclass
 
 from sartor.settings import setting
 
+AUTO = "auto"
+"""Leaves to the run how often it is evaluated."""
+
 
 @dataclass(frozen=True)
 class Evaluate:
     """When and on what the models are evaluated."""
 
-    every: int = setting(1, "rounds between evaluations; 0: only at the end", low=0)
+    every: int | str = setting(
+        "auto",
+        "rounds between evaluations, besides the last round; 0: none; auto: as often as takes a fifth of the "
+        "time at most, and every round while evaluation has taken under ten seconds in all",
+        low=0,
+    )
     personal_pooled: str = setting(
         "auto",
         "whether personal models are also evaluated on the pooled test data",
@@ -28,6 +36,15 @@ class Evaluate:
     batch: int = setting(500, "samples per evaluation step", low=1)
     metrics: tuple[str, ...] = setting(
         (), "what is measured besides the loss, as in roc_auc; left out: what the objective has by default"
+    )
+    outputs: str = setting(
+        "auto",
+        "whether what the final models say of every test and validation sample is stored with a simulated "
+        "run, for intervals and curves of each client; auto: where it is not too much",
+        choices=("auto", "yes", "no"),
+    )
+    by: str | None = setting(
+        None, "column of an own table, or leaf of the samples, by whose values results are shown apart"
     )
     headline: str | None = setting(
         None,

@@ -30,11 +30,13 @@ from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.federation.settings import FederationSettings
 from sartor.model.groups import assign, build_groups
-from sartor.model.networks import ModelChoice, build_task, check_told, settled
+from sartor.model.networks import Factory, ModelChoice, build_task, check_told, settled
 from sartor.model.objectives import Objective, chosen_objective
 from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.metrics import measured
+from sartor.runs.outputs import values_of
+from sartor.runs.settings import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,10 @@ class Setup:
 
 
 def set_up_everywhere(
-    experiment: Experiment, data: ClientData | None, task: Task | None, own: Sequence[Task | None] = ()
+    experiment: Experiment,
+    data: ClientData | None,
+    task: Task | Factory | None,
+    own: Sequence[Task | Factory | None] = (),
 ) -> Setup:
     """Set up at every process of the run; all of them must have the same before them."""
     distributed.join(experiment.engine.device, experiment.engine.timeout)
@@ -78,8 +83,8 @@ def set_up(
     experiment: Experiment,
     *,
     data: ClientData | None = None,
-    task: Task | None = None,
-    own: Sequence[Task | None] = (),
+    task: Task | Factory | None = None,
+    own: Sequence[Task | Factory | None] = (),
     normalise: bool | None = None,
 ) -> Setup:
     """Load or take the data, make the models, and see whether they fit together.
@@ -109,14 +114,21 @@ def set_up(
         x, y = data.train.x, data.train.y
         experiment = replace(experiment, model=settled_for(experiment.model, data))
         task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
+    elif isinstance(task, Factory):
+        task = task.task(data.train.x, data.train.y, data.classes, experiment.seed)
+    task = task.in_precision(experiment.local.precision)
     data = fitted(data, task, normalise=normalise)
     check_targets(data, task)
     task = task.suited(data.train.x, data.train.y, data.classes)
     if experiment.models:
         of, x, y = assign(experiment.models, data.names), data.train.x, data.train.y
         task = build_groups(task, experiment.models, of, x, y, data.classes, experiment.seed, own)
+    held = data.test.count.sum() == nests.length(data.test.y)  # else samples are elsewhere
+    if experiment.evaluate.by is not None and held:
+        values_of(data, experiment.evaluate.by, data.test)  # what cannot be is said before the run
     data = with_public(data, experiment)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
+    algorithm.check(experiment.local)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
 
@@ -282,14 +294,26 @@ def resolve(
     )
     features = experiment.data.feature_columns if experiment.data.path is None else data.features
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
+    local = experiment.local
+    if (
+        local.rounds is not None
+    ):  # a run that is resumed for more rounds keeps the schedule that it began with
+        local = replace(local, schedule_length=local.schedule_length or experiment.rounds)
     return replace(
         experiment,
         data=replace(experiment.data, labels=data.labels, feature_columns=features),
         columns=data.columns or (),
         engine=replace(engine, name=name, compile=compiled),
-        evaluate=replace(experiment.evaluate, headline=what.headline),
+        local=local,
+        evaluate=replace(experiment.evaluate, headline=what.headline, every=_every(experiment)),
         model=replace(experiment.model, buffers=buffers),
     )
+
+
+def _every(experiment: Experiment) -> int | str:
+    """How often a run is evaluated; every round where it may end by that: no clock decides on a model."""
+    auto = experiment.evaluate.every == AUTO
+    return 1 if auto and experiment.stop.wanted else experiment.evaluate.every
 
 
 def _largest(data: ClientData) -> float | None:
