@@ -189,6 +189,7 @@ INTRODUCTION: dict[str, Any] = {
     "y": {"y": ["int64", []]},
     "classes": 3,
     "labels": None,
+    "features": None,
     "hash": "h",
     "process": "p",
 }
@@ -218,6 +219,7 @@ REQUESTS: list[dict[str, Any]] = [
         "numbers": [0],
         "classes": 3,
         "labels": None,
+        "features": None,
         "at": 0,
         "without": [],
         "keep": [],

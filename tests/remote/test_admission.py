@@ -28,6 +28,7 @@ HONEST: dict[str, Any] = {
     "y": {"y": ["int64", []]},
     "classes": 3,
     "labels": None,
+    "features": None,
     "hash": "0" * 64,
     "process": "1",
 }

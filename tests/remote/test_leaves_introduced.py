@@ -29,6 +29,7 @@ HEADER: dict[str, Any] = {
     "y": {"y": ["int64", []]},
     "classes": 3,
     "labels": None,
+    "features": None,
     "hash": "0",
     "process": "1",
 }

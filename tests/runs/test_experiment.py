@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from sartor.data.schema import Column
 from sartor.errors import SettingError
 from sartor.federation.transforms import TRANSFORMS
 from sartor.model.groups import ModelGroup
@@ -87,7 +88,9 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
     algorithm = draw(st.sampled_from(ALGORITHMS))
     mapping: dict[str, Any] = {"algorithm": algorithm, "hyper": draw(tables(KINDS["algorithm"][algorithm]))}
     mapping |= draw(
-        tables(Experiment, skip=("algorithm", "imports", "transforms", "models", *SECTIONS, "hyper"))
+        tables(
+            Experiment, skip=("algorithm", "imports", "transforms", "models", "columns", *SECTIONS, "hyper")
+        )
     )
     for section, cls in module._SECTIONS.items():
         code = ("path", "head") if section in ("model", "objective") else ()  # which would have to be there
@@ -421,9 +424,9 @@ def test_a_value_outside_its_range_is_refused_by_name(
     assert str(caught.value).startswith(f"{place}: ")
 
 
-LISTED = ("transforms.", "models.")
+LISTED = ("transforms.", "models.", "columns.")
 ALONE = sorted({row.key for row in ROWS if row.type != "any value" and not row.key.startswith(LISTED)})
-"""Settings that are given one by one; those of transforms and of clients' own models come in a list."""
+"""Settings that are given one by one; those of transforms, of clients' own models and of columns are not."""
 
 
 @pytest.mark.parametrize("key", ALONE)
@@ -540,12 +543,12 @@ def test_the_list_of_settings_has_every_key_with_its_default() -> None:
     listed = {row.key: row for row in ROWS if not row.only_for}
     experiment = from_mapping({})
     assert {key.split(".")[0] for key in listed} == {
-        *("algorithm", "rounds", "seed", "imports", "models"),
+        *("algorithm", "rounds", "seed", "imports", "models", "columns"),
         *SECTIONS,
     }
     for key, row in listed.items():
-        in_list = key.startswith("models.")
-        value: Any = ModelGroup(choice=experiment.model) if in_list else experiment
+        in_list = {"models": 1, "columns": 2}.get(key.split(".")[0], 0)
+        value: Any = [experiment, ModelGroup(choice=experiment.model), Column("age")][in_list]
         for part in key.split(".")[in_list:]:
             value = getattr(value, part)
         assert (list(value) if isinstance(value, tuple) else value) == row.default, key
@@ -556,7 +559,7 @@ def test_the_list_of_settings_has_every_key_with_its_default() -> None:
 
 def test_the_page_for_users_names_every_setting_with_its_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text(encoding="utf-8")
-    heads = {"": "### Top level", "models": "### `[[models]]`"}
+    heads = {"": "### Top level", "models": "### `[[models]]`", "columns.NAME": "### `[columns]`"}
     heads |= {section: f"### `[{section}]`" for section in SECTIONS}
     for row in ROWS:
         if row.only_for:

@@ -47,7 +47,9 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-DataName = Annotated[str | None, typer.Option(help="Data set (data.name).", show_default=False)]
+DataName = Annotated[
+    str | None, typer.Option(help="Data set (data.name), or your own (data.path).", show_default=False)
+]
 Rounds = Annotated[int | None, typer.Option(help="Number of rounds (rounds).", show_default=False)]
 EngineName = Annotated[
     str | None, typer.Option(help="auto, loop or stacked (engine.name).", show_default=False)

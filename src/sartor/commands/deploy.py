@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -106,13 +106,28 @@ def serve(
     )
     experiment = None
     if resume is None:
-        experiment = from_mapping(read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION))
+        experiment = from_mapping(_served(arguments, imports))
     result = serve_nodes(experiment, service, out=out, resume=resume, progress=True)
     if as_json:
         print(to_json(result.summary))
     else:
         print_result(result.summary)
         print(f"run folder: {result.folder}")
+
+
+def _served(arguments: list[str] | None, imports: list[str] | None) -> dict[str, Any]:
+    """The settings of a federation: where the data of a simulation lie says nothing of the nodes'."""
+    from sartor.data.settings import COLUMN_KEYS
+
+    settings = read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION)
+    table = settings.get("data")
+    if isinstance(table, dict) and table.get("path") is not None:
+        print(
+            f"sartor: data.path = {table['path']!r} is for simulations; here data lie at the nodes",
+            file=sys.stderr,
+        )
+        settings["data"] = {key: value for key, value in table.items() if key not in ("path", *COLUMN_KEYS)}
+    return settings
 
 
 @app.command()
@@ -282,6 +297,6 @@ def flower_app(
     from sartor.remote.flower_app import write_app
     from sartor.runs.experiment import from_mapping
 
-    experiment = from_mapping(read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION))
+    experiment = from_mapping(_served(arguments, imports))
     for path in write_app(folder, experiment):
         print(path)

@@ -17,9 +17,10 @@ from sartor.errors import SettingError
 NODES = "in a federation it lies at the nodes"
 TIME = "in a federation nodes answer when they do"
 UNUSED_IN_A_FEDERATION = {
-    **dict.fromkeys(("data.name", "data.folder", "data.client_column", "data.label_column"), NODES),
-    **dict.fromkeys(("data.text_column", "data.tokens"), NODES),
-    **dict.fromkeys(("data.length", "data.vocabulary"), NODES),
+    **dict.fromkeys(("data.name", "data.path", "data.folder"), NODES),
+    **dict.fromkeys(("data.client_column", "data.label_column", "data.text_column"), NODES),
+    **dict.fromkeys(("data.split_column", "data.feature_columns"), NODES),
+    **dict.fromkeys(("data.tokens", "data.length", "data.vocabulary"), NODES),
     "partition": NODES,
     **dict.fromkeys(("availability", "delay", "replies.dropout", "replies.deadline"), TIME),
     "replies.on_bad_reply": "in a federation bad replies are left out",
@@ -60,10 +61,10 @@ def common_flags(
     device: str | None = None,
 ) -> dict[str, Any]:
     """The settings that have a flag of their own, by key."""
-    from sartor.extensions import function_file
+    from sartor.data.named import named_by
 
     return {
-        "data.name" if function_file(data) is None else "data.path": data,
+        f"data.{named_by(data)}": data,
         "data.clients": clients,
         "rounds": rounds,
         "seed": seed,

@@ -27,6 +27,7 @@ from sartor.data.partitions import (
     plot_partition,
 )
 from sartor.data.sources import SOURCES, Source, load_source
+from sartor.data.tables import from_schema, prepared
 from sartor.data.texts import encoded
 
 __all__ = [
@@ -48,12 +49,14 @@ __all__ = [
     "from_folder",
     "from_heart_disease",
     "from_leaf",
+    "from_schema",
     "from_table",
     "lazy_clients",
     "load_source",
     "make_partition",
     "plot_partition",
     "prepare",
+    "prepared",
     "read_data",
     "register_data",
     "relabel",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from threading import Lock
-from typing import Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -26,12 +26,16 @@ from sartor import nests
 from sartor.data.apportion import cut
 from sartor.data.labels import check_labels, listed, other_kind, texts_of
 from sartor.data.moments import Moments, moments_of
-from sartor.data.preprocessing import Preprocessing
+from sartor.data.preprocessing import NumberColumns, Preprocessing
 from sartor.data.samples import TARGETS, inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.streams import stream
 from sartor.errors import DataError
 from sartor.nests import Nest
 from sartor.settings import shown
+
+if TYPE_CHECKING:
+    from sartor.data.schema import Column
+    from sartor.data.tables import Table
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +143,10 @@ class ClientData:
     labels: tuple[str, ...] | None = None
     public_x: torch.Tensor | None = None
     """Samples without labels that server and clients know, where there are any."""
+    columns: tuple[Column, ...] | None = None
+    """The schema of the table that the samples are rows of, where there is one."""
+    table: Table | None = None
+    """What the table holds, until the samples are prepared: they are the numbers of its rows."""
     preprocessing: Preprocessing = field(default_factory=Preprocessing)
     """What was done with the raw rows, so that it can be done with new ones."""
 
@@ -146,6 +154,12 @@ class ClientData:
     def clients(self) -> int:
         """How many clients there are."""
         return len(self.names)
+
+    @property
+    def features(self) -> tuple[str, ...] | None:
+        """The names of the columns of a plain table, in their order."""
+        reader = self.preprocessing.table
+        return reader.columns if isinstance(reader, NumberColumns) else None
 
     def to(self, device: torch.device | str) -> ClientData:
         """The same data on a device."""

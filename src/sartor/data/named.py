@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,8 +11,10 @@ from sartor.data.clients import ClientData, from_clients, relabel
 from sartor.data.heart import read_heart_disease
 from sartor.data.leaf import from_leaf, is_leaf
 from sartor.data.loaders import from_folder, from_table, is_dataset, source_from_dataset, source_from_table
-from sartor.data.settings import COLUMNS, Data
+from sartor.data.schema import Column
+from sartor.data.settings import COLUMN_KEYS, Data
 from sartor.data.sources import SOURCES, Loaded, Loader, Source, data_folder, load_source
+from sartor.data.tables import TABLES, from_schema, prepared
 from sartor.errors import DataError, SettingError
 from sartor.extensions import call, find_function, function_file
 
@@ -50,11 +53,27 @@ def heart_disease(folder: Path) -> Loaded:
     return read_heart_disease(folder / "heart-disease")
 
 
-def read_data(settings: Data, seed: int, targets: str = "class") -> Source | ClientData:
+def named_by(word: str | None) -> str:
+    """The setting that a word for data is for: ``name``, or ``path`` of data of a user's own.
+
+    >>> named_by("digits"), named_by("mine.py:load"), named_by("mine.csv")
+    ('name', 'path', 'path')
+    """
+    if word is None or word in SOURCES:
+        return "name"
+    own = function_file(word) is not None or os.path.exists(word) or Path(word).suffix.lower() in TABLES
+    return "path" if own else "name"
+
+
+def read_data(
+    settings: Data, seed: int, targets: str = "class", columns: Sequence[Column] = ()
+) -> Source | ClientData:
     """The samples that an experiment names, not yet divided among clients, or divided already.
 
-    ``targets`` says what a target is (:mod:`sartor.data.samples`).
+    ``targets`` says what a target is (:mod:`sartor.data.samples`), ``columns`` are the schema of a table.
     """
+    if columns and (settings.path is None or function_file(settings.path) is not None):
+        raise SettingError("columns: only for an own table; give data.path, or leave [columns] out")
     if settings.path is None:
         loader = SOURCES.get(settings.name)
         if not isinstance(loader, Loader):
@@ -76,6 +95,8 @@ def read_data(settings: Data, seed: int, targets: str = "class") -> Source | Cli
     }
     if not path.exists():
         raise DataError(f"data.path = {settings.path!r}: no such file or folder")
+    if columns:
+        return prepared(from_schema(path, columns, **options))
     if is_leaf(path):
         _refuse_columns(settings)
         if settings.labels is not None:
@@ -88,22 +109,27 @@ def read_data(settings: Data, seed: int, targets: str = "class") -> Source | Cli
 
 
 def _table(path: Path, settings: Data, options: dict[str, Any]) -> Source | ClientData:
-    """A table, of clients or to be divided."""
+    """A table without a schema, of clients or to be divided."""
     if settings.label_column is None:
         raise SettingError(
-            "data.path: a table needs data.label_column too, and data.client_column where rows are somebody's"
+            "data.path: a table needs [columns], which `sartor data TABLE` proposes, or data.label_column, "
+            "and data.client_column where rows are somebody's"
         )
-    options |= {key: getattr(settings, key) for key in ("text_column", "tokens", "length", "vocabulary")}
+    said = ("feature_columns", "text_column", "tokens", "length", "vocabulary")
+    options |= {key: getattr(settings, key) for key in said}
     if settings.client_column is not None:
+        options["split_column"] = settings.split_column
         return from_table(path, settings.client_column, settings.label_column, **options)
+    if settings.split_column is not None:
+        raise SettingError("data.split_column: a partition divides these rows; leave it out, or name clients")
     for unused in ("validation_fraction", "seed"):  # what divides the rows has them
         del options[unused]
     return source_from_table(path, settings.label_column, **options)
 
 
 def _refuse_columns(settings: Data) -> None:
-    for key in COLUMNS:
-        if getattr(settings, key):
+    for key in COLUMN_KEYS:
+        if getattr(settings, key) is not None:
             raise SettingError(f"data.{key}: only for a table, and {settings.path} is none; leave it out")
 
 

@@ -13,8 +13,8 @@ from sartor.settings import setting
 OWN_DATA = "own"
 """The name of data that was given in Python: a stored experiment can name it, but not load it."""
 
-COLUMNS = ("client_column", "label_column", "text_column")
-"""What is said of a table alone."""
+COLUMN_KEYS = ("client_column", "label_column", "split_column", "feature_columns", "text_column")
+"""Settings of an own table without a schema."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,12 @@ class Data:
         None, "column of an own table that names the client; left out: a partition divides its rows"
     )
     label_column: str | None = setting(None, "column of an own table that holds the label")
+    split_column: str | None = setting(
+        None, "column of an own table that says train, test or validation; left out: splits are drawn"
+    )
+    feature_columns: tuple[str, ...] | None = setting(
+        None, "columns of an own table that are features, all of them numbers; left out: all others"
+    )
     text_column: str | None = setting(
         None, "column of an own table that holds a text, whose tokens are the sample"
     )

@@ -11,7 +11,7 @@ import reprlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +22,12 @@ from sartor.data.clients import SPLITS, ClientData, Split
 from sartor.data.expect import unexpected
 from sartor.data.labels import check_labels, listed, other_kind
 from sartor.data.moments import Moments
-from sartor.data.preprocessing import Preprocessing
+from sartor.data.preprocessing import NumberColumns, Preprocessing, TableReader
 from sartor.data.public import hash_of
 from sartor.data.samples import MOST_CLASSES
+from sartor.data.schema import Column
+from sartor.data.statistics import Told, agreed, fault, merged
+from sartor.data.tables import SchemaColumns, blank
 from sartor.errors import DataError
 from sartor.nests import Nest
 from sartor.remote.messages import DTYPES, Groups, Spec, readable, spec_of
@@ -96,6 +99,10 @@ class Introduction:
     """How the leaves of the inputs lie, by path."""
     labels: tuple[str, ...] | None = None
     """The names of its classes, where its labels are texts."""
+    features: tuple[str, ...] | None = None
+    """The columns of its samples, where they are rows of a table without a schema."""
+    table: Told | None = None
+    """What it tells of its rows, where the experiment has a schema of them."""
 
     @property
     def samples(self) -> str:
@@ -235,7 +242,8 @@ class Admission:
         if told.pop("code", {}) != self._code:
             names = ", ".join(self._code) or "nothing"
             raise Failed("malformed", f"it does not say that it has the same code, {names}")
-        met = introduction_of(told, groups, self._experiment.data.normalise)
+        experiment = self._experiment
+        met = introduction_of(told, groups, experiment.data.normalise, experiment.columns)
         reason = not_expected(met, self._experiment)
         reason = reason or self._owners.fault(self._requests.grid.key(node), met.names, met.counts)
         if reason is not None:
@@ -303,6 +311,10 @@ def _classes(value: Any) -> bool:
     return value is None or _whole(value, 1, MOST_CLASSES + 1)
 
 
+def _features(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and len(value) <= LARGEST_SAMPLE and _names(value))
+
+
 def _labels(value: Any) -> bool:
     if value is None:
         return True
@@ -326,6 +338,7 @@ INTRODUCTION = {
     ),
     "classes": Entry(_classes, f"null or a number of at most {MOST_CLASSES} classes"),
     "labels": Entry(_labels, "null or the different printable texts that name the classes"),
+    "features": Entry(_features, "null or the different printable names of columns"),
     "hash": Entry(_text, "a text"),
     "process": Entry(_text, "a text"),
 }
@@ -334,9 +347,16 @@ NORMALISED = {**INTRODUCTION, "number": Entry(_numbers, "a whole number for each
 """One that goes with the moments of the samples."""
 
 
-def introduction_of(header: Mapping[str, Any], groups: Groups, normalised: bool) -> Introduction:
+def introduction_of(
+    header: Mapping[str, Any], groups: Groups, normalised: bool, columns: Sequence[Column] = ()
+) -> Introduction:
     """What a node says of itself; whatever is wrong with it is a :class:`Failed`."""
     entries = NORMALISED if normalised else INTRODUCTION
+    if columns:
+        entries = {
+            **entries,
+            "table": Entry(lambda value: isinstance(value, dict), "what is told of columns"),
+        }
     for key in sorted((set(header) | set(entries)) - CARRIED):
         if key not in header:
             raise _wrong(f"{key}: there is none")
@@ -359,8 +379,13 @@ def introduction_of(header: Mapping[str, Any], groups: Groups, normalised: bool)
         moments = _moments(header["number"], x, sum(counts["train"]), groups)
     elif groups:
         raise _wrong("tensors: nobody asked for any")
+    table = header.get("table")
+    wrong = fault(columns, table, sum(counts["train"])) if columns else None
+    if wrong is not None:
+        raise _wrong(f"table: {wrong}")
+    features = None if header["features"] is None else tuple(header["features"])
     rest = (header["classes"], header["hash"], header["process"])
-    return Introduction(names, counts, x, y, *rest, moments, labels)
+    return Introduction(names, counts, x, y, *rest, moments, labels, features, table)
 
 
 def _moments(numbers: dict[str, int], x: Form, samples: int, groups: Groups) -> dict[str, Moments]:
@@ -427,6 +452,8 @@ def listed_names(names: Sequence[str], most: int) -> str:
 def not_expected(met: Introduction, experiment: Experiment) -> str | None:
     """Why what a node says of its data is not what the experiment expects; None where it is."""
     expect, samples = experiment.expect, max(met.counts["train"])
+    if experiment.columns:  # what shape they have is known when all have told of theirs
+        expect = replace(expect, shape=None)
     shapes = {path: shape for path, (_, shape) in met.x.items()}
     reason = unexpected(expect, met.names, shapes, met.classes, samples)
     if reason is not None:
@@ -497,6 +524,8 @@ def misfit(
             )
         if met.samples != other.samples:
             return f"its samples are {met.samples}, those of the others {other.samples}"
+        if met.features != other.features:
+            return other_columns(met, other)
         if (met.labels is None) != (other.labels is None):
             return unknown_label(met, other.labels)
         if (met.classes is None) != (other.classes is None):
@@ -509,6 +538,15 @@ def misfit(
             f"with its labels there are {len(named)} classes; the server must be told of them (data.labels)"
         )
     return None
+
+
+def other_columns(met: Introduction, other: Introduction) -> str:
+    """How the columns of a node's table differ from those of another's, in words."""
+    mine, theirs = (listed(one.features or ("none by name",)) for one in (met, other))
+    return (
+        f"the columns of its table are {mine}, those of the others {theirs}; put them into one order, or "
+        "describe them in the experiment ([columns]): they are found by name then"
+    )
 
 
 def unknown_label(met: Introduction, labels: tuple[str, ...] | None) -> str | None:
@@ -528,10 +566,15 @@ def unknown_label(met: Introduction, labels: tuple[str, ...] | None) -> str | No
     )
 
 
-def assemble(introductions: Mapping[int, Introduction], labels: tuple[str, ...] | None = None) -> ClientData:
+def assemble(
+    introductions: Mapping[int, Introduction],
+    labels: tuple[str, ...] | None = None,
+    columns: Sequence[Column] = (),
+) -> ClientData:
     """The clients of all nodes in the order of their names, as the server sees them: without samples.
 
     The nodes must belong together, by :func:`misfit`. Their classes are ``labels``, or all that they name.
+    ``columns`` are the schema of their tables; what it leaves open is agreed on by what they tell.
     """
     first = next(iter(introductions.values()))
     rows: dict[str, tuple[Introduction, int]] = {}
@@ -544,6 +587,11 @@ def assemble(introductions: Mapping[int, Introduction], labels: tuple[str, ...] 
     classes = classes if labels is None else len(labels)
     # One sample of zeros stands for all, so that a model can be tried on it.
     x, y = blank_of(first.x, "x"), blank_of(first.y, "y")
+    if columns:
+        columns = agreed(columns, merged(columns, [met.table or {} for met in introductions.values()]))
+        x = blank(columns)
+    reader: TableReader | None = None if first.features is None else NumberColumns(first.features)
+    reader = SchemaColumns(tuple(columns)) if columns else reader
 
     def split(part: str) -> Split:
         counts = np.array([rows[name][0].counts[part][rows[name][1]] for name in names], dtype=np.int64)
@@ -561,5 +609,6 @@ def assemble(introductions: Mapping[int, Introduction], labels: tuple[str, ...] 
         hash=hashlib.sha256(repr(hashes).encode()).hexdigest(),
         name="own",
         labels=labels,
-        preprocessing=Preprocessing(moments=common_moments(introductions)),
+        columns=tuple(columns) or None,
+        preprocessing=Preprocessing(table=reader, moments=common_moments(introductions)),
     )

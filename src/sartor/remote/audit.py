@@ -121,10 +121,25 @@ def introduced(reply: Mapping[str, Any]) -> str:
     samples = ", ".join(f"{count} {split}" for split, count in counts.items())
     classes = "" if reply["labels"] is None else ", the names of their classes"
     moments = ", the mean and spread of their features" if "number" in reply else ""
+    told = ", ".join(f"{name} ({_what(table)})" for name, table in reply.get("table", {}).items())
+    moments += f", of columns of the table in sum over the training rows {told}" if told else ""
+    moments += ", the names of their features" if reply.get("features") else ""
     return (
         f"Told a server of {_clients(reply['names'])}: their names, how many samples each has (in all "
         f"{samples}), the shape of a sample, a hash of the data{classes}{moments}. No samples were sent."
     )
+
+
+def _what(told: Mapping[str, Any]) -> str:
+    """What is told of a column."""
+    words = {
+        "rows": "how many values",
+        "sum": "their sum",
+        "squares": "that of their squares",
+        "grid": "how many lie in each cell of a grid",
+        "values": "how often each category occurs",
+    }
+    return ", ".join(words[key] for key in told)
 
 
 def _clients(names: Sequence[str]) -> str:

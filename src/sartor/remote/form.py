@@ -98,6 +98,7 @@ PERHAPS: dict[str, Check] = {
     "groups": wholes,
     "entries": wholes,
     "transformed": _or_none(_transformed),
+    "columns": table,
 }
 """Entries that it may have."""
 

@@ -19,6 +19,7 @@ from sartor.data.leaf import from_leaf, is_leaf
 from sartor.data.loaders import from_folder, from_table, read_client
 from sartor.data.named import read_data
 from sartor.data.settings import Data
+from sartor.data.tables import from_schema, is_table
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import function_file
 from sartor.files import OWNER_ALONE, private_folder, write
@@ -36,7 +37,6 @@ SHORTEST, LONGEST = 0.02, 0.25
 """Seconds between two looks of a node for requests: after one, and when nothing has come for a while."""
 RETRY = 1.0
 """Seconds until a node tries again to reach a server."""
-TABLES = (".csv", ".parquet")
 
 
 def loader(path: Path, name: str | None, client_column: str | None, label_column: str | None) -> Load:
@@ -49,8 +49,7 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
         return partial(_from_function, str(path))
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    if path.suffix in TABLES and (client_column is None or label_column is None):
-        raise SettingError(f"{path}: a table needs --client-column and --label-column too")
+    table = is_table(path)
 
     def load(experiment: Experiment) -> ClientData:
         options: dict[str, Any] = {
@@ -59,11 +58,24 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
             "targets": chosen_objective(experiment.objective).targets,
             "labels": experiment.data.labels,
         }
+        if experiment.columns:
+            if not table:
+                raise DataError(f"{path}: the experiment describes the columns of a table; give one")
+            if client_column is not None or label_column is not None:
+                raise SettingError(
+                    "--client-column, --label-column: the experiment says what columns are; leave them out"
+                )
+            return from_schema(path, experiment.columns, name=name, **options)
         if is_leaf(path):
             return from_leaf(path, validation_fraction=experiment.data.validation, seed=experiment.seed)
         if path.is_dir():
             return from_folder(path, **options)
-        if path.suffix in TABLES:
+        if table:
+            if client_column is None or label_column is None:
+                raise SettingError(
+                    f"{path}: a table needs --client-column and --label-column too, as the experiment has no "
+                    "[columns]"
+                )
             return from_table(path, str(client_column), str(label_column), **options)
         return from_clients({name or path.stem: read_client(path)}, name=path.name, **options)
 
@@ -73,6 +85,8 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
 def _from_function(path: str, experiment: Experiment) -> ClientData:
     """The clients that a function of the node's owner gives."""
     named = Data(path=path, validation=experiment.data.validation)
+    if experiment.columns:
+        raise DataError(f"{path}: the experiment describes the columns of a table; give one")
     data = read_data(named, experiment.seed, chosen_objective(experiment.objective).targets)
     if not isinstance(data, ClientData):
         raise DataError(f"{path}: gives samples of no client; give {{client: (x, y)}}")

@@ -36,6 +36,8 @@ from sartor.data.clients import SPLITS, ClientData, prepare, relabel
 from sartor.data.expect import check_expected, check_range
 from sartor.data.moments import Moments, moments_of
 from sartor.data.public import hash_of
+from sartor.data.schema import read_columns, settles
+from sartor.data.tables import encoded, told_of
 from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
@@ -68,6 +70,7 @@ from sartor.runs.setup import (
     fitted,
     public_samples,
     resolve,
+    settled_for,
     with_public,
 )
 from sartor.settings import build, shown
@@ -78,7 +81,7 @@ Load = Callable[[Experiment], ClientData]
 """Gives a node's clients: their raw samples, split as the experiment says."""
 DECLARED = "declared.tensors"
 METHOD = "method.txt"
-OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number", "groups", "entries")
+OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number", "groups", "entries", "columns")
 COMMON = (shared_model, own_buffers)
 """Client functions of any method's evaluation."""
 
@@ -251,11 +254,14 @@ class Node:
         _same_public(experiment, header.get("public"))
         told = json.dumps(header["experiment"], sort_keys=True)
         if self._data is None or told != self._told:
-            data = prepare(self._load(experiment), features=experiment.features.settings)
-            check_range(experiment.expect, data)
+            data = self._load(experiment)
+            if data.table is None:
+                data = prepare(data, features=experiment.features.settings)
+                check_range(experiment.expect, data)
             if experiment.data.labels is not None:
                 data = relabel(data, experiment.data.labels)
-            check_expected(experiment.expect, data)
+            if data.table is None:  # a table's shape is known when all nodes have told of theirs
+                check_expected(experiment.expect, data)
             self._policy.check_data(experiment, data)
             self._moments = moments_of(data.train.x) if experiment.data.normalise else None
             self._told, self._experiment, self._data = told, experiment, data
@@ -271,6 +277,8 @@ class Node:
             "y": form_of(data.train.y, "y"),
             "classes": data.classes,
             "labels": data.labels,
+            "features": data.features,
+            **({"table": told_of(data)} if experiment.columns else {}),
             "hash": data.hash,
             "process": self._process,
             "code": code,
@@ -295,11 +303,14 @@ class Node:
         # The run numbers classes otherwise than a node that lacks some of them.
         data = relabel(data, header["labels"])
         data = replace(data, classes=header["classes"])
+        if experiment.columns:
+            data = _prepared(experiment, header, data)
         task = self._given_task
         if task is None:
             objective = chosen_objective(experiment.objective)
             x, y = data.train.x, data.train.y
-            task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
+            choice = settled_for(experiment.model, data) if experiment.columns else experiment.model
+            task = build_task(choice, x, y, data.classes, experiment.seed, objective)
         task = task.in_precision(experiment.local.precision)
         like = _common_moments(header, groups, data)
         data = fitted(data, task, normalise=like is not None, like=like)
@@ -628,6 +639,16 @@ def _same_code(wanted: Any) -> dict[str, str]:
                 "import the same file at both"
             )
     return dict(wanted)
+
+
+def _prepared(experiment: Experiment, header: Mapping[str, Any], data: ClientData) -> ClientData:
+    """A table's rows as all nodes prepare theirs, by columns that are those of the experiment."""
+    columns = read_columns(header.get("columns"))
+    if not settles(experiment.columns, columns):
+        raise BadMessage("malformed", "its columns are not those of the experiment, or something is open")
+    data = encoded(data, columns)
+    check_expected(experiment.expect, data)
+    return data
 
 
 def _common_moments(header: Mapping[str, Any], groups: Groups, data: ClientData) -> dict[str, Moments] | None:

@@ -93,6 +93,9 @@ class Policy:
     )
     personal_models: bool = setting(False, "whether personal models, and what belongs to them, may leave it")
     moments: bool = setting(True, "whether the mean and spread of its features may leave it, for normalising")
+    counts: bool = setting(
+        True, "whether it may leave how often categories, and numbers in cells of a grid, occur in its table"
+    )
     least_batch: int = setting(0, "least number of samples of a training step", low=0)
     least_steps: int = setting(0, "least number of steps behind a reply", low=0)
     least_samples: int = setting(0, "least number of a client's own samples behind a reply", low=0)
@@ -124,6 +127,14 @@ class Policy:
             raise Refused(
                 "the mean and spread of features are asked for (data.normalise = true); they stay (moments)"
             )
+        for column in experiment.columns:
+            for what, words, allowed in (
+                ("sums", "the sum and the squares of its values (moments)", self.moments),
+                ("grid", "how many of its values lie in each cell of a grid (counts)", self.counts),
+                ("values", "which categories it has and how often (counts)", self.counts),
+            ):
+                if what in column.wanted and not allowed:
+                    raise Refused(f"of the column {column.name} it is asked {words}; that stays")
         fault = self._missing([each for each in experiment.transforms if each.place == "up"])
         if fault:
             raise Refused(f"the last transforms on the way up are not those it requires: {fault} (require)")

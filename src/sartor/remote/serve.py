@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,7 +132,8 @@ def require_deployable(experiment: Experiment) -> None:
             f"{name}: needs the data of all clients in one place, so it cannot be deployed; "
             f"`sartor run {name}` simulates it where the data are"
         )
-    for choice in (experiment.model, *(group.choice for group in experiment.models)):
+    named = () if experiment.columns else (experiment.model,)  # a schema says how many categories there are
+    for choice in (*named, *(group.choice for group in experiment.models)):
         check_told(choice, "the server sees no samples")
 
 
@@ -201,7 +202,8 @@ def _serve_on(
     )
     admission = Admission(Requests(grid, service.deadline), experiment, owners)
     met = await_nodes(admission, grid, experiment, service)
-    data = assemble(met, experiment.data.labels)
+    _question_classes(met.values(), experiment)
+    data = assemble(met, experiment.data.labels, experiment.columns)
     _say(f"{len(met)} nodes with {data.clients} clients; {experiment.algorithm} begins")
     told = experiment
 
@@ -239,6 +241,18 @@ def _serve_on(
     return execute(
         experiment, data=data, out=out, progress=progress, opened=open_federation, observers=observers
     )
+
+
+def _question_classes(met: Collection[Introduction], experiment: Experiment) -> None:
+    """Say so where nodes count classes differently: labels 0 and 1 here may be 5 and 6 there."""
+    counts = sorted({one.classes for one in met if one.classes is not None and one.labels is None})
+    if len(counts) > 1 and experiment.data.labels is None and experiment.expect.classes is None:
+        log.warning(
+            "nodes have from %d to %d classes, by their largest labels; are labels numbered alike at all of "
+            "them? expect.classes says how many there are",
+            counts[0],
+            counts[-1],
+        )
 
 
 class Watched(Observer):

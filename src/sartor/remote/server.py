@@ -30,6 +30,7 @@ from torch import Tensor
 
 from sartor import nests
 from sartor.data.clients import ClientData, Split
+from sartor.data.schema import columns_mapping
 from sartor.engines.loop import LoopEngine
 from sartor.errors import SartorError
 from sartor.federation.clock import EventQueue, Job
@@ -48,6 +49,7 @@ from sartor.remote.admission import (
     Owners,
     common_moments,
     listed_names,
+    other_columns,
     sent_moments,
     unknown_label,
 )
@@ -270,6 +272,8 @@ class RemoteEngine(Distant):
         if taken:
             raise Failed("stranger", f"client {shown(self.names[taken[0]])} is at another node already")
         like = next(iter(self._known.values()))
+        if met.features != like.features:
+            raise Failed("stranger", other_columns(met, like))
         if met.samples != like.samples:
             raise Failed("stranger", f"its samples are {met.samples}, those of the others {like.samples}")
         for part, counts in self.counts.items():
@@ -308,6 +312,7 @@ class RemoteEngine(Distant):
             "classes": self._data.classes,
             "labels": self._data.labels,
             **self._groups_told(numbers),
+            **({} if self._data.columns is None else {"columns": columns_mapping(self._data.columns)}),
             "at": min((one.at for one in back), default=self._exchange),
             "without": sorted({exchange for one in back for exchange in one.without}),
             "keep": sorted({exchange for one in back for exchange in one.keep}),

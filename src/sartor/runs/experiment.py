@@ -32,7 +32,16 @@ from sartor.client.augment import AUGMENTATIONS, Augmentation, written
 from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
-from sartor.data.settings import COLUMNS, OWN_DATA, Data, Expect, FeaturesChoice, PartitionChoice, Public
+from sartor.data.schema import Column, columns_mapping, read_columns
+from sartor.data.settings import (
+    COLUMN_KEYS,
+    OWN_DATA,
+    Data,
+    Expect,
+    FeaturesChoice,
+    PartitionChoice,
+    Public,
+)
 from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
@@ -94,17 +103,27 @@ class Experiment:
     """What happens to messages on their way, in order; ``[[transforms]]`` with a name each."""
     models: tuple[ModelGroup, ...] = ()
     """What clients have that have models of their own; ``[[models]]`` with who has it each."""
+    columns: tuple[Column, ...] = ()
+    """What the columns of an own table are, by name; ``[columns]`` with a line for each."""
     hyper: Any
 
     def __post_init__(self) -> None:
         """Settings that are right one by one but not together."""
-        if self.data.path is None:
-            for key in COLUMNS:
-                if getattr(self.data, key):
-                    raise SettingError(f"data.{key}: only for own data; give data.path too")
-            if self.cohort.count > self.data.clients:
-                most = f"at most data.clients = {self.data.clients}"
-                raise SettingError(f"cohort.count: must be {most}, got {self.cohort.count}")
+        for key in COLUMN_KEYS:
+            if getattr(self.data, key) is not None and self.columns:
+                raise SettingError(f"data.{key}: [columns] says what the columns are; leave it out")
+            if getattr(self.data, key) is not None and self.data.path is None and self.data.name != OWN_DATA:
+                raise SettingError(f"data.{key}: only for own data; give data.path too")
+        if self.columns and self.data.normalise:
+            raise SettingError("data.normalise: [columns] says how each is scaled; leave it out")
+        if self.columns and self.features.name != "none":
+            raise SettingError("features.name: [columns] says what features are; leave it out")
+        for key in ("low", "high"):
+            if self.columns and getattr(self.expect, key) is not None:
+                raise SettingError(f"expect.{key}: [columns] has {key} for each; leave it out")
+        if self.data.path is None and self.cohort.count > self.data.clients:
+            most = f"at most data.clients = {self.data.clients}"
+            raise SettingError(f"cohort.count: must be {most}, got {self.cohort.count}")
         _check_choice(self.model, "model")
         if self.objective.path is not None and function_file(self.objective.path) is None:
             raise SettingError(
@@ -336,6 +355,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
     kinds["hyper"] = registered()[names["algorithm"]].Hyper
 
     _refuse_unknown(mapping, tables, names, kinds)
+    if mapping.get("columns"):  # each column says how it is scaled
+        tables["data"].setdefault("normalise", False)
     parts: dict[str, Any] = {"hyper": build(kinds["hyper"], tables["hyper"], "hyper")}
     for section, cls in _SECTIONS.items():
         values = tables[section]
@@ -350,6 +371,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Experiment:
     top = {key: value for key, value in mapping.items() if key in _TOP and value is not None}
     parts["transforms"] = _transforms(mapping.get("transforms"))
     parts["models"] = _models(mapping.get("models"))
+    parts["columns"] = read_columns(mapping.get("columns"))
     experiment = build(Experiment, {**top, **parts}, "")
     to_mapping(experiment)  # what cannot be written down cannot be run again
     return experiment
@@ -446,6 +468,8 @@ def to_mapping(experiment: Experiment) -> dict[str, Any]:
         mapping["models"] = [
             _group_values(group, f"models[{place}]") for place, group in enumerate(experiment.models)
         ]
+    if experiment.columns:
+        mapping["columns"] = _plain(columns_mapping(experiment.columns), "columns")
     return mapping
 
 
@@ -485,13 +509,14 @@ def fingerprint(experiment: Experiment) -> str:
 
 def describe_settings() -> list[Setting]:
     """Every setting there is, with its type, default, range and meaning, for help and documentation."""
-    rows = list(_rows(Experiment, "", skip=(*_SECTIONS, "transforms", "models", "hyper")))
+    rows = list(_rows(Experiment, "", skip=(*_SECTIONS, "transforms", "models", "columns", "hyper")))
     for section, cls in _SECTIONS.items():
         rows += _rows(cls, section, skip=("settings",))
         if section in _CHOICES:
             for name, kind in _registry(section).items():
                 rows += _rows(kind, section, only_for=f"{section}.name = {name}")
     rows += _rows(ModelGroup, "models", skip=("choice",))
+    rows += _rows(Column, "columns.NAME", skip=("name",))
     for name, kind in AUGMENTATIONS.items():
         rows += _rows(kind, "local.augment", only_for=f"local.augment.name = {name}")
     for name, kind in TRANSFORMS.items():
@@ -620,7 +645,7 @@ def _refuse_unknown(
     kinds: Mapping[str, type],
 ) -> None:
     """An error for the first key nobody knows; a key that belongs to another section is told so."""
-    known: dict[str, set[str]] = {"": {*_TOP, *_SECTIONS, "transforms", "models", "hyper"}}
+    known: dict[str, set[str]] = {"": {*_TOP, *_SECTIONS, "transforms", "models", "columns", "hyper"}}
     for section, cls in _SECTIONS.items():
         known[section] = _common(cls)
     for section, kind in kinds.items():

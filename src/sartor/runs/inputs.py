@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from sartor.data.clients import ClientData, from_clients, prepare, relabel
 from sartor.data.loaders import is_dataset, source_from_dataset
+from sartor.data.named import named_by
 from sartor.data.settings import OWN_DATA
 from sartor.data.sources import Source
 from sartor.errors import SettingError
@@ -43,8 +44,8 @@ class RunSettings(TypedDict, total=False):
     imports: Imports | None
     """Files or modules of your own to import first."""
     data: str | Mapping[str, Any] | ClientData | Source | Dataset[Any] | None
-    """A data set's name, a function as in ``mine.py:load``, ``{client: (x, y)}`` or ClientData; or a Source
-    or a torch data set, which ``partition`` divides."""
+    """A data set's name, a table or a folder, a function as in ``mine.py:load``, ``{client: (x, y)}`` or
+    ClientData; or a Source or a torch data set, which ``partition`` divides."""
     model: str | Model | None
     """A network's name, a function as in ``net.py:build``, a class or function that builds one (anew for
     every seed), a module, or a Task."""
@@ -60,6 +61,8 @@ class RunSettings(TypedDict, total=False):
     engine: str | Mapping[str, Any] | None
     """An engine's name, or its section."""
     device: str | None
+    columns: Mapping[str, Any]
+    """What the columns of a table are, by name."""
     public: Mapping[str, Any]
     partition: Mapping[str, Any]
     features: Mapping[str, Any]
@@ -134,7 +137,9 @@ class Given:
         )
         if own_data is not None:
             own_data = prepare(own_data, features=experiment.features.settings)
-            experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, normalise=False))
+            # They are normalised where that is said; else they are as whoever gives them wants them.
+            said = isinstance(chosen.get("data"), Mapping) and chosen["data"].get("normalise") is True
+            experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, normalise=said))
         return Inputs(experiment, own_data, task, own if any(own) else ())
 
 
@@ -178,7 +183,7 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     if isinstance(data, (ClientData, Mapping, Source)) or is_dataset(data):
         _put(given, "data", name=OWN_DATA)
     else:
-        _put(given, "data", **{"name" if function_file(data) is None else "path": data})
+        _put(given, "data", **{named_by(data): data})
         data = None
     _put(given, "data", clients=clients)
     if isinstance(model, Task) or callable(model):

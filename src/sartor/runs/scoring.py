@@ -10,6 +10,7 @@ import numpy as np
 
 from sartor.data.loaders import nested, read_table
 from sartor.data.readers import read_npz
+from sartor.data.tables import SchemaColumns, read_columns_of
 from sartor.errors import DataError, SettingError
 from sartor.files import write
 from sartor.runs.predictor import Predictor
@@ -45,7 +46,8 @@ def _read(table: Path, predictor: Predictor) -> Any:
             f"{table}: the model was trained on arrays, not on a table with named columns; "
             "give an npz file with x"
         )
-    return read_table(table)
+    reader = predictor.signature.preprocessing.table
+    return read_columns_of(table) if isinstance(reader, SchemaColumns) else read_table(table)
 
 
 def _content(columns: dict[str, Any], out: Path) -> bytes:

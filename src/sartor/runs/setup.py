@@ -23,6 +23,7 @@ from sartor.data.public import read_public
 from sartor.data.samples import is_class
 from sartor.data.settings import OWN_DATA
 from sartor.data.sources import Source
+from sartor.data.tables import blank
 from sartor.engines import choose_engine, federation_of, make_engine
 from sartor.engines import sharded as distributed
 from sartor.errors import DataError, SettingError
@@ -89,11 +90,12 @@ def set_up(
 ) -> Setup:
     """Load or take the data, make the models, and see whether they fit together.
 
-    ``own`` are given in Python for what some of ``[[models]]`` name. Data that are given are taken as they
-    are, unless ``normalise`` says otherwise.
+    ``own`` are given in Python for what some of ``[[models]]`` name. Data that are given in place of others
+    are taken as they are, unless ``normalise`` says otherwise.
     """
     if normalise is None:
-        normalise = data is None and experiment.data.normalise
+        plain = data is None or (data.preprocessing.moments is None and experiment.data.name == OWN_DATA)
+        normalise = experiment.data.normalise and plain
     if experiment.engine.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
     partition = None
@@ -136,8 +138,10 @@ def settled_for(choice: ModelChoice, data: ClientData) -> ModelChoice:
     """The network with what all samples say of its settings that were left open."""
     if isinstance(data.train, LazySplit):
         check_told(choice, "samples are fetched when they are needed")
-    splits = [getattr(data, name) for name in SPLITS if getattr(data, name) is not None]
-    return settled(choice, [split.x for split in splits], data.train.y)
+    samples = [getattr(data, name).x for name in SPLITS if getattr(data, name) is not None]
+    if data.columns is not None:  # a schema knows more categories than may occur
+        samples.append(blank(data.columns))
+    return settled(choice, samples, data.train.y)
 
 
 def with_public(data: ClientData, experiment: Experiment) -> ClientData:
@@ -248,7 +252,7 @@ def load_data(
             "data.name = 'own': the data was given in Python, or lies at nodes; pass it again as data=..., "
             "or let nodes join `sartor serve --resume`"
         )
-    source = read_data(settings, experiment.seed, targets)
+    source = read_data(settings, experiment.seed, targets, experiment.columns)
     data, partition = (source, None) if isinstance(source, ClientData) else divided(source, experiment)
     data = prepare(data, features=experiment.features.settings)
     check_range(experiment.expect, data)
@@ -289,6 +293,7 @@ def resolve(
     what = measured(
         task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline, _largest(data)
     )
+    features = experiment.data.feature_columns if experiment.data.path is None else data.features
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
     local = experiment.local
     if (
@@ -297,7 +302,8 @@ def resolve(
         local = replace(local, schedule_length=local.schedule_length or experiment.rounds)
     return replace(
         experiment,
-        data=replace(experiment.data, labels=data.labels),
+        data=replace(experiment.data, labels=data.labels, feature_columns=features),
+        columns=data.columns or (),
         engine=replace(engine, name=name, compile=compiled),
         local=local,
         evaluate=replace(experiment.evaluate, headline=what.headline, every=_every(experiment)),

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sartor.data.schema import settles
 from sartor.engines.lockstep import fit_together
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.runs.cadence import fixed
@@ -239,10 +240,13 @@ def _decided(asked: Experiment, stored: Experiment) -> Experiment:
     if model.buffers == "auto":
         model = replace(model, buffers=stored.model.buffers)
     data = asked.data if asked.data.labels is not None else replace(asked.data, labels=stored.data.labels)
+    if data.feature_columns is None:
+        data = replace(data, feature_columns=stored.data.feature_columns)
+    columns = stored.columns if settles(asked.columns, stored.columns) else asked.columns
     evaluate = asked.evaluate
     if evaluate.headline is None:
         evaluate = replace(evaluate, headline=stored.evaluate.headline)
-    return replace(asked, data=data, engine=engine, model=model, evaluate=evaluate)
+    return replace(asked, data=data, engine=engine, model=model, evaluate=evaluate, columns=columns)
 
 
 def _read(run: RunFolder, experiment: Experiment, reused: bool) -> KeptRun:
