@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from sartor.settings import shown
 
 if TYPE_CHECKING:
     from sartor.client.settings import Local
+    from sartor.model.objectives import Tally
 
 Carry = TypeVar("Carry")
 Direction = Callable[[Tensor, Batch], Tensor]
@@ -233,34 +235,45 @@ class Client:
 
     def evaluate(
         self,
-        model: Tensor | Callable[[Nest], Any],
+        model: Tensor | Callable[[Nest], Any] | Sequence[Callable[[Nest], Any]],
         split: str = "test",
         tallies: Sequence[str] = ("confusion",),
     ) -> dict[str, Tensor]:
         """Sum of losses, number of samples, and what else is counted of a model's predictions.
 
         ``model`` is a vector, or a function from inputs to outputs for methods that predict in another way.
-        ``tallies`` are those of the task's objective, by name; it has a confusion matrix (rows: truth) where
-        a target is a class. One that it does not have is left out.
+        Several, as the rows of a matrix or as functions, share a pass, and what is counted has a row for
+        each. ``tallies`` are those of the task's objective, by name; it has a confusion matrix (rows: truth)
+        where a target is a class. One that it does not have is left out.
         """
-        outputs = model if callable(model) else lambda x: self.outputs(model, x)
+        rows = model.unbind() if isinstance(model, Tensor) and model.dim() == 2 else model
+        several = isinstance(rows, Sequence)
+        models: Sequence[Any] = rows if isinstance(rows, Sequence) else [rows]
+        functions = [one if callable(one) else partial(self.outputs, one) for one in models]
         known = self.task.objective.tallies(self.task.width)
         counted = {name: known[name] for name in tallies if name in known}
         like = self.counts[split]
-        carry = {"loss": like.new_zeros((), dtype=self.task.dtype)}
-        carry |= {name: like.new_zeros(tally.shape, dtype=tally.dtype) for name, tally in counted.items()}
+        zeros = {"loss": like.new_zeros((), dtype=self.task.dtype)}
+        zeros |= {name: like.new_zeros(tally.shape, dtype=tally.dtype) for name, tally in counted.items()}
 
-        def add(carry: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-            result = outputs(batch.x)
-            added = {
-                "loss": carry["loss"] + batch.mean(self.task.loss_function(result, batch.y)) * batch.size
-            }
-            for name, tally in counted.items():
-                added[name] = carry[name] + tally.count(result, batch.y, batch.weight)
-            return added
+        def add(carry: list[dict[str, Tensor]], batch: Batch) -> list[dict[str, Tensor]]:
+            return [
+                self._add(total, outputs(batch.x), batch, counted)
+                for total, outputs in zip(carry, functions, strict=True)
+            ]
 
-        total = self.scan(add, carry, Batches(split, self._evaluation_batch))
-        return {**total, "n": like}
+        totals = self.scan(add, [dict(zeros) for _ in models], Batches(split, self._evaluation_batch))
+        if not several:
+            return {**totals[0], "n": like}
+        return {**{name: torch.stack([total[name] for total in totals]) for name in zeros}, "n": like}
+
+    def _add(
+        self, total: dict[str, Tensor], result: Any, batch: Batch, counted: dict[str, Tally]
+    ) -> dict[str, Tensor]:
+        """The sums with what one batch adds to them."""
+        loss = batch.mean(self.task.loss_function(result, batch.y)) * batch.size
+        added = {name: tally.count(result, batch.y, batch.weight) for name, tally in counted.items()}
+        return {name: total[name] + value for name, value in {"loss": loss, **added}.items()}
 
     # The local loop -------------------------------------------------------------------------------
 

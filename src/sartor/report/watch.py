@@ -173,7 +173,7 @@ def page() -> str:
     body = element(
         "body",
         element("header", element("h1", "Runs under way"), element("p", "", class_="quiet", id="overview")),
-        element("main", id="runs", data_seconds=SECONDS),
+        element("main", id="runs", data_seconds=str(SECONDS)),
         element("noscript", element("p", "This page needs JavaScript; `sartor report` does without.")),
         element("script", Markup(script)),
     )

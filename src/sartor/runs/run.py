@@ -15,6 +15,7 @@ from sartor import nests
 from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.model.task import Batch, Task, unkeyed_words
+from sartor.runs.cadence import Cadence
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.evaluation import (
     CELLS,
@@ -72,6 +73,8 @@ class Run:
         """Why the run ends before its last round, once somebody has stopped it."""
         self.left: BaseException | None = None
         """What interrupts the run as soon as its round is stored."""
+        self.cadence = Cadence(self.experiment.evaluate.every, self.experiment.rounds)
+        """Which rounds are evaluated."""
         self._begin = 0.0
 
     @property
@@ -138,6 +141,8 @@ class Run:
         federation.round = saved.round
         self.rows, self.clients = folder.rounds, folder.clients
         self.evaluations = {row["round"]: row["evaluation"] for row in self.rows if "evaluation" in row}
+        for row in self.rows:
+            self.cadence.note(row)
         self.saved = saved.round
         self._begin = federation.engine.seconds() - saved.seconds
 
@@ -253,11 +258,8 @@ class Run:
         w = self.algorithm.shared(self.server)
         if w is None:
             return None
-        if "shared" in tensors:  # made of the server's state whenever it is asked for
-            return "shared"
-        place = (w.data_ptr(), w.shape, w.stride())
-        named = (name for name, own in tensors.items() if (own.data_ptr(), own.shape, own.stride()) == place)
-        return next(named, None)
+        alike = (name for name, own in tensors.items() if own.dtype == w.dtype and own.shape == w.shape)
+        return next((name for name in alike if torch.equal(tensors[name].to(w.device), w)), None)
 
     def result(self, summary: dict[str, Any]) -> Result:
         """What a run gives back."""

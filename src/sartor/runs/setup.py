@@ -22,6 +22,7 @@ from sartor.data.preprocessing import Preprocessing
 from sartor.data.public import read_public
 from sartor.data.samples import is_class
 from sartor.data.settings import OWN_DATA
+from sartor.data.sources import Source
 from sartor.engines import choose_engine, federation_of, make_engine
 from sartor.engines import sharded as distributed
 from sartor.errors import DataError, SettingError
@@ -35,6 +36,7 @@ from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.metrics import measured
 from sartor.runs.outputs import values_of
+from sartor.runs.settings import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -247,28 +249,28 @@ def load_data(
             "or let nodes join `sartor serve --resume`"
         )
     source = read_data(settings, experiment.seed, targets)
-    features = experiment.features.settings
-    if isinstance(source, ClientData):
-        data = prepare(source, features=features)
-        check_range(experiment.expect, data)
-        return data, None
+    data, partition = (source, None) if isinstance(source, ClientData) else divided(source, experiment)
+    data = prepare(data, features=experiment.features.settings)
+    check_range(experiment.expect, data)
+    return data, partition
+
+
+def divided(source: Source, experiment: Experiment) -> tuple[ClientData, Partition]:
+    """A source as the experiment divides it among clients."""
     if experiment.partition.file is not None:
         partition = Partition.load(experiment.partition.file)
     else:
-        scheme = experiment.partition.settings
         partition = make_partition(
             source,
-            scheme,
-            settings.clients,
+            experiment.partition.settings,
+            experiment.data.clients,
             experiment.seed,
-            settings.validation,
+            experiment.data.validation,
             leaf=experiment.partition.leaf,
         )
     for note in partition.notes:
-        log.warning("%s: %s", settings.name, note)
-    data = apply(source, partition, features=features)
-    check_range(experiment.expect, data)
-    return data, partition
+        log.warning("%s: %s", source.name, note)
+    return apply(source, partition), partition
 
 
 def resolve(
@@ -298,9 +300,15 @@ def resolve(
         data=replace(experiment.data, labels=data.labels),
         engine=replace(engine, name=name, compile=compiled),
         local=local,
-        evaluate=replace(experiment.evaluate, headline=what.headline),
+        evaluate=replace(experiment.evaluate, headline=what.headline, every=_every(experiment)),
         model=replace(experiment.model, buffers=buffers),
     )
+
+
+def _every(experiment: Experiment) -> int | str:
+    """How often a run is evaluated; every round where it may end by that: no clock decides on a model."""
+    auto = experiment.evaluate.every == AUTO
+    return 1 if auto and experiment.stop.wanted else experiment.evaluate.every
 
 
 def _largest(data: ClientData) -> float | None:

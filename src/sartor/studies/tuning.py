@@ -206,7 +206,7 @@ def search(
     _require_validation(plan, trials[0], chosen_seeds[0])
     folder = plan.folder("searches", base) if out is None else Path(out)
     runs = Runs(folder, progress, options.together)
-    tuned = []
+    tuned: list[Tuned] = []
     score, sign = "accuracy", 1.0
     for each in methods:
         done = []

@@ -157,6 +157,8 @@ class Tracer:
             plan.shape.width,
             plan.shape.packed,
             plan.shape.full,
+            plan.shape.common,
+            plan.shape.in_a_row,
             len(arguments[2]),
         )
         inputs, spec = tree_flatten(arguments)
@@ -211,12 +213,16 @@ class Tracer:
             real: Tensor,
             turn: Tensor,
         ) -> Any:
-            x, y = nests.mapped(lambda leaf: _picked(leaf, index), fixed.data[batches.split])
+            dims: tuple[int | None, ...] = (0, 0, 0, 0, 0, 0, 0)
+            if plan.shape.common:  # one product for all lanes, and no copies of the samples
+                index, real, dims = index[0], real[0], (0, 0, 0, None, None, None, 0)
+            pick = _laid_out if plan.shape.in_a_row else _picked
+            x, y = nests.mapped(lambda leaf: pick(leaf, index), fixed.data[batches.split])
             if lanes:
                 client = lanes[0].clamp(max=len(rows.number) - 1)
                 rows, memo = tree_map(lambda value: value[client], (rows, memo))
                 carry = tree_map(lambda value: value[lanes[0]], carry)
-            return torch.vmap(partial(lane, fixed=fixed))(rows, memo, carry, x, y, real, turn)
+            return torch.vmap(partial(lane, fixed=fixed), dims)(rows, memo, carry, x, y, real, turn)
 
         return step
 
@@ -309,3 +315,8 @@ def _picked(samples: Tensor, index: Tensor) -> Tensor:
     if samples.dim() == 1:
         return samples[index]
     return samples.index_select(0, index.view(-1)).view(*index.shape, *samples.shape[1:])
+
+
+def _laid_out(samples: Tensor, index: Tensor) -> Tensor:
+    """Samples that lie in the order of their lanes."""
+    return samples.view(*index.shape, *samples.shape[1:])
