@@ -93,7 +93,9 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
         )
     )
     for section, cls in module._SECTIONS.items():
-        code = ("path", "head") if section in ("model", "objective") else ()  # which would have to be there
+        # Code would have to be there, and tokens are those of a text.
+        code = ("path", "head") if section in ("model", "objective") else ()
+        code = ("text_column", "tokens", "length", "vocabulary") if section == "data" else code
         table = draw(tables(cls, skip=("name", "settings", *code) if section != "engine" else ()))
         if section in CHOICES:
             table["name"] = draw(st.sampled_from(sorted(KINDS[section])))
