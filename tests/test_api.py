@@ -249,7 +249,7 @@ def test_a_method_of_ones_own_runs_by_its_name(monkeypatch: pytest.MonkeyPatch) 
         ({"experiment": "missing.toml"}, SettingError, "missing.toml: no such experiment file"),
         ({"model": nn.Flatten()}, SartorError, "no parameters"),
         ({"model": nn.Linear(7, 3)}, SartorError, r"cannot take samples of shape \[6\].*6.*7"),
-        ({"model": 3}, SartorError, "model: give a name, an nn.Module or a Task, got 3"),
+        ({"model": 3}, SartorError, "model: give a name, an nn.Module, what builds one, or a Task, got 3"),
     ],
 )
 def test_a_mistake_ends_in_a_message_that_names_it(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sartor.data.named import register_data
     from sartor.federation import Call, Reply, personal
     from sartor.federation.transforms import Transform, register_transform
+    from sartor.model.adapters import with_adapters
     from sartor.model.networks import Factory, register_model
     from sartor.model.objectives import Objective, register_objective
     from sartor.model.task import Task
@@ -55,6 +56,7 @@ _HOMES = {
     "register_model": "sartor.model.networks",
     "Objective": "sartor.model.objectives",
     "register_objective": "sartor.model.objectives",
+    "with_adapters": "sartor.model.adapters",
     "Client": "sartor.client.local",
     "Augmentation": "sartor.client.augment",
     "register_augmentation": "sartor.client.augment",
@@ -94,6 +96,7 @@ __all__ = [
     "run",
     "search",
     "setting",
+    "with_adapters",
     "write_report",
 ]
 

@@ -85,7 +85,7 @@ def trains(name: str, local: dict[str, Any]) -> None:
     assert all(bool(value.isfinite().all()) for value in tensors)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *(name for name, kind in registered().items() if kind.public)])
 def test_every_method_trains_with_a_setting_or_refuses_it_in_one_sentence(name: str) -> None:
     allowed = [setting for setting in SETTINGS if setting not in refused(name)]
     # Of two that exclude each other the last that is allowed counts.

@@ -40,6 +40,7 @@ from sartor.engines import make_engine
 from sartor.federation import Federation as Simulated
 from sartor.model.task import Task
 from sartor.remote.journal import Journal
+from sartor.remote.keeping import read_kept
 from sartor.remote.keys import make_keys
 from sartor.remote.requests import PARTING
 from sartor.runs.execute import execute
@@ -599,6 +600,11 @@ def through_kills(
         assert set(own) == set(numbers), key
         for number, row in zip(numbers, rows, strict=True):
             assert torch.equal(own[number], row), key
+    for node in range(3):  # each has the models of its clients for itself
+        mine = read_kept(federation.place / f"state{node}")
+        for client in mine.names if isinstance(result.personal, Tensor) else ():
+            theirs, simulated = mine.state_dict(client), result.state_dict(client)
+            assert all(torch.allclose(theirs[key], simulated[key], atol=1e-6) for key in simulated), client
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +218,6 @@ def test_one_method_alone_says_what_is_missing(runs: Path) -> None:
 
 
 def test_a_damaged_file_is_named(runs: Path, tmp_path: Path) -> None:
-    import shutil
-
     folder = shutil.copytree(runs / "ditto", tmp_path / "ditto")
     (folder / "outputs.npz").write_bytes(b"nothing")
     with pytest.raises(SartorError, match=r"outputs\.npz: damaged"):
@@ -228,4 +227,25 @@ def test_a_damaged_file_is_named(runs: Path, tmp_path: Path) -> None:
 def test_outputs_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     sartor.run("fedavg", clients=3, rounds=1, evaluate={"outputs": "no"}, out=tmp_path / "run")
     assert not (tmp_path / "run" / "outputs.npz").exists()
-    assert sites_of(read([tmp_path / "run"])) is None
+
+
+def test_without_single_samples_counts_do(runs: Path, tmp_path: Path) -> None:
+    """As of runs on real machines."""
+    for method in ("ditto", "separate"):
+        shutil.copytree(runs / method, tmp_path / method)
+        (tmp_path / method / "outputs.npz").unlink()
+    sites, whole = sites_of(read([tmp_path])), sites_of(read([runs]))
+    assert sites is not None
+    assert whole is not None
+    assert (sites.counted, sites.alone, whole.counted) == (True, True, False)
+    for counted, single in zip(sites.sites, whole.sites, strict=True):
+        for model in ("own", "shared", "alone"):
+            found, wanted = counted.value(model), single.value(model)
+            assert found == pytest.approx(wanted, abs=1.1 / 16)  # drawn anew, of 16 samples
+            assert found[0] == pytest.approx(wanted[0])
+        (gain, low, high), (same, narrow, wide) = counted.gain(), single.gain()
+        assert gain == pytest.approx(same)
+        assert high - low >= wide - narrow - 2.2 / 16
+    assert site_figures(sites) == []
+    assert [table.title for table in site_tables(sites)] == ["Is it worth it?"]
+    assert "from counts" in site_tables(sites)[0].about

@@ -68,6 +68,8 @@ def values_of(hint: Any, allowed: Meaning) -> st.SearchStrategy[Any]:
     if hint is Any:
         return st.lists(st.text(max_size=3), max_size=3)
     assert hint is str, f"no strategy for {hint}"
+    if allowed.words:
+        return st.sampled_from(allowed.words)
     return st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 

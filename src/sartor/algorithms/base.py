@@ -84,6 +84,8 @@ class Algorithm(ABC, Generic[H, S]):
     """Whether clients may have models of different architectures (``[[models]]``)."""
     public: ClassVar[bool] = False
     """Whether it learns from public samples, which the experiment has to name (``[public]``)."""
+    adapters: ClassVar[bool] = False
+    """Whether it is about low-rank adapters, which the model must have."""
     quadratic: ClassVar[bool] = False
     """Whether the server's work grows with the square of the number of clients."""
     year: ClassVar[int | None] = None

@@ -17,10 +17,10 @@ from sartor.errors import SettingError
 NODES = "in a federation it lies at the nodes"
 TIME = "in a federation nodes answer when they do"
 UNUSED_IN_A_FEDERATION = {
-    **dict.fromkeys(
-        ("data.name", "data.path", "data.folder", "data.client_column", "data.label_column"), NODES
-    ),
+    **dict.fromkeys(("data.name", "data.path", "data.folder"), NODES),
+    **dict.fromkeys(("data.client_column", "data.label_column", "data.text_column"), NODES),
     **dict.fromkeys(("data.split_column", "data.feature_columns"), NODES),
+    **dict.fromkeys(("data.tokens", "data.length", "data.vocabulary"), NODES),
     "partition": NODES,
     **dict.fromkeys(("availability", "delay", "replies.dropout", "replies.deadline"), TIME),
     "replies.on_bad_reply": "in a federation bad replies are left out",

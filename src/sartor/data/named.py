@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sartor.data.clients import ClientData, from_clients, relabel
-from sartor.data.loaders import from_folder, from_table
+from sartor.data.heart import read_heart_disease
+from sartor.data.leaf import from_leaf, is_leaf
+from sartor.data.loaders import from_folder, from_table, is_dataset, source_from_dataset, source_from_table
 from sartor.data.schema import Column
 from sartor.data.settings import COLUMN_KEYS, Data
 from sartor.data.sources import SOURCES, Loaded, Loader, Source, data_folder, load_source
@@ -43,6 +45,12 @@ def register_data(name: str) -> Callable[[Function], Function]:
         return function
 
     return added
+
+
+@register_data("heart-disease")
+def heart_disease(folder: Path) -> Loaded:
+    """Patients of four hospitals (Fed-Heart-Disease), from UCI's files."""
+    return read_heart_disease(folder / "heart-disease")
 
 
 def named_by(word: str | None) -> str:
@@ -89,22 +97,34 @@ def read_data(
         raise DataError(f"data.path = {settings.path!r}: no such file or folder")
     if columns:
         return prepared(from_schema(path, columns, **options))
+    if is_leaf(path):
+        _refuse_columns(settings)
+        if settings.labels is not None:
+            raise SettingError("data.labels: classes of LEAF's files are numbers; leave it out")
+        return from_leaf(path, validation_fraction=settings.validation, seed=seed)
     if path.is_dir():
         _refuse_columns(settings)
         return from_folder(path, **options)
-    if settings.client_column is None or settings.label_column is None:
+    return _table(path, settings, options)
+
+
+def _table(path: Path, settings: Data, options: dict[str, Any]) -> Source | ClientData:
+    """A table without a schema, of clients or to be divided."""
+    if settings.label_column is None:
         raise SettingError(
-            "data.path: a table needs [columns], which `sartor data TABLE` proposes, or data.client_column "
-            "and data.label_column"
+            "data.path: a table needs [columns], which `sartor data TABLE` proposes, or data.label_column, "
+            "and data.client_column where rows are somebody's"
         )
-    return from_table(
-        path,
-        settings.client_column,
-        settings.label_column,
-        settings.feature_columns,
-        split_column=settings.split_column,
-        **options,
-    )
+    said = ("feature_columns", "text_column", "tokens", "length", "vocabulary")
+    options |= {key: getattr(settings, key) for key in said}
+    if settings.client_column is not None:
+        options["split_column"] = settings.split_column
+        return from_table(path, settings.client_column, settings.label_column, **options)
+    if settings.split_column is not None:
+        raise SettingError("data.split_column: a partition divides these rows; leave it out, or name clients")
+    for unused in ("validation_fraction", "seed"):  # what divides the rows has them
+        del options[unused]
+    return source_from_table(path, settings.label_column, **options)
 
 
 def _refuse_columns(settings: Data) -> None:
@@ -127,9 +147,12 @@ def _called(
                 "such samples there"
             )
         return _numbered(given, settings, what)
+    if is_dataset(given):
+        return source_from_dataset(given, name=name, targets=targets)
     if not isinstance(given, Mapping):
         raise DataError(
-            f"{what}: expected {{client: (x, y)}}, ClientData or a Source, it gives a {type(given).__name__}"
+            f"{what}: expected {{client: (x, y)}}, ClientData, a Source or a torch data set, it gives a "
+            f"{type(given).__name__}"
         )
     made = from_clients(given, validation_fraction=settings.validation, seed=seed, targets=targets, name=name)
     return _numbered(made, settings, what)

@@ -20,6 +20,7 @@ from sartor import nests, random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry, call, find_function
 from sartor.memory import free_memory
+from sartor.model.adapters import with_adapters
 from sartor.model.objectives import Classification, Objective
 from sartor.model.sequences import LSTM, Transformer
 from sartor.model.tables import Table
@@ -184,10 +185,12 @@ def build_task(
                 "of your own"
             )
         outputs = objective.outputs(y, classes)
-        return make_task(choice.name, choice.settings, shape, outputs, seed, objective, classes)
+        named = choice.name, choice.settings, shape, outputs, seed, objective, classes
+        return make_task(*named, adapters=choice.adapters)
     head = None if choice.head is None else str(choice.head)
     build, what = find_function(choice.path, "model.path"), f"model.path = {choice.path!r}"
-    return Factory(build, head, objective, Path(choice.path).name, what).task(x, y, classes, seed)
+    factory = Factory(build, head, objective, Path(choice.path).name, what, choice.adapters)
+    return factory.task(x, y, classes, seed)
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,8 @@ class Factory:
     name: str = ""
     what: str = "model"
     """What it is called in messages."""
+    adapters: int = 0
+    """The rank of adapters that it gets; 0: none."""
 
     def task(self, x: Nest, y: Nest, classes: int | None, seed: int) -> Task:
         """The task for such samples under a seed.
@@ -216,7 +221,12 @@ class Factory:
         objective = Classification() if self.objective is None else self.objective
         shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
         outputs = objective.outputs(y, classes)
-        made = seeded(lambda: call(self.build, self.what, shape=shape, classes=outputs), seed)
+
+        def build() -> Any:
+            made = call(self.build, self.what, shape=shape, classes=outputs)
+            return adapted(made, self.adapters, self.head)
+
+        made = seeded(build, seed)
         if not isinstance(made, (nn.Module, Task)):
             raise SettingError(f"{self.what}: expected an nn.Module, it gives a {type(made).__name__}")
         name = self.name or type(made).__name__
@@ -248,6 +258,7 @@ def make_task(
     seed: int,
     objective: Objective | None = None,
     classes: int | None = None,
+    adapters: int = 0,
 ) -> Task:
     """The task of a named model on inputs of a shape, with initial weights that depend on the seed alone.
 
@@ -260,13 +271,23 @@ def make_task(
             "name the objective"
         )
     check_size(name, settings, shape, outputs)
-    module = seeded(lambda: settings.build(shape, outputs), seed)
+    head = getattr(settings, "head", None)
+    module = seeded(lambda: adapted(settings.build(shape, outputs), adapters, head), seed)
     if not isinstance(module, nn.Module):
         raise SettingError(f"model {name}: build() gives a {type(module).__name__}, expected an nn.Module")
     known = outputs if objective is None else classes
-    task = Task(module, objective=objective, classes=known, head=getattr(settings, "head", None), name=name)
+    task = Task(module, objective=objective, classes=known, head=head, name=name)
     task.drawn = task.seeded = True
     return task
+
+
+def adapted(made: Any, rank: int, head: str | None) -> Any:
+    """A module with adapters where a rank is set; its head, where it has one, is trained as it is."""
+    if not rank:
+        return made
+    if isinstance(made, Task):
+        raise SettingError("model.adapters: a Task has what it trains; put adapters into its module")
+    return with_adapters(made, rank, () if head is None else (head,)) if isinstance(made, nn.Module) else made
 
 
 def check_size(name: str, settings: Any, shape: Any, outputs: int) -> None:
@@ -348,6 +369,9 @@ class ModelChoice:
     )
     head: str | int | None = setting(
         None, "path of the module that is the head of an own network (model.path)"
+    )
+    adapters: int = setting(
+        0, "rank of low-rank adapters (LoRA) at its dense layers, which are then frozen; 0: none", low=0
     )
     buffers: str = setting(
         "auto",

@@ -346,7 +346,7 @@ class Task:
             if any(key in (path + "weight", path + "bias") for path in layers)
         ]
         paths = [path.removesuffix(".") for path in layers]
-        return Part("norms", _merge(learnt)), self._buffers_below("norms", paths)
+        return Part("norms", merged(learnt)), self._buffers_below("norms", paths)
 
     def inside(self, paths: Iterable[str]) -> Callable[[str], bool]:
         """Whether a module's path is one of these or lies below one; named as for :meth:`select`."""
@@ -365,7 +365,7 @@ class Task:
     def _buffers_below(self, name: str, paths: list[str]) -> Part:
         places = self._buffers.places.items()
         return Part(
-            name, _merge([place for key, place in places if any(_below(key, path) for path in paths)])
+            name, merged([place for key, place in places if any(_below(key, path) for path in paths)])
         )
 
     def _part(self, name: str, paths: list[str]) -> Part:
@@ -378,7 +378,7 @@ class Task:
                     f"parameters; paths: {', '.join(self._module_paths) or 'none'}"
                 )
             slices += found
-        return Part(name, _merge(slices))
+        return Part(name, merged(slices))
 
     def _rest(self, name: str, parts: list[Part]) -> Part:
         taken = sorted((piece for part in parts for piece in part.slices), key=lambda piece: piece.start)
@@ -713,8 +713,8 @@ class Task:
             for seed in range(2):
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
                     torch.manual_seed(seed)
-                    outputs = nests.leaves(self.outputs(w, x))
-                    results.append([self.loss(w, Batch(x, y, None, 1)), *outputs])
+                    outputs = self.outputs(w, x), self.forward(w, Batch(x, y, None, 1)).outputs
+                    results.append(nests.leaves((*outputs, self.loss_function(outputs[1], y))))
         except Exception:  # why the model cannot take a step is said where it trains
             return
         self._keyed = self._called
@@ -913,7 +913,7 @@ def _gaps(slices: Iterable[slice], size: int) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in pairs if start < stop)
 
 
-def _merge(slices: list[slice]) -> tuple[slice, ...]:
+def merged(slices: list[slice]) -> tuple[slice, ...]:
     """Sorted slices with neighbours joined."""
     merged: list[slice] = []
     for piece in sorted(slices, key=lambda piece: piece.start):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, product
 from typing import Any, TypeAlias
@@ -28,6 +28,9 @@ MOST_SPANS = 2000
 MOST_NUMBERS = 400_000
 """Heat maps of one figure have about so many numbers in all; rounds between are left out to stay below."""
 
+MOST_LINES, BRIGHT = 8, 5
+"""Of more lines than these the best few are drawn in colour and the others in grey."""
+
 MOST_TICKS = 24
 LONGEST_TICK = 16
 
@@ -44,6 +47,8 @@ class Line:
     y: list[Number]
     low: list[Number] | None = None
     high: list[Number] | None = None
+    quiet: bool = False
+    """One of many that are only there to be seen behind the others: thin and grey, without a band."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,19 @@ class Spans:
     words: list[str]
 
 
-Panel: TypeAlias = Lines | Boxes | Dots | Grid | Spans
+@dataclass(frozen=True)
+class Ranks:
+    """A critical-difference diagram: methods by average rank, and bars through those not told apart."""
+
+    methods: list[str]
+    """From the best to the worst."""
+    ranks: list[float]
+    cliques: list[list[int]]
+    """Places of methods that cannot be told apart."""
+    difference: float
+
+
+Panel: TypeAlias = Lines | Boxes | Dots | Grid | Spans | Ranks
 
 
 def tick_names(names: Sequence[str]) -> tuple[list[int], list[str]]:
@@ -192,6 +209,7 @@ def figures(material: Material) -> list[Figure]:
     """Every figure that these runs have the data for."""
     makers: Sequence[Callable[[Material], Figure | None]] = (
         *(partial(curves, measure=measure) for measure in _measures(material)),
+        ranks,
         distribution,
         partitions,
         memberships,
@@ -227,6 +245,7 @@ def curves(material: Material, measure: str) -> Figure | None:
             line for group in material.groups if (line := _curve(group, measure, cell, axis)) is not None
         ]
         if lines:
+            lines = _calmed(lines, measure)
             panel = Lines(
                 AXIS_LABELS[axis],
                 _word(measure),
@@ -249,6 +268,22 @@ def curves(material: Material, measure: str) -> Figure | None:
         ],
         views=views,
     )
+
+
+def _calmed(lines: list[Line], measure: str) -> list[Line]:
+    """Of many lines the best few as they are, on top of the others, which are quiet."""
+    if len(lines) <= MOST_LINES:
+        return lines
+    sign = 1.0 if more_is_better(measure) else -1.0
+
+    def end(line: Line) -> float:
+        return sign * next(value for value in reversed(line.y) if value is not None)
+
+    order = sorted(lines, key=end, reverse=True)
+    return [
+        *(replace(line, quiet=True, low=None, high=None) for line in order[: BRIGHT - 1 : -1]),
+        *order[:BRIGHT],
+    ]
 
 
 def _curve(group: Group, measure: str, cell: str, axis: str) -> Line | None:
@@ -298,6 +333,44 @@ def _curve_words(lines: Sequence[Line], measure: str, cell: str) -> tuple[str, l
         least = "lowest" if better is max else "highest"
         sentence += f"; {bottom} has the {least}, {_shown(ends[bottom], measure)}"
     return sentence + ".", table
+
+
+# -- ranks -----------------------------------------------------------------------------------------------
+
+
+def ranks(material: Material) -> Figure | None:
+    """The critical-difference diagram of every stored comparison of at least three methods."""
+    options: dict[str, str] = {}
+    views: Views = {}
+    for place, compared in enumerate(material.comparisons):
+        found = compared.get("ranking")
+        if not found or len(found["methods"]) < 3:
+            continue
+        methods = list(map(str, found["methods"]))
+        cliques = [[methods.index(str(name)) for name in clique] for clique in found["cliques"]]
+        difference = float(found["critical_difference"])
+        panel = Ranks(methods, [float(rank) for rank in found["ranks"]], cliques, difference)
+        alike = "; ".join(", ".join(methods[member] for member in clique) for clique in cliques)
+        sentence = (
+            f"Average ranks over {found['blocks']} clients × seeds, 1 is best: from {methods[0]}, "
+            f"{panel.ranks[0]:.2f}, to {methods[-1]}, {panel.ranks[-1]:.2f}. Not told apart, being less than "
+            f"{difference:.2f} apart: {alike or 'none'}."
+        )
+        table = [
+            ["method", "average rank"],
+            *([m, f"{r:.2f}"] for m, r in zip(methods, panel.ranks, strict=True)),
+        ]
+        options[str(place)] = f"comparison {place + 1}"
+        views[(str(place),)] = View(panel, sentence, table)
+    if not views:
+        return None
+    about = (
+        "Methods by their average rank over clients and seeds; a bar joins methods that Nemenyi's test at "
+        "0.05 cannot tell apart. Clients of one seed learn from each other, so they are not independent."
+    )
+    return Figure(
+        "ranks", "Critical differences", about, [Choice("comparison", "comparison", options)], views
+    )
 
 
 # -- clients ---------------------------------------------------------------------------------------------
@@ -737,6 +810,7 @@ def _thinned(line: Line) -> Line:
         chosen(line.y) or [],
         chosen(line.low),
         chosen(line.high),
+        line.quiet,
     )
 
 

@@ -179,7 +179,8 @@ def _table_section(name: str, table: Table) -> Markup:
 
 def _cell(entry: Entry, first: bool) -> Markup:
     value = "" if entry.value is None else str(entry.value)
-    return element("th" if first else "td", entry.text, scope="row" if first else None, data_value=value)
+    text = element("strong", entry.text) if entry.best else entry.text
+    return element("th" if first else "td", text, scope="row" if first else None, data_value=value)
 
 
 def _scrolling(title: str, content: Markup) -> Markup:

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from sartor.errors import SartorError
-from sartor.report.figures import Boxes, Dots, Figure, Grid, Lines, Number, Panel, Spans, tick_names
+from sartor.report.figures import Boxes, Dots, Figure, Grid, Lines, Number, Panel, Ranks, Spans, tick_names
 from sartor.report.style import DIVERGING, SEQUENTIAL, SERIES, colour, dash, marker
 
 FORMATS = ("png", "pdf")
 GREY = "#57606a"
+QUIET = "#c4cad1"
+"""Of lines behind others."""
 
 
 def write_figures(figures: Sequence[Figure], folder: str | Path, format: str = "png") -> list[Path]:
@@ -55,6 +57,8 @@ def draw(panel: Panel, canvas: Any, axes: Any) -> None:
         _boxes(panel, canvas, axes)
     elif isinstance(panel, Dots):
         _dots(panel, canvas, axes)
+    elif isinstance(panel, Ranks):
+        _ranks(panel, canvas, axes)
     elif isinstance(panel, Grid):
         _grid(panel, canvas, axes)
     else:
@@ -77,7 +81,7 @@ def _lines(panel: Lines, canvas: Any, axes: Any) -> None:
 
     canvas.set_size_inches(6.4, 4.0 + 0.1 * len(panel.lines))
     for line in panel.lines:
-        ink = SERIES["light"][colour(line.place)]
+        ink = QUIET if line.quiet else SERIES["light"][colour(line.place)]
         x, y = _numbers(line.x), _numbers(line.y)
         if line.low is not None and line.high is not None:
             axes.fill_between(x, _numbers(line.low), _numbers(line.high), color=ink, alpha=0.15, linewidth=0)
@@ -86,11 +90,11 @@ def _lines(panel: Lines, canvas: Any, axes: Any) -> None:
             x,
             y,
             color=ink,
-            linestyle=dash(line.place)[1],
-            marker=marker(line.place)[1],
+            linestyle="-" if line.quiet else dash(line.place)[1],
+            marker=None if line.quiet else marker(line.place)[1],
             markersize=4,
             markevery=every,
-            linewidth=1.5,
+            linewidth=0.8 if line.quiet else 1.5,
             label=line.label,
         )
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
@@ -141,6 +145,18 @@ def _boxes(panel: Boxes, canvas: Any, axes: Any) -> None:
     if panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
     axes.grid(axis="y", alpha=0.25)
+
+
+def _ranks(panel: Ranks, canvas: Any, axes: Any) -> None:
+    canvas.set_size_inches(6.4, max(2.0, 1.0 + 0.25 * len(panel.methods)))
+    for clique in panel.cliques:
+        ends = [min(clique), max(clique)]
+        axes.plot([panel.ranks[end] for end in ends], ends, color=GREY, linewidth=4, alpha=0.4)
+    axes.scatter(panel.ranks, range(len(panel.methods)), color=SERIES["light"][0], zorder=3)
+    axes.set_yticks(range(len(panel.methods)), panel.methods)
+    axes.invert_yaxis()
+    axes.set(xlabel="average rank, 1 is best")
+    axes.grid(axis="x", alpha=0.25)
 
 
 def _dots(panel: Dots, canvas: Any, axes: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sartor.report.figures import Boxes, Dots, Grid, Lines, Number, Panel, Spans, View, tick_names
+from sartor.report.figures import Boxes, Dots, Grid, Lines, Number, Panel, Ranks, Spans, View, tick_names
 from sartor.report.style import DIVERGING, SEQUENTIAL, SERIES, colour, dash, marker
 
 Json = dict[str, Any]
@@ -27,14 +27,48 @@ def _drawn(panel: Panel) -> Json:
         return _boxes(panel)
     if isinstance(panel, Dots):
         return _dots(panel)
+    if isinstance(panel, Ranks):
+        return _ranks(panel)
     return _grid(panel) if isinstance(panel, Grid) else _spans(panel)
+
+
+def _ranks(panel: Ranks) -> Json:
+    rows = list(range(len(panel.methods)))
+    traces: list[Json] = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": _round(panel.ranks),
+            "y": rows,
+            "marker": {"color": "@series-0", "size": 10},
+            "text": [plain(name) for name in panel.methods],
+            "hovertemplate": "%{text}: %{x}<extra></extra>",
+        }
+    ]
+    for clique in panel.cliques:  # a bar at every member's rank, down the rows of all of them
+        middle = sum(panel.ranks[member] for member in clique) / len(clique)
+        ends = [min(clique), max(clique)]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "x": _round([panel.ranks[ends[0]], panel.ranks[ends[1]]]),
+                "y": ends,
+                "line": {"color": "@quiet", "width": 5},
+                "opacity": 0.5,
+                "hovertemplate": f"not told apart, around {middle:.2f}<extra></extra>",
+            }
+        )
+    x_axis = {"title": {"text": "average rank, 1 is best"}}
+    y_axis = {**_named_axis("", panel.methods), "autorange": "reversed", "showgrid": False}
+    return _made(traces, x_axis, y_axis, int(min(900, max(220, 120 + 26 * len(rows)))))
 
 
 def _lines(panel: Lines) -> Json:
     traces: list[Json] = []
     y_format = ".1%" if panel.percent else ".4~g"
     for line in panel.lines:
-        ink = f"@series-{colour(line.place)}"
+        ink = "@rule" if line.quiet else f"@series-{colour(line.place)}"
         if line.low is not None and line.high is not None:
             known = [
                 (x, low, high)
@@ -58,11 +92,15 @@ def _lines(panel: Lines) -> Json:
         traces.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers",
+                "mode": "lines" if line.quiet else "lines+markers",
                 "name": plain(line.label),
                 "x": _round(line.x),
                 "y": _round(line.y),
-                "line": {"color": ink, "dash": dash(line.place)[0], "width": 2},
+                "line": {
+                    "color": ink,
+                    "dash": "solid" if line.quiet else dash(line.place)[0],
+                    "width": 1.5 if line.quiet else 2,
+                },
                 "marker": {"color": ink, "symbol": marker(line.place)[0], "size": 7},
                 "legendgroup": str(line.place),
                 "hovertemplate": f"%{{y:{y_format}}} at %{{x}}",

@@ -107,6 +107,8 @@ class Site:
     validation: Part | None
     score: Score
     seed: int
+    paired: bool = True
+    """Whether it is known of each sample what every model says; else each model has draws of its own."""
     drawn: dict[str, Floats] = field(default_factory=dict)
 
     @cached_property
@@ -117,7 +119,10 @@ class Site:
     def scores(self, model: str) -> Floats:
         """A model's score on the samples, and on every draw of them."""
         if model not in self.drawn:
-            self.drawn[model] = self.score.of(self.weights, self.test.truth, self.test.by_model[model])
+            own = (
+                self.weights if self.paired else _weights(self.test.count, self.seed, f"{model} {self.name}")
+            )
+            self.drawn[model] = self.score.of(own, self.test.truth, self.test.by_model[model])
         return self.drawn[model]
 
     def value(self, model: str) -> tuple[float, float, float] | None:
@@ -137,14 +142,15 @@ class Site:
         if gain is None:
             return None
         mean, low, high = gain
+        who = f"Client {self.name}" if self.name.isdecimal() else self.name
         unit = "points" if self.score.share else self.score.name
         size = self.score.shown(abs(mean))
         ends = f"(95 % {self.score.shown(low)} to {self.score.shown(high)})"
         if mean == 0:
-            return f"{self.name} is as well off as training alone {ends}"
+            return f"{who} is as well off as training alone {ends}"
         word = "gains" if mean > 0 else "loses"
         unsure = "" if low > 0 or high < 0 else ", which may be chance"
-        return f"{self.name} {word} {size} {unit} over training alone {ends}{unsure}"
+        return f"{who} {word} {size} {unit} over training alone {ends}{unsure}"
 
 
 def _weights(count: int, seed: int, name: str) -> Floats:
@@ -173,6 +179,8 @@ class Sites:
     """How the method was chosen among several; empty where it was the only one."""
     by: str | None
     sites: list[Site]
+    counted: bool = False
+    """Whether single samples are not known, but how many each model gets right."""
 
     def sentences(self) -> list[str]:
         """What to say on top of the page: a sentence for each client, or for the outermost of many."""
@@ -193,7 +201,56 @@ class Sites:
 
 
 def sites_of(material: Material) -> Sites | None:
-    """The clients of the method that is best, where its runs have stored what models say of samples."""
+    """The clients of the method that is best, by what models say of single samples, or else by counts."""
+    return _by_samples(material) or _by_counts(material)
+
+
+def _by_counts(material: Material) -> Sites | None:
+    """The clients by how many samples each model gets right: of runs on real machines there is no more."""
+    if material.headline != "accuracy":
+        return None
+    able = [group for group in material.groups if all("n_test" in run.clients for run in group.runs)]
+    methods = [group for group in able if group.runs[0].algorithm != ALONE]
+    if not methods:
+        return None
+    group, chosen = _best(methods, "accuracy", True)
+    lonely = next((other for other in able if other.runs[0].algorithm == ALONE), None)
+    pairs = []
+    for run in group.runs:
+        alike = [] if lonely is None else lonely.runs
+        same = (o for o in alike if (o.seed, o.hash, o.names) == (run.seed, run.hash, run.names))
+        pairs.append((run, next(same, None)))
+    alone = all(other is not None for _, other in pairs)
+    sites = []
+    for place, name in enumerate(group.runs[0].names):
+        parts = [_counted(run, other if alone else None, place) for run, other in pairs]
+        if all(part.count for part in parts):
+            test = _together(parts)
+            sites.append(Site(name, test, None, SCORES["accuracy"], group.runs[0].seed, paired=False))
+    return Sites(group, alone, chosen, None, sites, counted=True) if sites else None
+
+
+def _counted(run: Run, other: Run | None, place: int) -> Part:
+    """Samples of which a model's share is right, as it was measured; which ones is not known."""
+    count = int(run.clients["n_test"][place] or 0)
+    named: dict[str, Floats] = {}
+    wanted = [
+        ("personal_local", "own", run),
+        ("shared_local", "shared", run),
+        ("personal_local", "alone", other),
+    ]
+    for cell, model, source in wanted:
+        found = (
+            None if source is None else source.clients.get(f"{cell}_accuracy", [None] * (place + 1))[place]
+        )
+        if found is not None:
+            right = np.arange(count) < round(float(found) * count)
+            named[model] = np.stack([right, ~right], 1).astype(float)
+    named = named if "own" in named or "shared" not in named else {"own": named["shared"], **named}
+    return Part(np.zeros(count, np.int64), named, None)
+
+
+def _by_samples(material: Material) -> Sites | None:
     score = SCORES.get(material.headline)
     able = [group for group in material.groups if all(run.outputs for run in group.runs)]
     methods = [group for group in able if group.runs[0].algorithm != ALONE]
@@ -273,6 +330,11 @@ def _part(pairs: Sequence[tuple[Run, Run | None]], split: str, number: int) -> P
         if other is not None:
             named["alone"] = other.outputs[split].by_model["personal"][rows]
         found.append(Part(mine.truth[rows], named, None if mine.group is None else mine.group[rows]))
+    return _together(found)
+
+
+def _together(found: Sequence[Part]) -> Part:
+    """The samples of several seeds."""
     common = set.intersection(*(set(part.by_model) for part in found))
     models = {
         name: np.concatenate([part.by_model[name] for part in found]) for name in MODELS if name in common
@@ -314,6 +376,11 @@ def _worth(sites: Sites) -> Table:
         f"{sites.group.label}: {unit} on each client's own test data, with 95 % intervals by the bootstrap "
         f"over its test samples.{sites.chosen}"
     )
+    if sites.counted:
+        about += (
+            " They are from counts, as what models say of single samples is not stored; of two models the "
+            "samples are drawn apart, so that intervals of gains are wide."
+        )
     about += "" if sites.alone else " A run of separate beside it would show what training alone gives."
     heads = ["client", "test samples", *(MODELS[model] for model in models)]
     return Table("Is it worth it?", about, [*heads, *(["gain over alone"] if sites.alone else [])], rows)
@@ -395,7 +462,9 @@ def _subgroups(sites: Sites) -> Table | None:
 
 def site_figures(sites: Sites) -> list[Figure]:
     """ROC curves of two classes, and how far confidence can be trusted, client by client."""
-    classes = all(model.ndim == 2 for site in sites.sites for model in site.test.by_model.values())
+    classes = not sites.counted and all(
+        model.ndim == 2 for site in sites.sites for model in site.test.by_model.values()
+    )
     if not classes:
         return []
     shown = sites.sites[:MOST_CURVES]

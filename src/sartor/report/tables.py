@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from sartor.report.runs import CELL_WORDS, OWN, Group, Material, Run, cell_of, cells_in, mean_and_deviation
-from sartor.runs.metrics import is_share
+from sartor.runs.metrics import is_share, more_is_better
 from sartor.runs.participation import by_round
 
 WORST = "worst decile"
@@ -23,6 +23,8 @@ class Entry:
 
     text: str
     value: float | str | None
+    best: bool = False
+    """Whether it is the best of its column, as far as the shown digits tell."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,18 @@ class Table:
 def comparison(material: Material) -> Table:
     """A row per method: means over its seeds with their standard deviation, after the last round."""
     columns = _columns(material)
+    groups = _sorted(material)
+    cells = [_marked([_over_seeds(group, column) for group in groups], column.more) for column in columns]
     rows = [
         [Entry(group.label, group.label), Entry(str(len(group.runs)), float(len(group.runs)))]
-        + [_over_seeds(group, column) for column in columns]
-        for group in material.groups
+        + [column[place] for column in cells]
+        for place, group in enumerate(groups)
     ]
     several = any(len(group.runs) > 1 for group in material.groups)
     spread = "; ± is the standard deviation over seeds" if several else ""
     about = f"At each run's last evaluation, plain means over clients{spread}."
+    if len(groups) > 1:
+        about += " The best method comes first, by clients' own test data; the best of each column is bold."
     if any(column.head == WORST for column in columns):
         about += (
             " Accuracies are in percent. The worst decile is the mean of the lowest tenth of clients on "
@@ -67,12 +73,15 @@ class _Column:
     of: Callable[[Run], float | None]
     words: Callable[[float], str]
     spread: bool = True
+    more: bool = False
+    """Whether more is better."""
 
 
 def _columns(material: Material) -> list[_Column]:
     """Every column that some run has a value for."""
     score = material.headline
     shown = _percent if is_share(score) else "{:.4g}".format
+    more = more_is_better(score)
 
     def of_cell(cell: str, *path: str) -> Callable[[Run], float | None]:
         def value(run: Run) -> float | None:
@@ -97,17 +106,38 @@ def _columns(material: Material) -> list[_Column]:
     cells = [cell for cell in cells_in(material.runs) if cell != OWN and not cell.endswith("validation")]
     cells = [] if score == "loss" else cells  # which has its column below
     judged = [
-        _Column(WORST, of_cell(OWN, f"{score}_spread", "worst_decile"), shown),
-        _Column("best by validation", validated, shown),
+        _Column(WORST, of_cell(OWN, f"{score}_spread", "worst_decile"), shown, more=more),
+        _Column("best by validation", validated, shown, more=more),
     ]
     columns = [
-        *(_Column(CELL_WORDS.get(cell, cell), of_cell(cell, score), shown) for cell in cells),
+        *(_Column(CELL_WORDS.get(cell, cell), of_cell(cell, score), shown, more=more) for cell in cells),
         *(judged if score != "loss" else ()),
         _Column("loss, own test data", of_cell(OWN, "loss"), lambda value: f"{value:.4f}"),
         _Column("MB sent", sent, lambda value: f"{value / 1e6:.1f}", spread=False),
         _Column("seconds of training", seconds, lambda value: f"{value:.1f}", spread=False),
     ]
     return [column for column in columns if any(column.of(run) is not None for run in material.runs)]
+
+
+def _sorted(material: Material) -> list[Group]:
+    """The methods, the best on clients' own test data first."""
+    score, sign = material.headline, -1.0 if more_is_better(material.headline) else 1.0
+
+    def place(group: Group) -> float:
+        found = [(cell_of(run.last, OWN) or {}).get(score) for run in group.runs]
+        mean, _ = mean_and_deviation(found)
+        return float("inf") if mean is None else sign * mean
+
+    return sorted(material.groups, key=place)
+
+
+def _marked(entries: list[Entry], more: bool) -> list[Entry]:
+    """A column with its best entries marked: those that look as good as the best."""
+    there = [entry for entry in entries if isinstance(entry.value, float)]
+    if len(entries) < 2 or not there:
+        return entries
+    best = (max if more else min)(there, key=lambda entry: float(entry.value or 0.0)).text.split(" ±")[0]
+    return [replace(entry, best=entry.text.split(" ±")[0] == best) for entry in entries]
 
 
 def participation(material: Material) -> Table | None:

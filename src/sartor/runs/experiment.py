@@ -52,7 +52,7 @@ from sartor.federation.transforms import TRANSFORMS, Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
-from sartor.runs.settings import AUTO, Checkpoints, Evaluate, Stop, Tracking
+from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
 if sys.version_info >= (3, 11):
@@ -130,9 +130,6 @@ class Experiment:
                 f"objective.path = {shown(self.objective.path)}: expected a function or class in a file, as "
                 "in mine.py:loss"
             )
-        if isinstance(self.evaluate.every, str) and self.evaluate.every != AUTO:
-            given = shown(self.evaluate.every)
-            raise SettingError(f"evaluate.every: expected a whole number (at least 0) or 'auto', got {given}")
         if self.stop.wanted and self.evaluate.every == 0:
             raise SettingError(
                 "stop: with evaluate.every = 0 only the last round is evaluated; give evaluate.every too"
@@ -185,8 +182,8 @@ _SECTIONS: dict[str, type] = {
     "tracking": Tracking,
 }
 _CHOICES = ("partition", "features", "model", "objective", "availability", "delay")
-CODE = ("model", "objective", "data", "public")
-"""Sections whose ``path`` may name a function in a file."""
+CODE = (("model", "path"), ("objective", "path"), ("data", "path"), ("data", "tokens"), ("public", "path"))
+"""Settings that may name a function in a file."""
 WHO = ("clients", "share", "every", "first")
 """What an entry of ``models`` says of whose network it is."""
 
@@ -263,10 +260,10 @@ def anchored(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(result.get("imports"), (list, tuple)):
         sources = list(map(anchor, result["imports"]))  # what is no text among them is refused later, by name
         result["imports"] = [source for place, source in enumerate(sources) if source not in sources[:place]]
-    for section in CODE:
+    for section, key in CODE:
         table = result.get(section)
-        if isinstance(table, dict) and function_file(table.get("path")) is not None:
-            table["path"] = anchor(table["path"])
+        if isinstance(table, dict) and function_file(table.get(key)) is not None:
+            table[key] = anchor(table[key])
     if isinstance(result.get("models"), (list, tuple)):
         result["models"] = [
             {**entry, "path": anchor(entry["path"])} if _names_code(entry) else entry
@@ -284,10 +281,10 @@ def code_named(mapping: Mapping[str, Any]) -> list[str]:
     """The files and modules of code that settings name."""
     imports = mapping.get("imports") or ()
     imports = check(imports, tuple[str, ...], Meaning(""), "imports")
-    tables = [_table(mapping, section) for section in CODE]
+    named = [_table(mapping, section).get(key) for section, key in CODE]
     models = mapping.get("models")
-    tables += [dict(entry) for entry in models if _names_code(entry)] if isinstance(models, list) else []
-    files = [function_file(table.get("path")) for table in tables]
+    named += [entry["path"] for entry in models if _names_code(entry)] if isinstance(models, list) else []
+    files = map(function_file, named)
     return list(dict.fromkeys([*imports, *(file for file in files if file is not None)]))
 
 
@@ -310,10 +307,10 @@ def portable(experiment: Experiment) -> dict[str, Any]:
     """The settings as another machine may read them: code is named without the folder it lies in here."""
     mapping = to_mapping(experiment)
     mapping["imports"] = [code_name(source) for source in mapping["imports"]]
-    for section in CODE:
-        path = mapping[section].get("path")
+    for section, key in CODE:
+        path = mapping[section].get(key)
         if function_file(path) is not None:
-            mapping[section]["path"] = os.path.basename(path)
+            mapping[section][key] = os.path.basename(path)
     for entry in filter(_names_code, mapping.get("models", ())):
         entry["path"] = os.path.basename(entry["path"])
     return mapping
@@ -426,7 +423,7 @@ def _model_group(given: Mapping[str, Any], where: str) -> ModelGroup:
         if name is None:
             raise SettingError(f"{where}.name: missing; known: {', '.join(MODELS)}")
         raise unknown(f"{where}.name", str(name), MODELS, what="name")
-    common: dict[str, Any] = {key: values.pop(key) for key in ("path", "head") if key in values}
+    common: dict[str, Any] = {key: values.pop(key) for key in ("path", "head", "adapters") if key in values}
     settings: Any = build(MODELS[name], values, where)
     choice = build(ModelChoice, {"name": name, **common, "settings": settings}, where)
     _check_choice(choice, where)

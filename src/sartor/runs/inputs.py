@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from sartor.data.clients import ClientData, from_clients, prepare, relabel
+from sartor.data.loaders import is_dataset, source_from_dataset
 from sartor.data.named import named_by
 from sartor.data.settings import OWN_DATA
+from sartor.data.sources import Source
 from sartor.errors import SettingError
 from sartor.extensions import function_file
-from sartor.model.networks import CUSTOM, Factory, build_task
+from sartor.model.networks import CUSTOM, Factory, ModelChoice, adapted, build_task, seeded
 from sartor.model.objectives import OBJECTIVES, OWN, Loss, Objective, Own, chosen_objective, objective_of
 from sartor.model.task import Task
 from sartor.runs.experiment import (
@@ -26,6 +29,7 @@ from sartor.runs.experiment import (
     import_named,
     read_experiment,
 )
+from sartor.runs.setup import divided
 from sartor.settings import unknown
 
 Model = nn.Module | Task | Callable[..., nn.Module | Task]
@@ -39,9 +43,9 @@ class RunSettings(TypedDict, total=False):
     """A TOML file or a mapping to start from."""
     imports: Imports | None
     """Files or modules of your own to import first."""
-    data: str | Mapping[str, Any] | ClientData | None
-    """A data set's name, a table or a folder, a function as in ``mine.py:load``, ``{client: (x, y)}``, or
-    ClientData."""
+    data: str | Mapping[str, Any] | ClientData | Source | Dataset[Any] | None
+    """A data set's name, a table or a folder, a function as in ``mine.py:load``, ``{client: (x, y)}`` or
+    ClientData; or a Source or a torch data set, which ``partition`` divides."""
     model: str | Model | None
     """A network's name, a function as in ``net.py:build``, a class or function that builds one (anew for
     every seed), a module, or a Task."""
@@ -79,7 +83,7 @@ class Given:
     """What a user has given: settings as one mapping that is not yet checked, and data and model."""
 
     settings: dict[str, Any]
-    data: Mapping[str, Any] | ClientData | None
+    data: Mapping[str, Any] | ClientData | Source | Dataset[Any] | None
     """The user's own, where it is not named in the settings."""
     model: Model | None
     head: str | None
@@ -94,8 +98,8 @@ class Given:
         ``settings`` stand in place of those given.
         """
         chosen = _copied(self.settings if settings is None else settings)
-        if self.data is not None:
-            there = self.data.clients if isinstance(self.data, ClientData) else len(self.data)
+        there = _clients_of(self.data)
+        if there is not None:
             _put(chosen, "data", clients=max(1, there))  # nobody is refused where they are read
         experiment = from_mapping(chosen)
         objective = self.objective or chosen_objective(experiment.objective)
@@ -108,20 +112,29 @@ class Given:
                 targets=objective.targets,
                 labels=experiment.data.labels,
             )
+        elif isinstance(self.data, (Source, Dataset)):
+            source = self.data
+            if not isinstance(source, Source):
+                source = source_from_dataset(source, targets=objective.targets)
+            own_data, _ = divided(source, experiment)
         elif own_data is not None and experiment.data.labels is not None:
             own_data = relabel(own_data, experiment.data.labels)
 
-        def task_of(model: Model | None, head: str | None) -> Task | Factory | None:
-            if model is None or isinstance(model, Task):
-                return model
-            if not isinstance(model, nn.Module):
-                return Factory(model, head, objective)
-            return Task(model, objective=objective, head=head, name=type(model).__name__)
+        def task_of(model: Model | None, head: str | None, choice: ModelChoice) -> Task | Factory | None:
+            if model is not None and not isinstance(model, (nn.Module, Task)):
+                return Factory(model, head, objective, adapters=choice.adapters)
+            made = seeded(lambda: adapted(model, choice.adapters, head), experiment.seed)
+            if made is None or isinstance(made, Task):
+                return made
+            return Task(made, objective=objective, head=head, name=type(model).__name__)
 
-        task = task_of(self.model, self.head)
+        task = task_of(self.model, self.head, experiment.model)
         if task is None and self.objective is not None:
             task = _built(experiment, own_data, objective)
-        own = tuple(None if given is None else task_of(*given) for given in self.own)
+        own = tuple(
+            None if given is None else task_of(*given, group.choice)
+            for given, group in zip(self.own, experiment.models, strict=False)
+        )
         if own_data is not None:
             own_data = prepare(own_data, features=experiment.features.settings)
             # They are normalised where that is said; else they are as whoever gives them wants them.
@@ -162,11 +175,12 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
         _put(given, section, **values)
     _put(given, "engine", **(engine if isinstance(engine, Mapping) else {"name": engine}))
     _put(given, "engine", device=device)
-    if isinstance(data, (ClientData, Mapping)):
-        there = data.clients if isinstance(data, ClientData) else len(data)
+    there = _clients_of(data)
+    if there is not None:
         if clients is not None and clients != there:
             raise SettingError(f"clients: {clients}, but the data has {there} clients; leave it out")
         clients = there
+    if isinstance(data, (ClientData, Mapping, Source)) or is_dataset(data):
         _put(given, "data", name=OWN_DATA)
     else:
         _put(given, "data", **{named_by(data): data})
@@ -192,6 +206,13 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     given = anchored(given, Path.cwd())
     import_named(given)
     return Given(given, data, model, head, own, own_objective)
+
+
+def _clients_of(data: Any) -> int | None:
+    """How many clients data have that are divided among them already."""
+    if isinstance(data, ClientData):
+        return data.clients
+    return len(data) if isinstance(data, Mapping) else None
 
 
 def _own_models(models: Any) -> tuple[Any, tuple[tuple[Model, str | None] | None, ...]]:

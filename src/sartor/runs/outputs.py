@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from sartor.model.task import Task
     from sartor.runs.run import Run
 
-MOST_NUMBERS = 2_000_000
-"""``evaluate.outputs = auto`` stores so many numbers at most."""
+MOST_NUMBERS, MOST_WORK = 2_000_000, 2 * 10**9
+"""``evaluate.outputs = auto`` stores so many numbers at most, of so many samples × parameters."""
 MOST_VALUES = 20
 """Different values of a column that results are shown apart by."""
 SPLITS = ("test", "validation")
@@ -59,7 +59,8 @@ def final_outputs(run: Run) -> bytes | None:
     if isinstance(data.train, LazySplit) or nests.leaves(data.test.y)[0].dim() > 1:
         return None
     samples = sum(int(split.count.sum()) for split in splits.values())
-    if wanted == "auto" and samples * len(KINDS) * (task.width or 1) > MOST_NUMBERS:
+    much = samples * len(KINDS) * (task.width or 1) > MOST_NUMBERS or samples * task.size > MOST_WORK
+    if wanted == "auto" and much:
         return None
     held = {"names": np.array(list(data.names))}
     for name, split in splits.items():
@@ -95,30 +96,37 @@ def _by_model(run: Run, task: Task, split: Any) -> dict[str, np.ndarray]:
         for client in everyone:
             w, buffers = personal[client], None if own_buffers is None else own_buffers[client]
             assert w is not None
-            parts.append(_put_out(task.of_client(client), w, split.of(client)[0], buffers))
+            parts.append(_put_out(run, task.of_client(client), w, split.of(client)[0], buffers))
         found["personal"] = _joined(parts)
     w, buffers = run.algorithm.shared(run.server), run.final.get("buffers")
     kept = run.experiment.model.buffers == "local" and task.buffer_size  # then each client has its own
     if w is not None and not kept:
         if w.dim() == 2:
             w = w[run.evaluations[max(run.evaluations)]["shared_pooled"]["best_model"]]
-        parts = [_put_out(task, w.cpu(), split.of(client)[0], buffers) for client in everyone]
+        parts = [_put_out(run, task, w, split.of(client)[0], buffers) for client in everyone]
         found["shared"] = _joined(parts)
     return found
 
 
-def _put_out(task: Task, w: Tensor, x: Any, buffers: Tensor | None) -> Tensor:
-    if not nests.length(x):
-        return torch.zeros(0)
+def _put_out(run: Run, task: Task, w: Tensor, x: Any, buffers: Tensor | None) -> Tensor:
+    """What a model puts out for samples, where the run is computed and as many at once as it evaluates."""
+    device, batch = run.federation.engine.device, run.experiment.evaluate.batch
+    w, buffers = w.to(device), None if buffers is None else buffers.to(device)
+    parts = [torch.zeros(0)]
     with torch.no_grad():
-        x = nests.mapped(lambda leaf: leaf.cpu(), x)
-        outputs: Tensor = task.outputs(w.cpu(), x, None if buffers is None else buffers.cpu())
-    return outputs.float()
+        for begin in range(0, nests.length(x), batch):
+            some = nests.mapped(lambda leaf: leaf.to(device), nests.rows(x, slice(begin, begin + batch)))
+            parts.append(task.outputs(w, some, buffers).float().cpu())
+    return _whole(parts)
+
+
+def _whole(parts: list[Tensor]) -> Tensor:
+    there = [part for part in parts if len(part)]
+    return torch.cat(there) if there else torch.zeros(0)
 
 
 def _joined(parts: list[Tensor]) -> np.ndarray:
-    there = [part for part in parts if len(part)]
-    return torch.cat(there).cpu().numpy() if there else np.zeros(0, np.float32)
+    return _whole(parts).cpu().numpy()
 
 
 def read_outputs(content: bytes) -> dict[str, Outputs]:
@@ -157,6 +165,8 @@ def values_of(data: ClientData, by: str, split: Any) -> np.ndarray:
             values = values * (deviation or 1.0) + float(own.mean[place])
         found = values.round(decimals=4) + 0.0  # no value is minus 0
     else:
+        if table is not None and by in table.columns:
+            raise SettingError(f"evaluate.by = {by!r}: is not one number in the samples of this table")
         path = by if by in leaves else f"x.{by}"
         if path not in leaves or leaves[path].dim() != 1:
             known = [*(table.columns if table is not None else ()), *(name for name in leaves if name != "x")]

@@ -15,10 +15,11 @@ class Evaluate:
     """When and on what the models are evaluated."""
 
     every: int | str = setting(
-        "auto",
+        AUTO,
         "rounds between evaluations, besides the last round; 0: none; auto: as often as takes a fifth of the "
         "time at most, and every round while evaluation has taken under ten seconds in all",
         low=0,
+        words=(AUTO,),
     )
     personal_pooled: str = setting(
         "auto",

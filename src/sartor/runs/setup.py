@@ -22,6 +22,7 @@ from sartor.data.preprocessing import Preprocessing
 from sartor.data.public import read_public
 from sartor.data.samples import is_class
 from sartor.data.settings import OWN_DATA
+from sartor.data.sources import Source
 from sartor.data.tables import blank
 from sartor.engines import choose_engine, federation_of, make_engine
 from sartor.engines import sharded as distributed
@@ -252,28 +253,28 @@ def load_data(
             "or let nodes join `sartor serve --resume`"
         )
     source = read_data(settings, experiment.seed, targets, experiment.columns)
-    features = experiment.features.settings
-    if isinstance(source, ClientData):
-        data = prepare(source, features=features)
-        check_range(experiment.expect, data)
-        return data, None
+    data, partition = (source, None) if isinstance(source, ClientData) else divided(source, experiment)
+    data = prepare(data, features=experiment.features.settings)
+    check_range(experiment.expect, data)
+    return data, partition
+
+
+def divided(source: Source, experiment: Experiment) -> tuple[ClientData, Partition]:
+    """A source as the experiment divides it among clients."""
     if experiment.partition.file is not None:
         partition = Partition.load(experiment.partition.file)
     else:
-        scheme = experiment.partition.settings
         partition = make_partition(
             source,
-            scheme,
-            settings.clients,
+            experiment.partition.settings,
+            experiment.data.clients,
             experiment.seed,
-            settings.validation,
+            experiment.data.validation,
             leaf=experiment.partition.leaf,
         )
     for note in partition.notes:
-        log.warning("%s: %s", settings.name, note)
-    data = apply(source, partition, features=features)
-    check_range(experiment.expect, data)
-    return data, partition
+        log.warning("%s: %s", source.name, note)
+    return apply(source, partition), partition
 
 
 def resolve(
