@@ -50,7 +50,7 @@ from sartor.remote.policy import Policy
 from sartor.remote.requests import Failed, Requests
 from sartor.remote.serve import Service, serve_on
 from sartor.runs.execute import execute
-from sartor.runs.experiment import Experiment, from_mapping, load, to_toml
+from sartor.runs.experiment import Experiment, from_mapping, load, to_mapping, to_toml
 from sartor.runs.newcomers import evaluate_run
 from sartor.runs.record import RunFolder
 
@@ -497,6 +497,19 @@ def test_nodes_prepare_their_tables_as_a_simulation_does(folder: Path, tmp_path:
     stored = [RunFolder.open(tmp_path / place).experiment.columns for place in ("here", "there")]
     assert stored[0] == stored[1]
     assert found.summary["accuracy"]["shared_pooled"] == expected.summary["accuracy"]["shared_pooled"]
+
+
+def test_categories_for_an_embedding_are_agreed_on_at_nodes_too(folder: Path, tmp_path: Path) -> None:
+    """Tromsø alone has the sex x; the embeddings of all have a place for it."""
+    mapping = to_mapping(told())
+    mapping["model"], mapping["columns"]["sex"]["code"] = {"name": "table", "hidden": [4]}, "index"
+    experiment = from_mapping(mapping)
+    data = replace(experiment.data, path=str(folder))
+    expected = execute(replace(experiment, data=data), store=False)
+    grid = HereGrid(nodes_of(folder, lambda path: Node(loader(path, None, None, None))))
+    found = serve_on(grid, experiment, Service(deadline=20), out=tmp_path / "there")
+    assert torch.equal(found.w, expected.w)
+    assert RunFolder.open(tmp_path / "there").experiment.model.settings.categories == (4,)
 
 
 def greet(node: Node, experiment: Experiment, change: Any = None) -> Any:

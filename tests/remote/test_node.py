@@ -470,7 +470,7 @@ def test_a_node_reads_a_file_a_folder_or_a_table(tmp_path: Path) -> None:
     assert loader(tmp_path, None, None, None)(experiment).names == ("north",)
     assert loader(tmp_path / "table.csv", None, "who", "label")(experiment).names == ("w0", "w1")
     with pytest.raises(SettingError, match="needs --client-column and --label-column"):
-        loader(tmp_path / "table.csv", None, None, None)
+        loader(tmp_path / "table.csv", None, None, None)(experiment)
     with pytest.raises(DataError, match="no such file"):
         loader(tmp_path / "south.npz", None, None, None)
 
