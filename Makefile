@@ -11,7 +11,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs,flower,plot,report,track]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs,flower,hf,plot,report,track]'
 	touch $(STAMP)
 
 run: install
@@ -49,6 +49,7 @@ bench: install
 	$(BIN)/python bench/engines.py
 	$(BIN)/python bench/central.py --large
 	$(BIN)/python bench/seeds.py
+	$(BIN)/python bench/evaluation.py
 	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/rows.py
 	$(BIN)/python bench/flower.py

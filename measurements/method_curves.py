@@ -84,12 +84,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "BatchNorm": {},  # its network is made in Python
     "everyone": {"cohort": {"fraction": 1.0}},
+    "adapters": {"model": {"adapters": 4}},
     "two widths": {"models": [{"name": "mlp", "hidden": 16, "every": 2}]},
 }
 """What differs from the setting for methods that cannot show themselves in it."""
 NEEDS = {
     "fedbn": "BatchNorm",
     "vrl-sgd": "everyone",
+    **dict.fromkeys(("fedit", "ffa-lora", "fedsa-lora"), "adapters"),
     **dict.fromkeys(("heterofl", "fedrolex", "fml", "fedkd", "fedmd", "feddf"), "two widths"),
 }
 """The variant that a method needs; what it is compared with is measured there too."""

@@ -50,9 +50,10 @@ plain other half, and two pairs have none.
 _ALIKE = {f"{client}-{server}" for client in MECHANISMS for server in OPTIMIZERS} - set(PAIRS)
 _ALIKE |= {pair for pair, _ in NAMES.values()}
 METHODS = [name for name, kind in sorted(registered().items()) if name not in _ALIKE and not kind.public]
+METHODS = [name for name in METHODS if not registered()[name].adapters]
 """Every method by what differs: of ComFed's pairs those above, by their usual names where they have one.
 
-Those that learn from public samples are tried where there are such.
+Those that learn from public samples, or are about adapters, are tried where there are such.
 """
 
 

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sartor.algorithms import Algorithm, register
     from sartor.api import run
+    from sartor.client.augment import Augmentation, register_augmentation
     from sartor.client.local import Client
     from sartor.data.named import register_data
     from sartor.federation import Call, Reply, personal
     from sartor.federation.transforms import Transform, register_transform
-    from sartor.model.networks import register_model
+    from sartor.model.adapters import with_adapters
+    from sartor.model.networks import Factory, register_model
     from sartor.model.objectives import Objective, register_objective
     from sartor.model.task import Task
     from sartor.report import write_report
@@ -50,10 +52,14 @@ _HOMES = {
     "Algorithm": "sartor.algorithms",
     "register": "sartor.algorithms",
     "register_data": "sartor.data.named",
+    "Factory": "sartor.model.networks",
     "register_model": "sartor.model.networks",
     "Objective": "sartor.model.objectives",
     "register_objective": "sartor.model.objectives",
+    "with_adapters": "sartor.model.adapters",
     "Client": "sartor.client.local",
+    "Augmentation": "sartor.client.augment",
+    "register_augmentation": "sartor.client.augment",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
     "personal": "sartor.federation",
@@ -66,9 +72,11 @@ _HOMES = {
 
 __all__ = [
     "Algorithm",
+    "Augmentation",
     "Call",
     "Client",
     "Experiment",
+    "Factory",
     "Objective",
     "Observer",
     "Reply",
@@ -78,6 +86,7 @@ __all__ = [
     "compare",
     "personal",
     "register",
+    "register_augmentation",
     "register_data",
     "register_model",
     "register_objective",
@@ -87,6 +96,7 @@ __all__ = [
     "run",
     "search",
     "setting",
+    "with_adapters",
     "write_report",
 ]
 

@@ -38,6 +38,8 @@ class Meaning:
     above: float | None = None
     below: float | None = None
     choices: tuple[Any, ...] | None = None
+    words: tuple[str, ...] = ()
+    """Texts that may stand in place of a number."""
 
     def allowed(self) -> str:
         """The range in words, for messages and help: ``at least 0, at most 1``."""
@@ -49,7 +51,8 @@ class Meaning:
             ("at most", self.high),
             ("below", self.below),
         )
-        return ", ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+        within = ", ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+        return " or ".join(part for part in (within, *self.words) if part)
 
     def accepts(self, value: Any) -> bool:
         """Whether a value of the right type lies in the range; a list does when all its entries do."""
@@ -57,6 +60,8 @@ class Meaning:
             return all(self.accepts(entry) for entry in value)
         if self.choices is not None:
             return value in self.choices
+        if self.words and isinstance(value, str):
+            return value in self.words
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return not (
                 (self.above is not None and not value > self.above)
@@ -77,8 +82,11 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     choices: Iterable[Any] | None = None,
+    words: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field with its meaning; ``low``, ``high`` include the bound, ``above``, ``below`` not.
+
+    ``words`` may stand in place of a number.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Pull:
@@ -86,7 +94,8 @@ def setting(
     >>> Pull().mu, meaning(dataclasses.fields(Pull)[0]).symbol
     (0.01, 'μ')
     """
-    meaning = Meaning(text, symbol, low, high, above, below, None if choices is None else tuple(choices))
+    chosen = None if choices is None else tuple(choices)
+    meaning = Meaning(text, symbol, low, high, above, below, chosen, words)
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={"meaning": meaning})
     return dataclasses.field(default=default, metadata={"meaning": meaning})

@@ -384,7 +384,7 @@ def test_what_is_counted_may_be_sent_and_what_it_is_counted_with_may_not() -> No
     told = asked(
         node, "call", shared, **{**CALL, **hyper, "function": f"evaluation_of/test/confusion/{function}"}
     )
-    assert sorted(name for name, *_ in told["tensors"]["sent"]) == ["confusion", "loss", "n"]
+    assert sorted(name for name, *_ in told["tensors"]["sent"]) == ["test.confusion", "test.loss", "test.n"]
     assert "error" in asked(node, "call", shared, **{**CALL, **hyper, "function": f"model_of/{function}"})
     node = opened(sends_personal=True)
     told = asked(node, "call", shared, **{**CALL, **hyper, "function": f"model_of/{function}"})

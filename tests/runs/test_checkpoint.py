@@ -213,7 +213,9 @@ def without_seconds(result: Result) -> dict[str, Any]:
     models = {"w": result.w, "personal": result.personal, "buffers": result.buffers}
     return {
         "summary": {key: value for key, value in result.summary.items() if key != "seconds"},
-        "rounds": [{key: value for key, value in row.items() if key != "seconds"} for row in stored(result)],
+        "rounds": [
+            {key: value for key, value in row.items() if "seconds" not in key} for row in stored(result)
+        ],
         "clients": result.clients,
         "models": {key: None if value is None else value.tolist() for key, value in models.items()},
     }

@@ -67,6 +67,8 @@ def values_of(hint: Any, allowed: Meaning) -> st.SearchStrategy[Any]:
     if hint is Any:
         return st.lists(st.text(max_size=3), max_size=3)
     assert hint is str, f"no strategy for {hint}"
+    if allowed.words:
+        return st.sampled_from(allowed.words)
     return st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
@@ -193,7 +195,7 @@ def others(value: Any) -> list[Any]:
         return [not value]
     if isinstance(value, int | float):
         return [value / 2, value + 1, value - 1, value * 2, int(value / 2), 0, 1, 2, 0.5]
-    return [1, 0.5, "yes", "x", ["x"], [1]]
+    return [1, 0.5, "yes", "x", ["x"], [1], ["flip"], "steps", "cosine", "float64"]
 
 
 def test_no_key_of_the_defaults_is_left_out_of_the_fingerprint() -> None:

@@ -225,7 +225,7 @@ def test_a_stopped_run_is_the_finished_run_of_that_many_rounds(
     assert found.clients == expected.clients
     folders = RunFolder.open(tmp_path / "run"), RunFolder.open(tmp_path / "short")
     assert folders[0].summary == {**found.summary}
-    rows = [[{**row, "seconds": 0} for row in folder.rounds] for folder in folders]
+    rows = [[{**row, "seconds": 0, "evaluation_seconds": 0} for row in folder.rounds] for folder in folders]
     assert rows[0] == rows[1]
     assert folders[0].clients == folders[1].clients
     assert all(torch.equal(folders[0].models[name], folders[1].models[name]) for name in folders[1].models)

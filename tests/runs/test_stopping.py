@@ -180,7 +180,7 @@ class CrashAfter:
 
 def numbers(result: Result) -> dict[str, Any]:
     assert result.folder is not None
-    rows = [{**row, "seconds": 0} for row in RunFolder.open(result.folder).rounds]
+    rows = [{**row, "seconds": 0, "evaluation_seconds": 0} for row in RunFolder.open(result.folder).rounds]
     return {"summary": {**result.summary, "seconds": 0}, "rows": rows, "clients": result.clients}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from helpers import PATIENCE, completed, process, wait_until
-from sartor.runs.record import RunFolder
+from sartor.runs.record import SEAL_LINE, RunFolder
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,7 +90,7 @@ def numbers(folder: Path) -> dict[str, Any]:
     run = RunFolder.open(folder)
     return {
         "summary": {key: value for key, value in run.summary.items() if key != "seconds"},
-        "rounds": [{key: value for key, value in row.items() if key != "seconds"} for row in run.rounds],
+        "rounds": [{key: value for key, value in row.items() if "seconds" not in key} for row in run.rounds],
         "clients": (folder / "clients.parquet").read_bytes(),
         "models": (folder / "models.safetensors").read_bytes(),
     }
@@ -164,7 +164,8 @@ def test_the_program_itself_is_killed_and_resumed(tmp_path: Path, ready: Ready) 
         wait_until((folder / "checkpoints" / "round-000000001.safetensors").exists, first)
         first.kill()
     config = folder / "config.toml"
-    config.write_text(config.read_text().replace("rounds = 50000", "rounds = 30"))
+    written = config.read_text().partition(SEAL_LINE)[0]  # changed by hand, as its last line says
+    config.write_text(written.replace("rounds = 50000", "rounds = 30"))
     ready.start("resume", str(folder))
     assert ready.wait() == 0
     again = completed(sartor("resume", "run", "--rounds", "60", "--json"), cwd=tmp_path)

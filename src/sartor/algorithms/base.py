@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin
 import numpy as np
 from torch import Tensor
 
+from sartor.client.local import refuse
+from sartor.client.settings import Local
 from sartor.errors import SartorError
 from sartor.extensions import Registry
 from sartor.federation.exchange import Call
@@ -82,12 +84,16 @@ class Algorithm(ABC, Generic[H, S]):
     """Whether clients may have models of different architectures (``[[models]]``)."""
     public: ClassVar[bool] = False
     """Whether it learns from public samples, which the experiment has to name (``[public]``)."""
+    adapters: ClassVar[bool] = False
+    """Whether it is about low-rank adapters, which the model must have."""
     quadratic: ClassVar[bool] = False
     """Whether the server's work grows with the square of the number of clients."""
     year: ClassVar[int | None] = None
     """When it was published, where ``paper`` does not say."""
     needs_validation: ClassVar[bool] = False
     """Whether clients must have validation data."""
+    refuses: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Keys of ``[local]`` with which it would not be what it is, each with the reason; see ``refuse``."""
     sums_only: ClassVar[bool] = False
     """Whether the server needs nothing of the replies but sums weighted by what it knows of the clients."""
     Hyper: ClassVar[type] = Hyper
@@ -108,6 +114,11 @@ class Algorithm(ABC, Generic[H, S]):
 
     def __init__(self, hyper: H | None = None) -> None:
         self.hyper: H = type(self).Hyper() if hyper is None else hyper
+
+    def check(self, local: Local) -> None:
+        """Refuse local settings with which it would not be what it is."""
+        for key, why in self.refuses:
+            refuse(local, self.name, why, key)
 
     def start(self, federation: Federation) -> S:
         """The server's first state; declares the clients' states."""

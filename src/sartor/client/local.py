@@ -10,20 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from sartor import random
+from sartor.client.augment import MixUp, augmented
 from sartor.client.law import Law
+from sartor.client.steps import kept, optimizer_of, parts
 from sartor.errors import SettingError
-from sartor.model.optimizers import Optimizer, adam, chain, decay, momentum
 from sartor.model.task import Batch, Change, Frozen, LossAndPass, Pass, Penalty, Task
 from sartor.nests import Nest
+from sartor.settings import shown
 
 if TYPE_CHECKING:
     from sartor.client.settings import Local
+    from sartor.model.objectives import Tally
 
 Carry = TypeVar("Carry")
 Direction = Callable[[Tensor, Batch], Tensor]
@@ -46,6 +50,8 @@ class Batches:
     stream: str = "batch"
     times: int = 1
     law: Law | None = None
+    augmented: bool = False
+    """Whether ``local.augment`` is for them."""
 
     def width(self, most: int) -> int:
         """Samples per batch, where the largest client has ``most``."""
@@ -167,7 +173,11 @@ class Client:
 
         ``carry`` is a tensor or a tuple or dict of tensors.
         """
-        result: Carry = self._scan(self, body, carry, batches)
+
+        def of_augmented(carry: Carry, batch: Batch) -> Carry:
+            return body(carry, augmented(self.local.augment, batch, batches.stream))
+
+        result: Carry = self._scan(self, of_augmented if batches.augmented else body, carry, batches)
         return result
 
     def mean(self, quantity: Callable[[Batch], Tensor], like: Tensor, split: str = "train") -> Tensor:
@@ -225,34 +235,45 @@ class Client:
 
     def evaluate(
         self,
-        model: Tensor | Callable[[Nest], Any],
+        model: Tensor | Callable[[Nest], Any] | Sequence[Callable[[Nest], Any]],
         split: str = "test",
         tallies: Sequence[str] = ("confusion",),
     ) -> dict[str, Tensor]:
         """Sum of losses, number of samples, and what else is counted of a model's predictions.
 
         ``model`` is a vector, or a function from inputs to outputs for methods that predict in another way.
-        ``tallies`` are those of the task's objective, by name; it has a confusion matrix (rows: truth) where
-        a target is a class. One that it does not have is left out.
+        Several, as the rows of a matrix or as functions, share a pass, and what is counted has a row for
+        each. ``tallies`` are those of the task's objective, by name; it has a confusion matrix (rows: truth)
+        where a target is a class. One that it does not have is left out.
         """
-        outputs = model if callable(model) else lambda x: self.outputs(model, x)
+        rows = model.unbind() if isinstance(model, Tensor) and model.dim() == 2 else model
+        several = isinstance(rows, Sequence)
+        models: Sequence[Any] = rows if isinstance(rows, Sequence) else [rows]
+        functions = [one if callable(one) else partial(self.outputs, one) for one in models]
         known = self.task.objective.tallies(self.task.width)
         counted = {name: known[name] for name in tallies if name in known}
         like = self.counts[split]
-        carry = {"loss": like.new_zeros((), dtype=self.task.dtype)}
-        carry |= {name: like.new_zeros(tally.shape, dtype=tally.dtype) for name, tally in counted.items()}
+        zeros = {"loss": like.new_zeros((), dtype=self.task.dtype)}
+        zeros |= {name: like.new_zeros(tally.shape, dtype=tally.dtype) for name, tally in counted.items()}
 
-        def add(carry: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-            result = outputs(batch.x)
-            added = {
-                "loss": carry["loss"] + batch.mean(self.task.loss_function(result, batch.y)) * batch.size
-            }
-            for name, tally in counted.items():
-                added[name] = carry[name] + tally.count(result, batch.y, batch.weight)
-            return added
+        def add(carry: list[dict[str, Tensor]], batch: Batch) -> list[dict[str, Tensor]]:
+            return [
+                self._add(total, outputs(batch.x), batch, counted)
+                for total, outputs in zip(carry, functions, strict=True)
+            ]
 
-        total = self.scan(add, carry, Batches(split, self._evaluation_batch))
-        return {**total, "n": like}
+        totals = self.scan(add, [dict(zeros) for _ in models], Batches(split, self._evaluation_batch))
+        if not several:
+            return {**totals[0], "n": like}
+        return {**{name: torch.stack([total[name] for total in totals]) for name in zeros}, "n": like}
+
+    def _add(
+        self, total: dict[str, Tensor], result: Any, batch: Batch, counted: dict[str, Tally]
+    ) -> dict[str, Tensor]:
+        """The sums with what one batch adds to them."""
+        loss = batch.mean(self.task.loss_function(result, batch.y)) * batch.size
+        added = {name: tally.count(result, batch.y, batch.weight) for name, tally in counted.items()}
+        return {name: total[name] + value for name, value in {"loss": loss, **added}.items()}
 
     # The local loop -------------------------------------------------------------------------------
 
@@ -270,7 +291,8 @@ class Client:
         if epochs is None and steps is None:
             epochs, steps, law = self.local.most_epochs, self.local.steps, self.local.law
         size = self.local.batch
-        return Batches(split, size, epochs or 0, steps or 0, True, stream, times, law)
+        changed = bool(self.local.augment)
+        return Batches(split, size, epochs or 0, steps or 0, True, stream, times, law, changed)
 
     def epochs(self, batches: Batches) -> Tensor | None:
         """The epochs that are drawn for this client in this round; None where all do as many."""
@@ -283,17 +305,21 @@ class Client:
         return count
 
     def rate(self, lr: float | Tensor) -> float | Tensor:
-        """η of this round: rounds count from 1, and ``local.lr_decay`` acts after each."""
-        decay = self.local.lr_decay
-        if decay == 1.0:
-            return lr
-        factor = torch.full_like(self.round, decay, dtype=self.task.dtype)
+        """η of this round, by ``local.lr_decay`` and a schedule over rounds."""
         # Work that a client does again in one round has another number above these bits.
-        return lr * torch.pow(factor, ((self.round & 0xFFFFFFFF) - 1).clamp(min=0))
+        factor = self.local.round_factor(self.round & 0xFFFFFFFF)
+        return lr if factor is None else lr * factor.to(self.task.dtype)
 
     def work(self, lr: float | Tensor) -> Tensor:
-        """Σ_k η_k = K_i η: the rates of all steps that :meth:`descend` takes, added up."""
-        return self.steps().to(self.task.dtype) * self.rate(lr)
+        """Σ_k η_k: the rates of all steps that :meth:`descend` takes, added up; K_i η of equal ones."""
+        steps, schedule = self.steps(), self.local.steps_schedule
+        rate, dtype = self.rate(lr), self.task.dtype
+        if schedule is None:
+            return steps.to(dtype) * rate
+        most: int = self.batches().count(self._most["train"])
+        times = torch.arange(most, device=steps.device)
+        factors = schedule.at(times, self.local.schedule_length or steps)
+        return torch.where(times < steps, factors, 0).sum().to(dtype) * rate
 
     def descend(
         self,
@@ -307,14 +333,19 @@ class Client:
         only: Tensor | None = None,
         stream: str = "batch",
         split: str = "train",
+        apart: Sequence[int] = (),
     ) -> Tensor:
         """Local training from ``w``: K_i steps against ``direction(w_k, batch)``, by default the gradient.
 
-        The ``local`` settings say how many steps, which optimiser, momentum and weight decay; ``epochs`` or
+        The ``local`` settings say how many steps, which optimiser and how its rate changes; ``epochs`` or
         ``steps`` override the amount. ``updates`` steps are taken on every batch. ``only`` is a boolean
         vector: what is false in it does not move, not by momentum or weight decay either. The optimiser
         starts afresh each time. ``split`` says on which samples; ``union`` is for
-        :meth:`~sartor.federation.federation.Federation.together` alone.
+        :meth:`~sartor.federation.federation.Federation.together` alone. ``apart`` are the lengths of models
+        that lie one behind the other in ``w``: the direction of each is clipped by itself.
+
+        With ``local.micro`` the direction is the mean of those of parts of the batch. A method whose
+        direction is no mean over samples has to :func:`refuse` it.
         """
         follow = direction or self.grad
 
@@ -332,6 +363,7 @@ class Client:
             only=only,
             stream=stream,
             split=split,
+            apart=apart,
         )[0]
 
     def descend_with(
@@ -348,32 +380,71 @@ class Client:
         stream: str = "batch",
         times: int = 1,
         split: str = "train",
+        apart: Sequence[int] = (),
     ) -> tuple[Tensor, Carry]:
         """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned.
 
         ``times`` multiplies the number of steps, for methods that need several batches for one.
         """
-        rate = self.rate(lr)
-        optimizer = _optimizer(self.local)
+        local, rate = self.local, self.rate(lr)
+        batches = self.batches(epochs=epochs, steps=steps, stream=stream, split=split, times=times)
+        optimizer, schedule = optimizer_of(local, apart), local.steps_schedule
         carry: dict[str, Any] = {"w": w, "slots": optimizer.init(w), "memory": memory}
         if self.buffers is not None:
             carry["buffers"] = self.buffers
+        if schedule is not None:
+            carry["step"] = torch.zeros_like(self.n)
+            length = (
+                local.schedule_length or batches.count(self.counts[split], self.epochs(batches)) * updates
+            )
 
         def body(carry: dict[str, Any], batch: Batch) -> dict[str, Any]:
             w_k, slots, memory = carry["w"], carry["slots"], carry["memory"]
-            self.buffers = carry.get("buffers")
-            for _ in range(updates):
-                g, memory = direction(w_k, batch, memory)
+            self.buffers, after = carry.get("buffers"), {}
+            for update in range(updates):
+                g, memory = self._averaged(direction, w_k, batch, memory)
+                if only is not None and local.clip:  # what does not move has no part in the norm
+                    g = torch.where(only, g, 0)
                 step, slots = optimizer.update(g, slots, w_k)
-                moved = torch.sub(w_k, step, alpha=rate) if isinstance(rate, float) else w_k - rate * step
+                eta = rate
+                if schedule is not None:
+                    eta = rate * schedule.at(carry["step"] + update, length).to(w_k.dtype)
+                moved = torch.sub(w_k, step, alpha=eta) if isinstance(eta, float) else w_k - eta * step
                 w_k = moved if only is None else torch.where(only, moved, w_k)
-            after = {"w": w_k, "slots": slots, "memory": memory}
-            return after if self.buffers is None else {**after, "buffers": self.buffers}
+            if schedule is not None:
+                after["step"] = carry["step"] + updates
+            if self.buffers is not None:
+                after["buffers"] = self.buffers
+            return {"w": w_k, "slots": slots, "memory": memory, **after}
 
-        batches = self.batches(epochs=epochs, steps=steps, stream=stream, split=split, times=times)
         carry = self.scan(body, carry, batches)
         self.buffers = carry.get("buffers")
         return carry["w"], carry["memory"]
+
+    def _averaged(
+        self,
+        direction: Callable[[Tensor, Batch, Carry], tuple[Tensor, Carry]],
+        w: Tensor,
+        batch: Batch,
+        memory: Carry,
+    ) -> tuple[Tensor, Carry]:
+        """The direction of a batch, which goes through the model in parts of ``local.micro`` samples."""
+        size = self.local.micro
+        if not size:
+            return direction(w, batch, memory)
+        if not (isinstance(memory, tuple) and not memory):
+            raise SettingError(
+                f"local.micro = {size}: the method's steps hand on what they learn from batch to batch, "
+                "which parts of a batch would change; set local.micro to 0"
+            )
+        total: Tensor | None = None
+        for share, part in parts(batch, size):
+            before = self.buffers
+            g = share * direction(w, part, memory)[0]
+            self.buffers = kept(share, self.buffers, before)
+            total = g if total is None else total + g
+        assert total is not None  # as a batch has at least one part
+        return total, memory
 
 
 def require_plain_sgd(local: Local, method: str, *, weight_decay: bool = True) -> None:
@@ -382,22 +453,30 @@ def require_plain_sgd(local: Local, method: str, *, weight_decay: bool = True) -
 
     Weight decay is an L2 term of the loss under plain SGD; ``weight_decay=False`` refuses it as well.
     """
-    wrong = [
-        ("optimizer", local.optimizer, "sgd", local.optimizer != "sgd"),
-        ("momentum", local.momentum, 0, local.momentum != 0),
-        ("weight_decay", local.weight_decay, 0, local.weight_decay != 0 and not weight_decay),
-    ]
-    for key, value, plain, refused in wrong:
-        if refused:
-            cure = f"set local.{key} to {plain!r}"
-            raise SettingError(f"local.{key} = {value!r}: {method} is defined for plain SGD steps; {cure}")
+    keys = ("optimizer", "momentum", "clip", *(() if weight_decay else ("weight_decay",)))
+    refuse(local, method, "is defined for plain SGD steps", *keys)
 
 
-def _optimizer(local: Local) -> Optimizer:
-    """The local optimiser: weight decay, then heavy-ball momentum or Adam."""
-    parts = [decay(local.weight_decay)] if local.weight_decay else []
-    if local.optimizer == "adam":
-        parts.append(adam(local.momentum or 0.9, 0.999, 1e-8, corrected=True))
-    elif local.momentum:
-        parts.append(momentum(local.momentum))
-    return chain(*parts)
+def refuse(local: Local, method: str, why: str, *keys: str) -> None:
+    """Refuse local settings with which a method would not be what it is, in one sentence.
+
+    ``schedule_over`` stands for a learning rate that changes from step to step, ``mixup`` for mix-up among
+    the augmentations.
+
+    >>> from sartor.client.settings import Local
+    >>> refuse(Local(clip=1.0), "fedprox", "has no norm to speak of", "clip")
+    Traceback (most recent call last):
+        ...
+    sartor.errors.SettingError: local.clip = 1.0: fedprox has no norm to speak of; set local.clip to 0.0
+    """
+    plain = type(local)()
+    if "mixup" in keys and any(isinstance(entry, MixUp) for entry in local.augment):
+        raise SettingError(f"local.augment: mix-up: {method} {why}; leave it out")
+    for key in keys:
+        if key == "mixup":
+            continue
+        value, usual = getattr(local, key), getattr(plain, key)
+        if value == usual or (key == "schedule_over" and local.steps_schedule is None):
+            continue
+        cure = f"set local.{key} to {usual!r}" if usual != () else f"leave local.{key} out"
+        raise SettingError(f"local.{key} = {shown(value)}: {method} {why}; {cure}")

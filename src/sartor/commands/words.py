@@ -18,6 +18,8 @@ NODES = "in a federation it lies at the nodes"
 TIME = "in a federation nodes answer when they do"
 UNUSED_IN_A_FEDERATION = {
     **dict.fromkeys(("data.name", "data.folder", "data.client_column", "data.label_column"), NODES),
+    **dict.fromkeys(("data.text_column", "data.tokens"), NODES),
+    **dict.fromkeys(("data.length", "data.vocabulary"), NODES),
     "partition": NODES,
     **dict.fromkeys(("availability", "delay", "replies.dropout", "replies.deadline"), TIME),
     "replies.on_bad_reply": "in a federation bad replies are left out",

@@ -18,6 +18,7 @@ import torch
 from sartor import nests
 from sartor.data.apportion import cut
 from sartor.data.clients import SPLITS, ClientData, Pair, Samples, from_clients, relabel
+from sartor.data.labels import check_labels, listed, texts_of
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.preprocessing import NumberColumns, Preprocessing, check_column
 from sartor.data.readers import check_file, check_fits, read_npz
@@ -25,7 +26,9 @@ from sartor.data.samples import inputs_of, is_class, number_of_classes, targets_
 from sartor.data.schemes import Scheme
 from sartor.data.sources import Source
 from sartor.data.streams import stream
+from sartor.data.texts import TextColumn, Tokenizer, encoded
 from sartor.errors import DataError
+from sartor.settings import unknown
 
 
 def from_folder(
@@ -105,6 +108,10 @@ def from_table(
     label_column: str,
     feature_columns: Sequence[str] | None = None,
     *,
+    text_column: str | None = None,
+    tokens: str | Tokenizer = "words",
+    length: int = 64,
+    vocabulary: int = 10_000,
     split_column: str | None = None,
     test_fraction: float = 0.2,
     validation_fraction: float = 0.0,
@@ -114,38 +121,40 @@ def from_table(
 ) -> ClientData:
     """A CSV or Parquet table with a column that names the client of each row.
 
-    Features are the given columns, or all others; they must be numbers. Labels are whole numbers from 0, or
-    texts, which are numbered in alphabetical order, or as in ``labels``: then every label in a CSV file is a
-    text, also one that looks like a number. ``split_column`` may say ``train``, ``test`` or ``validation``
+    Features are the given columns, or all others; they must be numbers. With a ``text_column`` a sample is
+    its text in ``tokens`` instead, as in :func:`~sartor.data.texts.encoded`. Labels are whole numbers from 0,
+    or texts, which are numbered in alphabetical order, or as in ``labels``: then every label in a CSV file is
+    a text, also one that looks like a number. ``split_column`` may say ``train``, ``test`` or ``validation``
     for each row; otherwise the splits are drawn. Clients are in ascending order.
     """
     path = Path(path)
-    columns = read_table(path, texts=() if labels is None else (label_column,))
-    if not len(next(iter(columns.values()), ())):
-        raise DataError(f"{path}: no rows")
-    reserved = [column for column in (client_column, label_column, split_column) if column is not None]
-    if feature_columns is None:
-        feature_columns = [column for column in columns if column not in reserved]
-    for column in (*reserved, *feature_columns):
-        check_column(columns, column, str(path))
-    if not feature_columns or set(feature_columns) & set(reserved):
-        raise DataError(f"{path}: give at least one feature column besides {', '.join(reserved)}")
-    reader = NumberColumns(tuple(feature_columns))
-    x = reader.samples(columns, str(path)).numpy()
+    columns = read_table(path, texts=_texts(label_column if labels is not None else None, text_column))
+    reserved = list(_texts(client_column, label_column, split_column))
+    split = None
+    if split_column is not None:
+        check_column(columns, split_column, str(path))
+        split = np.asarray(columns[split_column].to_pylist()).astype(str)
+        if not np.isin(split, SPLITS).all():
+            wrong = str(split[np.argmax(~np.isin(split, SPLITS))])
+            raise DataError(
+                f"{path}: column {split_column} says {wrong!r}; expected train, test or validation"
+            )
+    learnt = None if split is None else (split == "train").tolist()
+    wanted = feature_columns, text_column, tokens, length, vocabulary, path, learnt
+    reader = _reader(columns, reserved, *wanted)
+    x = reader.samples(columns, str(path))
     y = np.asarray(columns[label_column].to_pylist())
     names, owner = np.unique(np.asarray(columns[client_column].to_pylist()), return_inverse=True)
-    split = None if split_column is None else np.asarray(columns[split_column].to_pylist()).astype(str)
-    if split is not None and not np.isin(split, SPLITS).all():
-        wrong = str(split[np.argmax(~np.isin(split, SPLITS))])
-        raise DataError(f"{path}: column {split_column} says {wrong!r}; expected train, test or validation")
     clients: dict[str, Samples | Mapping[str, Samples]] = {}
     rows_of = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])
     for name, mine in zip(names, rows_of, strict=True):
         if split is None:
-            clients[str(name)] = (x[mine], y[mine])
+            clients[str(name)] = (nests.rows(x, mine), y[mine])
         else:
             parts = {part: mine[split[mine] == part] for part in SPLITS}
-            clients[str(name)] = {part: (x[rows], y[rows]) for part, rows in parts.items() if len(rows)}
+            clients[str(name)] = {
+                part: (nests.rows(x, rows), y[rows]) for part, rows in parts.items() if len(rows)
+            }
     data = from_clients(
         clients,
         test_fraction=test_fraction,
@@ -158,6 +167,186 @@ def from_table(
     return data if labels is None else relabel(data, labels, str(path))
 
 
+def source_from_table(
+    path: str | Path,
+    label_column: str,
+    feature_columns: Sequence[str] | None = None,
+    *,
+    text_column: str | None = None,
+    tokens: str | Tokenizer = "words",
+    length: int = 64,
+    vocabulary: int = 10_000,
+    targets: str = "class",
+    labels: Sequence[str] | None = None,
+) -> Source:
+    """A CSV or Parquet table whose rows a partition is to divide; the rest is as in :func:`from_table`."""
+    path = Path(path)
+    columns = read_table(path, texts=_texts(label_column if labels is not None else None, text_column))
+    reader = _reader(columns, [label_column], feature_columns, text_column, tokens, length, vocabulary, path)
+    x = inputs_of(reader.samples(columns, str(path)), str(path))
+    given = np.asarray(columns[label_column].to_pylist())
+    texts = texts_of(given) if targets in ("class", "any") else None
+    found = None if texts is None else tuple(sorted(set(texts.tolist()))) if labels is None else tuple(labels)
+    if found is not None and texts is not None:
+        check_labels(found)
+        given = np.array([_place_of(label, found, path, row) for row, label in enumerate(texts.tolist())])
+    y = targets_of(given, str(path), targets)
+    classes = number_of_classes(y, targets) if found is None else len(found)
+    test_x, test_y = nests.rows((x, y), slice(0, 0))
+    return Source(path.stem, x, y, test_x, test_y, classes, found, Preprocessing(table=reader))
+
+
+def _place_of(label: str, labels: Sequence[str], path: Path, row: int) -> int:
+    if label not in labels:
+        raise DataError(f"{path}: row {row} has the label {label!r}, not among the classes {listed(labels)}")
+    return labels.index(label)
+
+
+def _texts(*columns: str | None) -> tuple[str, ...]:
+    return tuple(column for column in columns if column is not None)
+
+
+def _reader(
+    columns: Mapping[str, Any],
+    reserved: Sequence[str],
+    features: Sequence[str] | None,
+    text: str | None,
+    tokens: str | Tokenizer,
+    length: int,
+    vocabulary: int,
+    path: Path,
+    learnt: Sequence[bool] | None = None,
+) -> NumberColumns | TextColumn:
+    """How the rows of a table are read: as numbers, or as a text."""
+    if not len(next(iter(columns.values()), ())):
+        raise DataError(f"{path}: no rows")
+    if features is None:
+        features = [] if text is not None else [column for column in columns if column not in reserved]
+    for column in (*reserved, *features, *_texts(text)):
+        check_column(columns, column, str(path))
+    if text is not None and features:
+        raise DataError(f"{path}: with the text {text} other columns cannot be read; leave them out")
+    if set(_texts(text) or features) & set(reserved) or not (features or text):
+        raise DataError(f"{path}: give at least one feature column besides {', '.join(reserved)}")
+    if text is None:
+        return NumberColumns(tuple(features))
+    return TextColumn.learnt(text, columns, tokens, length, vocabulary, learnt, str(path))
+
+
+def from_columns(
+    dataset: Any,
+    x: str | Sequence[str],
+    y: str,
+    *,
+    client: str | None = None,
+    partition: Partition | Scheme | str | Mapping[str, Any] | None = None,
+    clients: int | None = None,
+    test: Any = None,
+    tokens: str | Tokenizer = "words",
+    length: int = 64,
+    vocabulary: int = 10_000,
+    test_fraction: float = 0.2,
+    validation_fraction: float = 0.0,
+    seed: int = 0,
+    targets: str = "class",
+    name: str = "columns",
+) -> ClientData:
+    """A Hugging Face ``datasets`` object in memory, whose columns ``x`` and ``y`` are the samples.
+
+    ``x`` is a column, or several, whose samples are then dicts. A column of texts becomes ``tokens`` (see
+    :func:`~sartor.data.texts.encoded`), images in bytes numbers in 0..1 with their channels first. The column
+    ``client`` names the client of each row; or a ``partition`` divides the rows, and perhaps those of
+    ``test``, as in :func:`from_dataset`.
+    """
+    if (client is None) == (partition is None):
+        raise DataError(f"{name}: say whose rows are: by the column client=..., or by partition=...")
+    rows = _rows_of(dataset, [*([x] if isinstance(x, str) else x), y, *([client] if client else [])], name)
+    options: dict[str, Any] = {"length": length, "vocabulary": vocabulary}
+
+    def inputs(rows: Mapping[str, Any]) -> Any:
+        if isinstance(x, str):
+            return _column(rows[x], tokens, options, f"{name}, column {x}")
+        found = {column: _column(rows[column], tokens, options, f"{name}, column {column}") for column in x}
+        return found
+
+    if client is None:
+        assert partition is not None
+        pairs = [(inputs(rows), rows[y])]
+        if test is not None:
+            if callable(tokens) is False and tokens != "hashed" and _has_texts(rows, x):
+                raise DataError(
+                    f"{name}: texts of test are numbered apart; give tokens='hashed' or a function"
+                )
+            other = _rows_of(test, list(rows), f"{name} test")
+            pairs.append((inputs(other), other[y]))
+        source = _source_of(pairs, name, targets)
+        if not isinstance(partition, Partition):
+            partition = make_partition(source, partition, clients, seed, validation_fraction, test_fraction)
+        return apply(source, partition)
+    if test is not None:
+        raise DataError(f"{name}: test rows go with a partition; each client's own are drawn from its rows")
+    held = inputs_of(inputs(rows), name)
+    names, owner = np.unique(np.asarray(rows[client]).astype(str), return_inverse=True)
+    label = np.asarray(rows[y])
+    parts = {str(who): np.flatnonzero(owner == place) for place, who in enumerate(names)}
+    return from_clients(
+        {who: (nests.rows(held, own), label[own]) for who, own in parts.items()},
+        test_fraction=test_fraction,
+        validation_fraction=validation_fraction,
+        seed=seed,
+        targets=targets,
+        name=name,
+    )
+
+
+def _has_texts(rows: Mapping[str, Any], x: str | Sequence[str]) -> bool:
+    return any(isinstance(rows[column][0], str) for column in ([x] if isinstance(x, str) else x))
+
+
+def _rows_of(dataset: Any, columns: Sequence[str], name: str) -> Mapping[str, Any]:
+    """Some columns of a ``datasets`` object, whole."""
+    known = getattr(dataset, "column_names", None)
+    if not isinstance(known, list) or not hasattr(dataset, "with_format"):
+        raise DataError(
+            f"{name}: expected one split of Hugging Face's datasets, as load_dataset(...)['train'] is, got "
+            f"{type(dataset).__name__}"
+        )
+    for column in columns:
+        if column not in known:
+            raise unknown(name, column, known, what="column")
+    rows: Mapping[str, Any] = dataset.with_format("numpy")[:]
+    return {column: rows[column] for column in columns}
+
+
+def _column(values: Any, tokens: str | Tokenizer, options: dict[str, Any], where: str) -> Any:
+    """A column as an array, or as what texts become."""
+    if len(values) and isinstance(values[0], str):
+        return encoded([str(text) for text in values], tokens, where=where, **options)
+    try:
+        return _channels_first(_stacked(values))
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def _source_of(pairs: Sequence[tuple[Any, Any]], name: str, targets: str) -> Source:
+    """A source of training samples and perhaps of test samples."""
+    read = [
+        (inputs_of(x, where), targets_of(_stacked(y), where, targets))
+        for (x, y), where in zip(pairs, (name, f"{name} test"), strict=False)
+    ]
+    (x, y), (test_x, test_y) = read[0], read[1] if len(read) > 1 else nests.rows(read[0], slice(0, 0))
+    if nests.form(test_x) != nests.form(x):
+        raise DataError(f"{name}: test samples of {nests.words(test_x)}, training {nests.words(x)}")
+    found = [number_of_classes(part, targets) for part in (y, test_y) if nests.length(part)]
+    known = [number for number in found if number is not None]
+    return Source(name, x, y, test_x, test_y, max(known) if len(known) == len(found) else None)
+
+
+def is_dataset(given: Any) -> bool:
+    """Whether something is a torch data set whose samples can be taken by number."""
+    return isinstance(given, torch.utils.data.Dataset) and hasattr(given, "__len__")
+
+
 def source_from_dataset(
     dataset: Any, test: Any = None, name: str = "dataset", targets: str = "class"
 ) -> Source:
@@ -165,15 +354,10 @@ def source_from_dataset(
 
     ``x`` may be a dict or a tuple, and so may ``y`` with ``targets="any"``; see :mod:`sartor.data.samples`.
     """
-    x, y = _collect(dataset, name, targets)
-    test_x, test_y = nests.rows((x, y), slice(0, 0))
+    pairs = [_collect(dataset, name)]
     if test is not None:
-        test_x, test_y = _collect(test, f"{name} test", targets)
-        if nests.form(test_x) != nests.form(x):
-            raise DataError(f"{name}: test samples of {nests.words(test_x)}, training {nests.words(x)}")
-    found = [number_of_classes(part, targets) for part in (y, test_y) if nests.length(part)]
-    known = [number for number in found if number is not None]
-    return Source(name, x, y, test_x, test_y, max(known) if len(known) == len(found) else None)
+        pairs.append(_collect(test, f"{name} test"))
+    return _source_of(pairs, name, targets)
 
 
 def from_dataset(
@@ -272,7 +456,7 @@ def read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
     return {name: table.column(name) for name in names}
 
 
-def _collect(dataset: Any, name: str, targets: str) -> Pair:
+def _collect(dataset: Any, name: str) -> Pair:
     """All samples of a data set, inputs and targets."""
     try:
         pairs = [dataset[i] for i in range(len(dataset))]
@@ -281,7 +465,7 @@ def _collect(dataset: Any, name: str, targets: str) -> Pair:
         raise DataError(
             f"{name}: expected a data set with a length that gives (x, y) pairs ({error})"
         ) from None
-    return inputs_of(_stacked(xs), name), targets_of(_stacked(ys), name, targets)
+    return _stacked(xs), ys
 
 
 def _stacked(values: Any) -> Any:

@@ -42,12 +42,13 @@ class Moments:
         return Moments(number, mean, self.squares + other.squares + between)
 
     def normalise(self, x: torch.Tensor) -> torch.Tensor:
-        """Samples shifted and scaled to mean 0 and deviation 1, in float32."""
+        """Samples shifted and scaled to mean 0 and deviation 1, in float32, or in float64 where they are."""
         deviation = (self.squares / self.number).sqrt()
         # A constant channel has a deviation of rounding size at most; dividing by it would blow up noise.
         deviation = torch.where(deviation > 1e-7 * (1 + self.mean.abs()), deviation, 1.0)
         shape = (-1, *[1] * (x.ndim - 2))
-        return (x.float() - self.mean.float().view(shape)).div_(deviation.float().view(shape))
+        x = x if x.dtype == torch.float64 else x.float()
+        return (x - self.mean.to(x.dtype).view(shape)).div_(deviation.to(x.dtype).view(shape))
 
 
 def moments_of(x: Nest) -> dict[str, Moments]:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sartor.data.clients import ClientData, from_clients, relabel
-from sartor.data.loaders import from_folder, from_table
-from sartor.data.settings import Data
+from sartor.data.heart import read_heart_disease
+from sartor.data.leaf import from_leaf, is_leaf
+from sartor.data.loaders import from_folder, from_table, is_dataset, source_from_dataset, source_from_table
+from sartor.data.settings import COLUMNS, Data
 from sartor.data.sources import SOURCES, Loaded, Loader, Source, data_folder, load_source
 from sartor.errors import DataError, SettingError
 from sartor.extensions import call, find_function, function_file
@@ -42,6 +44,12 @@ def register_data(name: str) -> Callable[[Function], Function]:
     return added
 
 
+@register_data("heart-disease")
+def heart_disease(folder: Path) -> Loaded:
+    """Patients of four hospitals (Fed-Heart-Disease), from UCI's files."""
+    return read_heart_disease(folder / "heart-disease")
+
+
 def read_data(settings: Data, seed: int, targets: str = "class") -> Source | ClientData:
     """The samples that an experiment names, not yet divided among clients, or divided already.
 
@@ -66,19 +74,36 @@ def read_data(settings: Data, seed: int, targets: str = "class") -> Source | Cli
         "targets": targets,
         "labels": settings.labels,
     }
+    if not path.exists():
+        raise DataError(f"data.path = {settings.path!r}: no such file or folder")
+    if is_leaf(path):
+        _refuse_columns(settings)
+        if settings.labels is not None:
+            raise SettingError("data.labels: classes of LEAF's files are numbers; leave it out")
+        return from_leaf(path, validation_fraction=settings.validation, seed=seed)
     if path.is_dir():
         _refuse_columns(settings)
         return from_folder(path, **options)
-    if not path.exists():
-        raise DataError(f"data.path = {settings.path!r}: no such file or folder")
-    if settings.client_column is None or settings.label_column is None:
-        raise SettingError("data.path: a table needs data.client_column and data.label_column too")
-    return from_table(path, settings.client_column, settings.label_column, **options)
+    return _table(path, settings, options)
+
+
+def _table(path: Path, settings: Data, options: dict[str, Any]) -> Source | ClientData:
+    """A table, of clients or to be divided."""
+    if settings.label_column is None:
+        raise SettingError(
+            "data.path: a table needs data.label_column too, and data.client_column where rows are somebody's"
+        )
+    options |= {key: getattr(settings, key) for key in ("text_column", "tokens", "length", "vocabulary")}
+    if settings.client_column is not None:
+        return from_table(path, settings.client_column, settings.label_column, **options)
+    for unused in ("validation_fraction", "seed"):  # what divides the rows has them
+        del options[unused]
+    return source_from_table(path, settings.label_column, **options)
 
 
 def _refuse_columns(settings: Data) -> None:
-    for key in ("client_column", "label_column"):
-        if getattr(settings, key) is not None:
+    for key in COLUMNS:
+        if getattr(settings, key):
             raise SettingError(f"data.{key}: only for a table, and {settings.path} is none; leave it out")
 
 
@@ -96,9 +121,12 @@ def _called(
                 "such samples there"
             )
         return _numbered(given, settings, what)
+    if is_dataset(given):
+        return source_from_dataset(given, name=name, targets=targets)
     if not isinstance(given, Mapping):
         raise DataError(
-            f"{what}: expected {{client: (x, y)}}, ClientData or a Source, it gives a {type(given).__name__}"
+            f"{what}: expected {{client: (x, y)}}, ClientData, a Source or a torch data set, it gives a "
+            f"{type(given).__name__}"
         )
     made = from_clients(given, validation_fraction=settings.validation, seed=seed, targets=targets, name=name)
     return _numbered(made, settings, what)

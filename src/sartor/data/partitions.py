@@ -273,6 +273,8 @@ def apply(
         classes=source.classes,
         hash=partition.hash,
         name=source.name,
+        labels=source.names,
+        preprocessing=source.preprocessing,
     )
     return prepare(data, normalise=normalise, features=features)
 

@@ -20,6 +20,7 @@ from sartor import nests
 from sartor.data.features import FEATURES
 from sartor.data.moments import Moments
 from sartor.data.samples import inputs_of
+from sartor.data.texts import TextColumn
 from sartor.errors import DataError
 from sartor.nests import Nest
 from sartor.settings import nearest
@@ -105,7 +106,7 @@ def _numbers(where: str, column: str, values: Any) -> npt.NDArray[Any]:
     return array.astype(np.float32)
 
 
-READERS: dict[str, type[TableReader]] = {reader.kind: reader for reader in (NumberColumns,)}
+READERS: dict[str, type[TableReader]] = {reader.kind: reader for reader in (NumberColumns, TextColumn)}
 """Ways to read a table, by kind."""
 
 

@@ -13,6 +13,9 @@ from sartor.settings import setting
 OWN_DATA = "own"
 """The name of data that was given in Python: a stored experiment can name it, but not load it."""
 
+COLUMNS = ("client_column", "label_column", "text_column")
+"""What is said of a table alone."""
+
 
 @dataclass(frozen=True)
 class Data:
@@ -22,10 +25,22 @@ class Data:
     clients: int = setting(20, "number of clients", low=1)
     folder: str | None = setting(None, "folder that holds downloaded data; left out: the user's cache folder")
     path: str | None = setting(
-        None, "own data instead of `name`: a folder of npz files, a table, or a function, as in mine.py:load"
+        None,
+        "own data instead of `name`: a folder of npz files, a table, LEAF's JSON, or a function, as in "
+        "mine.py:load",
     )
-    client_column: str | None = setting(None, "column of an own table that names the client")
+    client_column: str | None = setting(
+        None, "column of an own table that names the client; left out: a partition divides its rows"
+    )
     label_column: str | None = setting(None, "column of an own table that holds the label")
+    text_column: str | None = setting(
+        None, "column of an own table that holds a text, whose tokens are the sample"
+    )
+    tokens: str = setting(
+        "words", "what a text is cut into: words, characters, hashed (words), or a function, mine.py:tokens"
+    )
+    length: int = setting(64, "tokens of a text; a longer one is cut, a shorter one padded", low=1)
+    vocabulary: int = setting(10_000, "most tokens that are told apart, padding and unknown ones too", low=3)
     labels: tuple[str, ...] | None = setting(
         None, "all classes in order, where labels are texts; left out: those that occur, alphabetically"
     )
@@ -37,7 +52,10 @@ class Data:
     )
 
     def __post_init__(self) -> None:
-        """Labels that can name classes."""
+        """Tokens of a text, and labels that can name classes."""
+        for key in () if self.text_column else ("tokens", "length", "vocabulary"):
+            if getattr(self, key) != Data.__dataclass_fields__[key].default:
+                raise SettingError(f"data.{key}: of no text; give data.text_column too")
         if self.labels is not None:
             if not self.labels:
                 raise SettingError("data.labels: names no class; leave it out, or name all of them")

@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
@@ -28,6 +28,7 @@ import torch
 from sartor import nests
 from sartor.data.apportion import apportion
 from sartor.data.download import fetch, user_cache
+from sartor.data.preprocessing import Preprocessing
 from sartor.data.readers import Bytes, read_cifar, read_idx, read_npz
 from sartor.data.samples import is_class
 from sartor.data.streams import stream
@@ -55,6 +56,10 @@ class Source:
     test_x: Nest
     test_y: Nest
     classes: int | None
+    names: tuple[str, ...] | None = None
+    """The names of the classes, where labels were texts."""
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    """What was done to raw rows."""
 
     @property
     def sizes(self) -> tuple[int, int]:

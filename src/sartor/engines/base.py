@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from sartor import nests
+from sartor.client.augment import check_augment
 from sartor.data.clients import ClientData, LazySplit, Split
 from sartor.engines.samples import Samples, samples_of
 from sartor.federation.engine import Engine
 from sartor.federation.settings import FederationSettings
-from sartor.model.task import Task
+from sartor.model.task import Task, unkeyed_words
 from sartor.nests import Nest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class LocalEngine(Engine):
         train = self.samples["train"]
         self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1]), train.x)
         task.check_loss(train.x, train.y)
+        check_augment(settings.local, train.x, train.y)
+        task.check_draws(train.x, train.y)
+        if task.unkeyed:
+            log.warning("%s", unkeyed_words(task))
 
     def refused(self, numbers: np.ndarray) -> str | None:
         """Which sample of these clients the model cannot take, and why; None where it takes all of them."""

@@ -299,4 +299,4 @@ def fit_together(every: Sequence[tuple[Task, ClientData]]) -> bool:
         )
         for task, data in every
     }
-    return len(kinds) == 1
+    return len(kinds) == 1 and all(task.same_constants(every[0][0]) for task, _ in every)

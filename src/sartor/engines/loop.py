@@ -23,7 +23,7 @@ from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.schedule import plan, scan_table
 from sartor.errors import SartorError
-from sartor.federation.exchange import NOBODY, ClientError, Outcome, Work, checked_reply
+from sartor.federation.exchange import NOBODY, ClientError, Outcome, Work, checked_reply, untouched
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels.device import digits
@@ -138,7 +138,7 @@ class LoopEngine(LocalEngine):
             seed=self.settings.seed,
         )
         try:
-            with torch.no_grad():
+            with torch.no_grad(), untouched(work.function, arguments):
                 result = work.function(client, work.hyper, **arguments)
             reply = checked_reply(work.function, result, self.task.dtype, self.device)
         except SartorError:
@@ -182,7 +182,7 @@ class LoopEngine(LocalEngine):
             index = index[:count]
             key = (
                 random.stream(self.settings.seed, "layers", client.round, client.number, turns[turn])
-                if self.task.draws
+                if self.task.draws or batches.augmented
                 else 0
             )
             carry = body(carry, Batch(nests.rows(x, index), nests.rows(y, index), None, key))

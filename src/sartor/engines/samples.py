@@ -20,6 +20,18 @@ class Samples:
         self.counts = np.array(split.count, dtype=np.int64)
         self.start = torch.from_numpy(np.array(split.start, dtype=np.int64)).to(device)
         self.count = torch.from_numpy(self.counts).to(device)
+        self._starts = np.array(split.start, dtype=np.int64)
+
+    def common(self, numbers: np.ndarray) -> bool:
+        """Whether several clients have the very same samples, as of the pooled test data."""
+        starts, counts = self._starts[numbers], self.counts[numbers]
+        return len(numbers) > 1 and bool((starts == starts[0]).all() and (counts == counts[0]).all())
+
+    def in_a_row(self, numbers: np.ndarray, each: int) -> int | None:
+        """Where the samples of these clients begin, if they have so many each, one client after the other."""
+        first = int(self._starts[numbers[0]])
+        there = self._starts[numbers] == first + each * np.arange(len(numbers))
+        return first if (there & (self.counts[numbers] == each)).all() else None
 
     @property
     def fetched(self) -> int:
@@ -46,6 +58,14 @@ class LazySamples(Samples):
         self.x, self.y = nests.mapped(torch.clone, (self.x, self.y))
         self._split = split
         self._held: np.ndarray | None = None
+
+    def common(self, numbers: np.ndarray) -> bool:
+        """Every client's samples are fetched for itself."""
+        return False
+
+    def in_a_row(self, numbers: np.ndarray, each: int) -> int | None:
+        """Where they lie changes from cohort to cohort."""
+        return None
 
     @property
     def fetched(self) -> int:

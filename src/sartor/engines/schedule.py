@@ -35,6 +35,10 @@ class Shape:
     places: int
     packed: bool
     full: bool
+    common: bool = False
+    """Whether all lanes go through the same samples, which then lie there once."""
+    in_a_row: bool = False
+    """Whether the samples of one step are all that there are, lane by lane."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,11 @@ def plan(
     lanes: int = 0,
     rounded: bool = False,
     epochs: np.ndarray | None = None,
+    common: bool = False,
 ) -> Plan:
     """Lay out the steps of clients with these numbers of samples, and ``epochs`` where they are drawn.
 
-    ``lanes`` 0 chooses, ``rounded`` buckets the shape.
+    ``lanes`` 0 chooses, ``rounded`` buckets the shape, ``common``: all clients have the same samples.
     """
     clients, most = len(sizes), int(sizes.max(initial=0))
     width = batches.width(most)
@@ -78,7 +83,8 @@ def plan(
     full = bool((sizes % width == 0).all())
     if not lanes or lanes >= clients:
         if counts.min(initial=longest) == longest:
-            return Plan(Shape(clients, longest, width, places, packed=False, full=full), None, None)
+            together = common and not batches.shuffled
+            return Plan(Shape(clients, longest, width, places, False, full, together), None, None)
         # As many lanes as keep busy while the longest client trains; a lane each if that is nearly as many.
         lanes = -(-total // longest)
         lanes = clients if total >= 0.8 * clients * longest else lanes

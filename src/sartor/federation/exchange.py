@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -278,6 +279,33 @@ def checked_reply(function: ClientFunction, result: Any, dtype: torch.dtype, dev
         for name, value in part.items():
             part[name] = as_tensor(value, dtype, device)
     return result
+
+
+@contextmanager
+def untouched(function: ClientFunction, arguments: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse a client function that has changed one of its arguments in place, also where it is suspended."""
+    before = {name: _version(value) for name, value in arguments.items()}
+    try:
+        yield
+    finally:
+        changed = next((name for name in before if _version(arguments[name]) != before[name]), None)
+        if changed is not None:
+            raise ClientError(changed_words(function, f"its argument {changed!r}"))
+
+
+def changed_words(function: ClientFunction, what: str) -> str:
+    """What is to be said of a client function that changes what it was given."""
+    return (
+        f"{name_of(function)}: it changes {what} in place, which others may see; write w = w + step instead "
+        "of w += step or w.add_(step)"
+    )
+
+
+def _version(value: Tensor) -> int:
+    """How often a tensor was changed in place; under vmap, of what lies below."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value._version
 
 
 def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -100,6 +100,11 @@ class FederationSettings:
     """Whether calls are captured as CUDA graphs, where there is CUDA."""
 
     def __post_init__(self) -> None:
-        """Refuse a policy for buffers that does not exist."""
+        """Refuse a policy for buffers that does not exist, and a schedule without an end."""
+        local = self.local
+        if local.rounds is not None and local.schedule == "cosine" and not local.schedule_length:
+            raise SettingError(
+                "local.schedule_length: give the rounds after which the schedule is at its end"
+            )
         if self.buffers not in POLICIES:
             raise SettingError(f"buffers = {self.buffers!r}: must be one of {', '.join(POLICIES)}")

@@ -43,3 +43,8 @@ class Block(nn.Module):
             scores = torch.where(seen[:, None], scores, torch.finfo(scores.dtype).min)
         mixed: Tensor = self.mix((scores.softmax(-1) @ value).transpose(1, 2).reshape(n, length, width))
         return mixed
+
+
+def embedding(tokens: int, width: int) -> nn.Embedding:
+    """Numbers for each token, drawn as PyTorch does; its own layer would load its compiler to be measured."""
+    return nn.Embedding(tokens, width, _weight=torch.randn(tokens, width))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sartor.errors import SettingError
-from sartor.model.networks import ModelChoice, build_task
+from sartor.model.networks import Factory, ModelChoice, build_task
 from sartor.model.task import Task
 from sartor.nests import Nest
 from sartor.settings import setting, unknown
@@ -155,7 +155,7 @@ def build_groups(
     y: Nest,
     classes: int | None,
     seed: int,
-    own: Sequence[Task | None] = (),
+    own: Sequence[Task | Factory | None] = (),
     entries: Sequence[int] = (),
 ) -> Task:
     """The task of ``[model]`` with those of ``[[models]]`` that clients with such samples have, by
@@ -172,12 +172,14 @@ def build_groups(
         if task is None:
             choice = models[number - 1].choice
             task = build_task(choice, x, y, classes, seed, common.objective)
+        elif isinstance(task, Factory):
+            task = task.task(x, y, classes, seed)
         if type(task.objective) is not type(common.objective):
             raise SettingError(
                 f"models[{number - 1}]: a task for {task.objective.name}, that of [model] is for "
                 f"{common.objective.name}; all clients need the same objective"
             )
-        return task.suited(x, y, classes)
+        return task.in_precision(common.precision).suited(x, y, classes)
 
     if entries:
         return grouped(common, list(map(built, entries)), of, entries)

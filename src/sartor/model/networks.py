@@ -20,6 +20,7 @@ from sartor import nests, random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry, call, find_function
 from sartor.memory import free_memory
+from sartor.model.adapters import with_adapters
 from sartor.model.objectives import Classification, Objective
 from sartor.model.sequences import LSTM, Transformer
 from sartor.model.tables import Table
@@ -174,9 +175,8 @@ def build_task(
     the objective needs, as ``classes``.
     """
     objective = Classification() if objective is None else objective
-    shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
-    outputs = objective.outputs(y, classes)
     if choice.path is None:
+        shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
         choice = settled(choice, [x], y)
         one = isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
         if not one and not getattr(choice.settings, "nested", False):
@@ -184,16 +184,56 @@ def build_task(
                 f"model.name = {choice.name!r}: takes one array, samples are {nests.words(x)}; give a model "
                 "of your own"
             )
-        return make_task(choice.name, choice.settings, shape, outputs, seed, objective, classes)
-    build = find_function(choice.path, "model.path")
-    what = f"model.path = {choice.path!r}"
-    made = seeded(lambda: call(build, what, shape=shape, classes=outputs), seed)
-    if isinstance(made, Task):
-        return made
-    if not isinstance(made, nn.Module):
-        raise SettingError(f"{what}: expected an nn.Module, it gives a {type(made).__name__}")
+        outputs = objective.outputs(y, classes)
+        named = choice.name, choice.settings, shape, outputs, seed, objective, classes
+        return make_task(*named, adapters=choice.adapters)
     head = None if choice.head is None else str(choice.head)
-    return Task(made, objective=objective, classes=classes, head=head, name=Path(choice.path).name)
+    build, what = find_function(choice.path, "model.path"), f"model.path = {choice.path!r}"
+    made = Factory(build, head, objective, Path(choice.path).name, what, choice.adapters)
+    return made.task(x, y, classes, seed)
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A model that is built anew for every run, with what it draws drawn from the run's seed.
+
+    ``build`` is a class or a function that gives an ``nn.Module`` or a :class:`Task`; it is told the
+    ``shape`` of a sample and how many outputs (``classes``) are needed, where it declares them.
+    """
+
+    build: Callable[..., Any]
+    head: str | None = None
+    objective: Objective | None = None
+    name: str = ""
+    what: str = "model"
+    """What it is called in messages."""
+    adapters: int = 0
+    """The rank of its adapters, if it has any."""
+
+    def task(self, x: Nest, y: Nest, classes: int | None, seed: int) -> Task:
+        """The task for such samples under a seed.
+
+        >>> net = Factory(lambda: nn.Linear(2, 2))
+        >>> starts = [net.task(torch.zeros(1, 2), torch.zeros(1).long(), 2, s).initial() for s in (0, 0, 1)]
+        >>> bool((starts[0] == starts[1]).all()), bool((starts[0] == starts[2]).any())
+        (True, False)
+        """
+        objective = Classification() if self.objective is None else self.objective
+        shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
+        outputs = objective.outputs(y, classes)
+
+        def build() -> Any:
+            built = call(self.build, self.what, shape=shape, classes=outputs)
+            return adapted(built, self.adapters, self.head)
+
+        made = seeded(build, seed)
+        if not isinstance(made, (nn.Module, Task)):
+            raise SettingError(f"{self.what}: expected an nn.Module, it gives a {type(made).__name__}")
+        name = self.name or type(made).__name__
+        if isinstance(made, nn.Module):
+            made = Task(made, objective=objective, classes=classes, head=self.head, name=name)
+        made.seeded = True
+        return made
 
 
 def settled(choice: ModelChoice, samples: Sequence[Nest], y: Nest) -> ModelChoice:
@@ -218,6 +258,7 @@ def make_task(
     seed: int,
     objective: Objective | None = None,
     classes: int | None = None,
+    adapters: int = 0,
 ) -> Task:
     """The task of a named model on inputs of a shape, with initial weights that depend on the seed alone.
 
@@ -230,13 +271,23 @@ def make_task(
             "name the objective"
         )
     check_size(name, settings, shape, outputs)
-    module = seeded(lambda: settings.build(shape, outputs), seed)
+    head = getattr(settings, "head", None)
+    module = seeded(lambda: adapted(settings.build(shape, outputs), adapters, head), seed)
     if not isinstance(module, nn.Module):
         raise SettingError(f"model {name}: build() gives a {type(module).__name__}, expected an nn.Module")
     known = outputs if objective is None else classes
-    task = Task(module, objective=objective, classes=known, head=getattr(settings, "head", None), name=name)
-    task.drawn = True
+    task = Task(module, objective=objective, classes=known, head=head, name=name)
+    task.drawn = task.seeded = True
     return task
+
+
+def adapted(made: Any, rank: int, head: str | None) -> Any:
+    """A module with adapters where a rank is set; its head, where it has one, is trained as it is."""
+    if not rank:
+        return made
+    if isinstance(made, Task):
+        raise SettingError("model.adapters: a Task has what it trains; put adapters into its module")
+    return with_adapters(made, rank, () if head is None else (head,)) if isinstance(made, nn.Module) else made
 
 
 def check_size(name: str, settings: Any, shape: Any, outputs: int) -> None:
@@ -318,6 +369,9 @@ class ModelChoice:
     )
     head: str | int | None = setting(
         None, "path of the module that is the head of an own network (model.path)"
+    )
+    adapters: int = setting(
+        0, "rank of low-rank adapters (LoRA) at its dense layers, which are then frozen; 0: none", low=0
     )
     buffers: str = setting(
         "auto",

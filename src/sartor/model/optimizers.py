@@ -61,6 +61,19 @@ def decay(factor: float) -> Optimizer:
     return Optimizer(lambda w: {}, lambda g, memory, w: (g + factor * w, {}))
 
 
+def clip(most: float, apart: tuple[int, ...] = ()) -> Optimizer:
+    """min(1, c / ‖g‖) g; of vectors that lie one behind the other, with these lengths, each by itself."""
+
+    def cut(g: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(g)
+        return g * (most / norm.clamp(min=most))
+
+    def update(g: Tensor, memory: Memory, w: Tensor) -> tuple[Tensor, Memory]:
+        return (torch.cat([cut(part) for part in torch.split(g, list(apart))]) if apart else cut(g)), {}
+
+    return Optimizer(lambda w: {}, update)
+
+
 def momentum(beta: float, *, nesterov: bool = False, unit: float = 1.0) -> Optimizer:
     """m ← β m + g, with g in this unit; the step is m, with Nesterov g + β m."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sartor.errors import SettingError
-from sartor.model.attention import Block
+from sartor.model.attention import Block, embedding
 from sartor.nests import Nest
 from sartor.settings import setting
 
@@ -118,7 +118,7 @@ class _LSTM(nn.Module):
     def __init__(self, vocabulary: int, outputs: int, settings: LSTM) -> None:
         super().__init__()
         self.place = settings.answers == "place"
-        self.embedding = nn.Embedding(vocabulary, settings.width)
+        self.embedding = embedding(vocabulary, settings.width)
         sizes = [settings.width, *[settings.hidden] * settings.layers]
         self.layers = nn.ModuleList(_Layer(*pair) for pair in pairwise(sizes))
         self.dropout = nn.Dropout(settings.dropout)
@@ -136,8 +136,8 @@ class _Transformer(nn.Module):
     def __init__(self, vocabulary: int, length: int, outputs: int, settings: Transformer) -> None:
         super().__init__()
         self.place = settings.answers == "place"
-        self.embedding = nn.Embedding(vocabulary, settings.width)
-        self.places = nn.Parameter(torch.randn(length, settings.width) * 0.02)
+        self.embedding = embedding(vocabulary, settings.width)
+        self.places = nn.Parameter(torch.normal(0.0, 0.02, (length, settings.width)))
         blocks = [Block(settings.width, settings.heads, settings.dropout) for _ in range(settings.depth)]
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(settings.width)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sartor.errors import SettingError
+from sartor.model.attention import embedding
 from sartor.nests import Nest
 from sartor.settings import setting
 
@@ -74,7 +75,7 @@ class Table:
 class _Table(nn.Module):
     def __init__(self, numbers: int, classes: int, settings: Table) -> None:
         super().__init__()
-        self.embeddings = nn.ModuleList(nn.Embedding(most, settings.width) for most in settings.categories)
+        self.embeddings = nn.ModuleList(embedding(most, settings.width) for most in settings.categories)
         sizes = [numbers + settings.width * len(settings.categories), *settings.hidden]
         self.dense = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
         self.dropout = nn.Dropout(settings.dropout)

@@ -7,7 +7,8 @@ vector, ``task.parts``, are declared by module path. Integer buffers stay as the
 
 Two kinds of layers do something that depends on more than their input, and are replaced by versions that a
 cohort of clients can share: BatchNorm (statistics over the real samples of a padded batch, running
-statistics handed out instead of changed in place) and Dropout (masks from the keyed streams).
+statistics handed out instead of changed in place) and Dropout (masks from the keyed streams). What else a
+module draws, by ``F.dropout`` or ``torch.rand``, comes from the keyed streams too (``draws.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -27,10 +29,12 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sartor import nests, random
+from sartor import nests
 from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.kernels.convolution import conv2d
+from sartor.model.draws import Keyed, dropped
 from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
+from sartor.model.precision import half_precision
 from sartor.nests import Nest
 
 if TYPE_CHECKING:
@@ -68,6 +72,14 @@ class Batch(NamedTuple):
         if self.weight is None:
             return values.mean()
         return (values * self.weight).sum() / self.weight.sum()
+
+
+class Mixed(NamedTuple):
+    """Targets of samples that are mixed of two, and the share of the first; a row each."""
+
+    one: Nest
+    other: Nest
+    share: Tensor
 
 
 class Pass(NamedTuple):
@@ -149,6 +161,16 @@ class Task:
         self.name = name
         self.drawn = False
         """Whether the initial numbers were drawn for this run, and so cannot have been trained."""
+        self.seeded = False
+        """Whether it was built for a run's seed; else all seeds start from the numbers that it came with."""
+        self.unkeyed = False
+        """Whether a pass draws what the keyed streams do not reach, as :meth:`check_draws` finds."""
+        self._keyed: bool | None = None
+        """Whether a pass draws by functions rather than by layers; None: not looked at."""
+        self._called = False
+        """Whether one has, so far."""
+        self.precision = "model"
+        """What numbers are computed in; see :meth:`in_precision`."""
         self.groups: Groups | None = None
         """What clients have instead, where they have models of their own."""
         self._common: Task | None = None
@@ -189,16 +211,19 @@ class Task:
         self._module = _shareable(module, name)
         self._stored = _stored_names(module)
         self._changed_in_place = _buffers_of_others(self._module, floats)
-        self.draws = any(isinstance(layer, _Dropout) for layer in self._module.modules())
+        self._layers_draw = any(isinstance(layer, _Dropout) for layer in self._module.modules())
         self._module_paths = [path for path, _ in module.named_modules() if path]
         self._local = threading.local()
         self.parts: dict[str, Part] = {}
+        self._stage_paths = (
+            None if stages is None else {stage: list(paths) for stage, paths in stages.items()}
+        )
         if head is not None:
             self.parts["head"] = self._part("head", [head])
             self.parts["body"] = self._rest("body", [self.parts["head"]])
         if stages is not None:
-            for stage, paths in stages.items():
-                self.parts[stage] = self._part(stage, list(paths))
+            for stage, paths in (self._stage_paths or {}).items():
+                self.parts[stage] = self._part(stage, paths)
         self.stages = tuple(stages or (("body", "head") if head is not None else ()))
         if stages is not None and self._rest("rest", [self.parts[stage] for stage in stages]).slices:
             raise SartorError(
@@ -219,6 +244,41 @@ class Task:
     def of_client(self, number: int) -> Task:
         """The task of a client."""
         return self if self.groups is None else self.groups.tasks[int(self.groups.of[number])]
+
+    # What numbers are computed in -----------------------------------------------------------------
+
+    def in_precision(self, name: str) -> Task:
+        """The same task with parameters of a type; ``model`` leaves them as they are.
+
+        With ``bf16`` they are float32, and products and convolutions of training are computed in bfloat16.
+
+        >>> Task(nn.Linear(2, 2)).in_precision("float64").initial().dtype
+        torch.float64
+        """
+        if name == "model":
+            return self
+        dtype = torch.float64 if name == "float64" else torch.float32
+        task = copy.copy(self) if dtype == self.dtype else self._typed_as(dtype)
+        task.precision = name
+        return task
+
+    def same_constants(self, other: Task) -> bool:
+        """Whether two tasks have the same in what is not trained."""
+        return self._constants.keys() == other._constants.keys() and all(
+            torch.equal(value, other._constants[key]) for key, value in self._constants.items()
+        )
+
+    def _typed_as(self, dtype: torch.dtype) -> Task:
+        task = Task(
+            copy.deepcopy(self._original).to(dtype),
+            objective=self.objective,
+            classes=self.classes,
+            head=self.head_path,
+            stages=self._stage_paths,
+            name=self.name,
+        )
+        task.drawn, task.seeded = self.drawn, self.seeded
+        return task
 
     # The vectors ----------------------------------------------------------------------------------
 
@@ -286,7 +346,7 @@ class Task:
             if any(key in (path + "weight", path + "bias") for path in layers)
         ]
         paths = [path.removesuffix(".") for path in layers]
-        return Part("norms", _merge(learnt)), self._buffers_below("norms", paths)
+        return Part("norms", merged(learnt)), self._buffers_below("norms", paths)
 
     def inside(self, paths: Iterable[str]) -> Callable[[str], bool]:
         """Whether a module's path is one of these or lies below one; named as for :meth:`select`."""
@@ -305,7 +365,7 @@ class Task:
     def _buffers_below(self, name: str, paths: list[str]) -> Part:
         places = self._buffers.places.items()
         return Part(
-            name, _merge([place for key, place in places if any(_below(key, path) for path in paths)])
+            name, merged([place for key, place in places if any(_below(key, path) for path in paths)])
         )
 
     def _part(self, name: str, paths: list[str]) -> Part:
@@ -318,7 +378,7 @@ class Task:
                     f"parameters; paths: {', '.join(self._module_paths) or 'none'}"
                 )
             slices += found
-        return Part(name, _merge(slices))
+        return Part(name, merged(slices))
 
     def _rest(self, name: str, parts: list[Part]) -> Part:
         taken = sorted((piece for part in parts for piece in part.slices), key=lambda piece: piece.start)
@@ -367,6 +427,10 @@ class Task:
 
         One number for the whole batch where the loss is no mean over samples; see :meth:`check_loss`.
         """
+        if isinstance(targets, Mixed):
+            one, other = self.loss_function(outputs, targets.one), self.loss_function(outputs, targets.other)
+            share = targets.share.to(one.dtype) if one.dim() else targets.share[0].to(one.dtype)
+            return share * one + (1 - share) * other
         losses = self.objective.losses(outputs, targets)
         if losses.dim() > 1:
             return losses.flatten(1).mean(1)
@@ -503,22 +567,41 @@ class Task:
         named |= self._constants_like(w)
         previous = getattr(_context, "mode", None)
         _context.mode = mode
+        half = self.precision == "bf16" and mode.training
+        keyed = None if self._keyed is False else Keyed(mode)
+        stills = self._stilled(module, mode)
         try:
-            result = functional_call(module, named, *self.arguments(x), strict=False)
+            with half_precision(w.device.type) if half else nullcontext(), keyed or nullcontext():
+                result = functional_call(module, named, *self.arguments(x), strict=False)
         finally:
             _context.mode = previous
+            for layer in stills:
+                layer.training = True
+        self._called |= keyed is not None and keyed.called
+        if half and mode.features is not None:
+            mode.features = mode.features.to(w.dtype)
         if mode.training:
             moving = [key for key in self._changed_in_place if not mode.still(key.rpartition(".")[0])]
             mode.changed |= {key: named[key] for key in moving}
-        if isinstance(result, Tensor):
-            return result
-        if isinstance(getattr(result, "logits", None), Tensor):  # what Hugging Face's models return
-            return result.logits
-        if isinstance(self.objective, Classification) or not _is_nest(result):
+        result = getattr(result, "logits", result)  # what Hugging Face's models return
+        if not isinstance(result, Tensor) and (
+            isinstance(self.objective, Classification) or not _is_nest(result)
+        ):
             raise SartorError(
                 f"model {self.name}: forward returned {type(result).__name__}, a tensor is needed"
             )
-        return result
+        if not half:
+            return result
+        return nests.mapped(lambda leaf: leaf.to(w.dtype) if leaf.is_floating_point() else leaf, result)
+
+    def _stilled(self, module: nn.Module, mode: _Mode) -> list[nn.Module]:
+        """Layers that are as in evaluation during a pass in training mode, where one may ask what it is."""
+        if self._keyed is False or not (mode.training and callable(mode.frozen)):
+            return []
+        stills = [layer for path, layer in module.named_modules() if layer.training and mode.frozen(path)]
+        for layer in stills:
+            layer.training = False
+        return stills
 
     # Linear models --------------------------------------------------------------------------------
 
@@ -614,6 +697,30 @@ class Task:
                     f"number per sample, or their mean. Outputs: {_shapes(outputs)}, targets: {_shapes(y)}; "
                     "bring them to one shape"
                 )
+
+    @property
+    def draws(self) -> bool:
+        """Whether a pass draws at random, and needs a key for it."""
+        return self._layers_draw or bool(self._keyed)
+
+    def check_draws(self, x: Nest, y: Nest) -> None:
+        """See whether a step on such samples draws at random, and whether it does the same a second time."""
+        if self._keyed is not None:
+            return
+        x, y = nests.mapped(lambda leaf: leaf[:3].cpu(), (self.typed(x), self.typed(y)))
+        w, results = self.initial(), []
+        try:
+            for seed in range(2):
+                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                    torch.manual_seed(seed)
+                    outputs = nests.leaves(self.outputs(w, x))
+                    results.append([self.loss(w, Batch(x, y, None, 1)), *outputs])
+        except Exception:  # why the model cannot take a step is said where it trains
+            return
+        self._keyed = self._called
+        tolerance = torch.finfo(self.dtype).eps ** 0.5
+        pairs = [pair for pair in zip(*results, strict=True) if pair[0].is_floating_point()]
+        self.unkeyed = not all(_close(one, other, tolerance) for one, other in pairs)
 
     def _raw_losses(self, outputs: Any, y: Nest) -> Tensor:
         """What the loss gives, or an error with the shapes that it was given."""
@@ -760,6 +867,14 @@ class Task:
         return total + sum(leaf[:1].numel() for leaf in nests.leaves(x))
 
 
+def unkeyed_words(task: Task) -> str:
+    """What is to be said of a model whose passes are not the same a second time."""
+    return (
+        f"model {task.name}: a pass gives another result a second time: it draws, or counts, in a way "
+        "that the keyed streams do not reach, so equal seeds may give different runs"
+    )
+
+
 class _Layout:
     """Where named tensors lie in a vector."""
 
@@ -798,7 +913,7 @@ def _gaps(slices: Iterable[slice], size: int) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in pairs if start < stop)
 
 
-def _merge(slices: list[slice]) -> tuple[slice, ...]:
+def merged(slices: list[slice]) -> tuple[slice, ...]:
     """Sorted slices with neighbours joined."""
     merged: list[slice] = []
     for piece in sorted(slices, key=lambda piece: piece.start):
@@ -971,12 +1086,7 @@ class _Dropout(nn.Module):
         mode: _Mode = _context.mode
         if self.p == 0 or not mode.drops(self.path):
             return x
-        mode.draws += 1
-        shape = x.shape[:2] if self.whole_channels else x.shape
-        draws = random.uniform(random.fold(mode.key, mode.draws), shape.numel(), x.device).view(shape)
-        keep = (draws >= self.p).to(x.dtype)
-        scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
-        return x * keep.view(*shape, *[1] * (x.dim() - len(shape))) * scale
+        return dropped(mode, x, self.p, self.whole_channels)
 
 
 def _stored_names(module: nn.Module) -> dict[str, str]:

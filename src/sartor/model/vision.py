@@ -143,7 +143,7 @@ class _ViT(nn.Module):
         self.patch = settings.patch
         places = (shape[1] // settings.patch) * (shape[2] // settings.patch)
         self.patches = nn.Linear(shape[0] * settings.patch**2, settings.width)
-        self.places = nn.Parameter(torch.randn(places, settings.width) * 0.02)
+        self.places = nn.Parameter(torch.normal(0.0, 0.02, (places, settings.width)))
         blocks = [Block(settings.width, settings.heads, settings.dropout) for _ in range(settings.depth)]
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(settings.width)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sartor.data.clients import ClientData, from_clients
+from sartor.data.leaf import from_leaf, is_leaf
 from sartor.data.loaders import from_folder, from_table, read_client
 from sartor.data.named import read_data
 from sartor.data.settings import Data
@@ -58,6 +59,8 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
             "targets": chosen_objective(experiment.objective).targets,
             "labels": experiment.data.labels,
         }
+        if is_leaf(path):
+            return from_leaf(path, validation_fraction=experiment.data.validation, seed=experiment.seed)
         if path.is_dir():
             return from_folder(path, **options)
         if path.suffix in TABLES:

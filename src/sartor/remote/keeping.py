@@ -52,7 +52,8 @@ class Evaluated:
         if kind is None or self._folder is None:
             return
         tensors = {f"{part} {name}": value for part, held in groups.items() for name, value in held.items()}
-        tensors |= {f"counted {name}": value for name, value in sent.items()}
+        counted = {name.removeprefix("test."): value for name, value in sent.items() if name[:5] == "test."}
+        tensors |= {f"counted {name}": value for name, value in counted.items()}
         told = json.dumps({key: header[key] for key in TOLD})
         content = save(separate(tensors), {"told": told})
         write(self._folder / f"evaluated-{kind}-{group}.safetensors", content, OWNER_ALONE)
@@ -74,8 +75,8 @@ class Evaluated:
 
 def kind_of(function: Any) -> str | None:
     """Whether a function evaluates ``personal`` or ``shared`` models on test data; else None."""
-    made_by = getattr(function, "made_by", ())
-    if made_by[:2] != (evaluation_of.__name__, "test"):
+    made_by: tuple[str, ...] = getattr(function, "made_by", ())
+    if made_by[:1] != (evaluation_of.__name__,) or "test" not in made_by[1].split("+"):
         return None
     inner = function.__wrapped__
     return "shared" if inner is shared_model else "personal" if is_personal(inner) else None

@@ -300,6 +300,7 @@ class Node:
             objective = chosen_objective(experiment.objective)
             x, y = data.train.x, data.train.y
             task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
+        task = task.in_precision(experiment.local.precision)
         like = _common_moments(header, groups, data)
         data = fitted(data, task, normalise=like is not None, like=like)
         check_targets(data, task)

@@ -284,9 +284,11 @@ def _best(methods: Sequence[Group], headline: str, more: bool) -> tuple[Group, s
         for run in group.runs:
             cells = [run.last.get(f"{kind}_{split}") for kind in ("personal", "shared")]
             cell = next((cell for cell in cells if cell is not None), None)
-            found.append(None if cell is None else cell.get(headline))
-        there = [float(each) for each in found if each is not None]
-        return float(np.mean(there)) if len(there) == len(found) else None
+            score = None if cell is None else cell.get(headline)
+            if score is None:
+                return None
+            found.append(float(score))
+        return float(np.mean(found))
 
     for split in ("validation", "local"):
         values = [value(group, split) for group in methods]

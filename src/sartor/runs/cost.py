@@ -20,7 +20,9 @@ from sartor.data.clients import ClientData
 from sartor.errors import SartorError
 from sartor.federation.exchange import NobodyAnswered
 from sartor.model.groups import regrouped, tasks_of
+from sartor.model.networks import Factory
 from sartor.model.task import Task
+from sartor.runs.cadence import Cadence
 from sartor.runs.evaluation import evaluate
 from sartor.runs.experiment import Experiment
 from sartor.runs.loop import draw_cohort
@@ -49,7 +51,7 @@ class _Measured:
 
 
 def estimate(
-    experiment: Experiment, *, data: ClientData | None = None, task: Task | None = None
+    experiment: Experiment, *, data: ClientData | None = None, task: Task | Factory | None = None
 ) -> dict[str, Any]:
     """Clients, parameters, steps, bytes, memory and time of an experiment; nothing is stored."""
     setup = set_up(experiment, data=data, task=task)
@@ -59,12 +61,12 @@ def estimate(
     steps = _steps(experiment, data.train.count)
     whole = float(steps.mean()) * cohort
     last, before = _measure(setup, cohort)
-    rounds, every = experiment.rounds, experiment.evaluate.every
-    evaluations = 1 if rounds == 0 or every == 0 else rounds // every + (rounds % every > 0)
+    rounds = experiment.rounds
     down = _drawn_out(last.bytes_down, last.cohort, cohort)
     up = _drawn_out(last.bytes_up, last.cohort, cohort)
     round_seconds = last.round_seconds * max(1.0, whole / max(last.steps, 1.0))
     evaluation_seconds = last.evaluation_seconds * clients / last.clients
+    seconds = _seconds(experiment, round_seconds, evaluation_seconds)
     dtype_bytes = setup.task.dtype.itemsize
     return {
         "algorithm": experiment.algorithm,
@@ -91,10 +93,22 @@ def estimate(
         },
         "seconds_per_round": round_seconds,
         "seconds_per_evaluation": evaluation_seconds,
-        "seconds": rounds * round_seconds + evaluations * evaluation_seconds,
+        "seconds": seconds,
         "quadratic": setup.algorithm.quadratic,
         "measured_clients": last.clients,
     }
+
+
+def _seconds(experiment: Experiment, training: float, evaluation: float) -> float:
+    """What all rounds take, with those evaluations that there will be."""
+    cadence = Cadence(experiment.evaluate.every, experiment.rounds)
+    total = 0.0 if experiment.rounds else evaluation
+    for round in range(1, experiment.rounds + 1):
+        due = cadence.due(round)
+        row: dict[str, Any] = {"seconds": training}
+        cadence.note({**row, "evaluation": {}, "evaluation_seconds": evaluation} if due else row)
+        total += training + (evaluation if due else 0.0)
+    return total
 
 
 def _steps(experiment: Experiment, counts: np.ndarray) -> np.ndarray:

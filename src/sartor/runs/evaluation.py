@@ -11,11 +11,14 @@ one's accuracy and their mean beside it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial, wraps
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sartor import random
@@ -31,6 +34,9 @@ from sartor.runs.settings import Evaluate
 log = logging.getLogger(__name__)
 
 CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
+MOST_HELD = 10**8
+"""Numbers of personal models that are held at once to find equal ones."""
+
 POOLED_BUDGET = 10**11
 """``evaluate.personal_pooled = auto`` stops at this many clients × pooled samples × parameters."""
 
@@ -99,34 +105,144 @@ def evaluated_clients(federation: Federation, settings: Evaluate) -> np.ndarray:
 def evaluate(
     algorithm: Algorithm[Any, Any], server: Any, federation: Federation, settings: Evaluate
 ) -> dict[str, Cell]:
-    """All cells the method has a model for."""
+    """All cells the method has a model for.
+
+    A model is made once, whatever it is tried on, and equal models are tried once on the pooled test data.
+    """
     clients = evaluated_clients(federation, settings)
-    what = measured_in(federation, settings)
-    cells: dict[str, Cell] = {}
+    tried = Tried(federation, measured_in(federation, settings))
     models = algorithm.shared(server)
-    if models is not None:
-        statistics = federation.mean_buffers if federation.policy == "local" else None
-        more = {} if statistics is None else {"statistics": statistics}
-        rows = models[None] if models.dim() == 1 else models
-        pooled = [_pooled(federation, Call(shared_model, {"w": w, **more}), clients[:1], what) for w in rows]
-        best = max(range(len(rows)), key=lambda place: (_rank(pooled[place]), -place))
-        cells["shared_pooled"] = pooled[best] if models.dim() == 1 else _best_of(pooled, best)
-        shared = Call(shared_model, {"w": rows[best]})
-        cells["shared_local"] = _ask(federation, shared, clients, "test", what)
-        if "validation" in federation.splits:
-            # The best by its own: which one is best on test data must not be seen here.
-            judged = [
-                _ask(federation, Call(shared_model, {"w": w}), clients, "validation", what) for w in rows
-            ]
-            cells["shared_validation"] = max(judged, key=_rank)
+    cells = {} if models is None else _shared_cells(models, clients, tried)
     personal = personal_models(algorithm, server, clients)
     if personal is not None:
-        cells["personal_local"] = _ask(federation, personal, clients, "test", what)
-        if _worth_pooling(federation, settings, len(clients)):
-            cells["personal_pooled"] = _ask(federation, personal, clients, "pooled", what)
-        if "validation" in federation.splits:
-            cells["personal_validation"] = _ask(federation, personal, clients, "validation", what)
+        pooling = _worth_pooling(federation, settings, len(clients))
+        cells |= _personal_cells(personal, clients, tried, pooling)
     return cells
+
+
+def _shared_cells(models: Tensor, clients: np.ndarray, tried: Tried) -> dict[str, Cell]:
+    """The cells of the shared model, or of several, which go through the samples together."""
+    federation, what = tried.federation, tried.what
+    # Buffers that clients keep to themselves are no part of a model that is tried on all data.
+    statistics = federation.mean_buffers if federation.policy == "local" else None
+    asked, pooled = _on_pooled(models, statistics, clients, tried)
+    best = max(range(len(pooled)), key=lambda place: (_rank(pooled[place]), -place))
+    one, splits = models.dim() == 1, _validated(federation)
+    cells = {"shared_pooled": pooled[best] if one else _best_of(pooled, best)}
+    local = {}
+    if asked is None or statistics is not None:
+        shared = Call(shared_model, {"w": models if one else models[best]})
+        local = _answers(federation, shared, clients, ("test", *splits) if one else ("test",), what)
+    else:  # every client has counted on its own test data already
+        local["test"] = {name: rows[clients] for name, rows in _each(asked)[best].items()}
+    cells["shared_local"] = cell_of(local["test"], what)
+    if splits:
+        # The best by its own: which one is best on test data must not be seen here.
+        if "validation" not in local:
+            local = _answers(federation, Call(shared_model, {"w": models}), clients, splits, what)
+        judged = [cell_of(each, what) for each in _each(local["validation"])]
+        cells["shared_validation"] = max(judged, key=_rank)
+    return cells
+
+
+def _on_pooled(
+    models: Tensor, statistics: Tensor | None, clients: np.ndarray, tried: Tried
+) -> tuple[dict[str, np.ndarray] | None, list[Cell]]:
+    """A cell of each shared model on the pooled test data, and what every client counted for it.
+
+    Those are the same for every client, so one of them is asked; where nobody has them all, every client
+    is asked for its own share, and what they count is added up.
+    """
+    federation, what = tried.federation, tried.what
+    call = Call(shared_model, {"w": models, **({} if statistics is None else {"statistics": statistics})})
+    if federation.engine.pools:
+        found = _each(_answers(federation, call, clients[:1], ("pooled",), what)["pooled"])
+        tried.add(models, federation.buffers if statistics is None else statistics, found)
+        return None, [cell_of(each, what) for each in found]
+    counted = _answers(federation, call, np.arange(federation.clients), ("test",), what)["test"]
+    found = _each({name: values.sum(axis=0, keepdims=True) for name, values in counted.items()})
+    return counted, [cell_of(each, what) for each in found]
+
+
+def _personal_cells(call: Call, clients: np.ndarray, tried: Tried, pooling: bool) -> dict[str, Cell]:
+    """The cells of the personal models, each of which is made once."""
+    federation, what = tried.federation, tried.what
+    splits = ("test", *_validated(federation))
+    if pooling and federation.task.groups is None:
+        found = tried.personal(call, clients, splits)
+    else:  # rows of several lengths cannot be compared
+        found = _answers(federation, call, clients, (*splits, "pooled") if pooling else splits, what)
+    names = {"test": "personal_local", "pooled": "personal_pooled", "validation": "personal_validation"}
+    return {name: cell_of(found[split], what) for split, name in names.items() if split in found}
+
+
+def _validated(federation: Federation) -> tuple[str, ...]:
+    return ("validation",) if "validation" in federation.splits else ()
+
+
+class Tried:
+    """What is counted with models on the pooled test data, each of which is tried once.
+
+    A model is known by its numbers and its float buffers, whoever has it: clients that prefer the same of
+    several shared models, or have not trained yet, have one model.
+    """
+
+    def __init__(self, federation: Federation, what: Measured) -> None:
+        self.federation, self.what = federation, what
+        self._counted: dict[bytes, dict[str, np.ndarray]] = {}
+
+    def add(self, models: Tensor, buffers: Tensor | None, found: Sequence[dict[str, np.ndarray]]) -> None:
+        """Remember what was counted with shared models that have these buffers."""
+        rows = models.view(len(found), -1)
+        keys = _keys([rows] if buffers is None else [rows, buffers.expand(len(found), -1)])
+        for key, each in zip(keys, found, strict=True):
+            self._counted[key] = {name: row[0] for name, row in each.items()}
+
+    def personal(
+        self, call: Call, clients: np.ndarray, splits: tuple[str, ...]
+    ) -> dict[str, dict[str, np.ndarray]]:
+        """What clients count with their own models on their splits and on the pooled test data."""
+        most = max(1, MOST_HELD // max(1, self.federation.task.size))
+        parts = []
+        for first in range(0, len(clients), most):
+            block = slice(first, first + most)
+            each = {name: rows[block] for name, rows in call.each.items()}
+            parts.append(self._block(replace(call, each=each), clients[block], splits))
+        return {
+            split: {name: np.concatenate([part[split][name] for part in parts]) for name in counted}
+            for split, counted in parts[0].items()
+        }
+
+    def _block(
+        self, call: Call, clients: np.ndarray, splits: tuple[str, ...]
+    ) -> dict[str, dict[str, np.ndarray]]:
+        function = comparison_of(call.function, "+".join(splits), "+".join(self.what.tallies))
+        values = dict(self.federation.ask(function, clients, call.shared, call.each).values)
+        models: dict[str, Tensor] = {name: values.pop(name) for name in ("w", "statistics") if name in values}
+        found = _by_split(values)
+        if models:  # else they are functions and were tried by their clients
+            found["pooled"] = self._pooled(models, clients)
+        return found
+
+    def _pooled(self, models: dict[str, Tensor], clients: np.ndarray) -> dict[str, np.ndarray]:
+        """What is counted with these models, one of each client; those not known yet are tried."""
+        keys = _keys(list(models.values()))
+        first = {key: place for place, key in reversed(list(enumerate(keys))) if key not in self._counted}
+        if first:
+            places = np.sort(list(first.values()))
+            index = self.federation.tensor(places)
+            call = Call(shared_model, each={name: rows[index] for name, rows in models.items()})
+            new = _answers(self.federation, call, clients[places], ("pooled",), self.what)["pooled"]
+            for row, place in enumerate(places.tolist()):
+                self._counted[keys[place]] = {name: rows[row] for name, rows in new.items()}
+        names = self._counted[keys[0]]
+        return {name: np.stack([self._counted[key][name] for key in keys]) for name in names}
+
+
+def _keys(parts: Sequence[Tensor]) -> list[bytes]:
+    """What tells models apart, of which the parts have a row each."""
+    rows = [part.cpu().contiguous().view(torch.uint8).numpy() for part in parts]
+    return [blake2b(b"".join(map(bytes, row)), digest_size=16).digest() for row in zip(*rows, strict=True)]
 
 
 def personal_models(algorithm: Algorithm[Any, Any], server: Any, clients: np.ndarray) -> Call | None:
@@ -170,9 +286,11 @@ def measured_scores(what: Measured) -> tuple[str, ...]:
 
 
 def shared_model(client: Client, hyper: Any, w: Tensor, statistics: Tensor | None = None) -> Reply:
-    """The shared model; ``statistics`` stand in for buffers that clients keep to themselves."""
-    if client.task.common is not client.task:  # clients with models of their own evaluate this one too
-        return Reply(w=partial(client.task.common.outputs, w))
+    """The shared model, or several as rows; ``statistics`` stand in for buffers that clients keep."""
+    common = client.task.common
+    if common is not client.task:  # clients with models of their own evaluate this one too
+        one = w.dim() == 1
+        return Reply(w=partial(common.outputs, w) if one else [partial(common.outputs, row) for row in w])
     if statistics is not None:
         client.buffers = statistics
     return Reply(w=w)
@@ -196,20 +314,45 @@ def _best_of(cells: list[Cell], best: int) -> Cell:
 
 @maker
 @lru_cache(maxsize=1024)
-def evaluation_of(function: ClientFunction, split: str, tallies: str) -> ClientFunction:
-    """The client function that makes a model by ``function`` and evaluates it on a split.
+def evaluation_of(function: ClientFunction, splits: str, tallies: str) -> ClientFunction:
+    """The client function that makes a model by ``function`` and evaluates it on splits.
 
-    ``tallies`` are the names of what it counts, with + between them.
+    ``splits``, and ``tallies``, which are what it counts, are names with + between them.
     """
 
     @wraps(function)
     def evaluated(client: Client, hyper: Any, **arguments: Any) -> Reply:
         model = function(client, hyper, **arguments).sent["w"]
-        return Reply(**client.evaluate(model, split, tallies.split("+")))
+        return Reply(**_counts(client, model, splits, tallies))
 
     evaluated.personal = False  # type: ignore[attr-defined]  # counts, whatever they are counted with
-    evaluated.made_by = ("evaluation_of", split, tallies)  # type: ignore[attr-defined]
+    evaluated.made_by = ("evaluation_of", splits, tallies)  # type: ignore[attr-defined]
     return evaluated
+
+
+@lru_cache(maxsize=1024)
+def comparison_of(function: ClientFunction, splits: str, tallies: str) -> ClientFunction:
+    """As :func:`evaluation_of`, and the model comes along, so that equal ones are known.
+
+    A model that is a function has no numbers to compare: it is evaluated on the pooled test data as well.
+    """
+
+    @wraps(function)
+    def compared(client: Client, hyper: Any, **arguments: Any) -> Reply:
+        model = function(client, hyper, **arguments).sent["w"]
+        if not isinstance(model, Tensor):
+            return Reply(**_counts(client, model, f"{splits}+pooled", tallies))
+        more = {} if client.buffers is None else {"statistics": client.buffers}
+        return Reply(w=model, **more, **_counts(client, model, splits, tallies))
+
+    compared.personal = True  # type: ignore[attr-defined]
+    return compared
+
+
+def _counts(client: Client, model: Any, splits: str, tallies: str) -> dict[str, Tensor]:
+    """What is counted with a model, under ``split.name``."""
+    counted = {split: client.evaluate(model, split, tallies.split("+")) for split in splits.split("+")}
+    return {f"{split}.{name}": value for split, counts in counted.items() for name, value in counts.items()}
 
 
 @maker
@@ -231,30 +374,33 @@ def model_of(function: ClientFunction) -> ClientFunction:
     return made
 
 
-def _ask(federation: Federation, call: Call, clients: np.ndarray, split: str, what: Measured) -> Cell:
-    return cell_of(_answers(federation, call, clients, split, what), what)
-
-
-def _pooled(federation: Federation, call: Call, one: np.ndarray, what: Measured) -> Cell:
-    """The shared model on the pooled test data.
-
-    Those are the same for every client, so one of them is asked; where nobody has them all, every client
-    is asked for its own share, and what they count is added up.
-    """
-    if federation.engine.pools:
-        return _ask(federation, call, one, "pooled", what)
-    answers = _answers(federation, call, np.arange(federation.clients), "test", what)
-    return cell_of({name: values.sum(axis=0, keepdims=True) for name, values in answers.items()}, what)
-
-
 def _answers(
-    federation: Federation, call: Call, clients: np.ndarray, split: str, what: Measured
-) -> dict[str, np.ndarray]:
-    """What clients count on a split, one row each; a client that is gone has counted nothing."""
-    function = evaluation_of(call.function, split, "+".join(what.tallies))
+    federation: Federation, call: Call, clients: np.ndarray, splits: tuple[str, ...], what: Measured
+) -> dict[str, dict[str, np.ndarray]]:
+    """What clients count on each split, one row each; a client that is gone has counted nothing."""
+    function = evaluation_of(call.function, "+".join(splits), "+".join(what.tallies))
     replies = federation.ask(function, clients, call.shared, call.each)
-    answers = {name: value.double().cpu().numpy() for name, value in replies.values.items()}
-    counted = replies.clients
+    found = _by_split(replies.values)
+    return {split: _believed(federation, found[split], replies.clients, clients, split) for split in splits}
+
+
+def _by_split(values: Mapping[str, Tensor]) -> dict[str, dict[str, np.ndarray]]:
+    """What was counted, by split and name."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for key, value in values.items():
+        split, _, name = key.partition(".")
+        found.setdefault(split, {})[name] = value.double().cpu().numpy()
+    return found
+
+
+def _believed(
+    federation: Federation,
+    answers: dict[str, np.ndarray],
+    counted: np.ndarray,
+    clients: np.ndarray,
+    split: str,
+) -> dict[str, np.ndarray]:
+    """A row for each of the clients: what those have ``counted`` who answered, if it can be, else zeros."""
     if not federation.engine.pools:  # what clients elsewhere say that they have counted may be anything
         # Of pixels or words there may be any number in a sample.
         per_sample = federation.task.objective.targets != "classes"
@@ -273,11 +419,22 @@ def _answers(
     return filled
 
 
+def _each(answers: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """What was counted with each model, where everyone has tried several; else what was counted."""
+    if answers["loss"].ndim == 1:
+        return [answers]
+    return [
+        {name: rows if name == "n" else rows[:, place] for name, rows in answers.items()}
+        for place in range(answers["loss"].shape[1])
+    ]
+
+
 def _possible(answers: dict[str, np.ndarray], samples: np.ndarray, per_sample: bool) -> np.ndarray:
     """Which clients have counted as many samples as they have, each once."""
     good: np.ndarray = answers["n"] == samples
-    for name, rows in answers.items():
-        good &= possible(name, rows, samples, per_sample)
+    for counted in _each(answers):
+        for name, rows in counted.items():
+            good &= possible(name, rows, samples, per_sample)
     return good
 
 

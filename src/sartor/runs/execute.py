@@ -15,6 +15,7 @@ from sartor.data.clients import ClientData
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError, SettingError
 from sartor.files import NotWritten
+from sartor.model.networks import Factory
 from sartor.model.task import Task
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.experiment import Experiment
@@ -46,8 +47,8 @@ def execute(
     experiment: Experiment,
     *,
     data: ClientData | None = None,
-    task: Task | None = None,
-    own: Sequence[Task | None] = (),
+    task: Task | Factory | None = None,
+    own: Sequence[Task | Factory | None] = (),
     out: Path | str | None = None,
     store: bool = True,
     progress: bool = False,

@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from sartor.algorithms import registered
+from sartor.client.augment import AUGMENTATIONS, Augmentation, written
 from sartor.client.settings import Local
 from sartor.data.features import FEATURES
 from sartor.data.partitions import PARTITIONS
-from sartor.data.settings import OWN_DATA, Data, Expect, FeaturesChoice, PartitionChoice, Public
+from sartor.data.settings import COLUMNS, OWN_DATA, Data, Expect, FeaturesChoice, PartitionChoice, Public
 from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
@@ -98,8 +99,8 @@ class Experiment:
     def __post_init__(self) -> None:
         """Settings that are right one by one but not together."""
         if self.data.path is None:
-            for key in ("client_column", "label_column"):
-                if getattr(self.data, key) is not None:
+            for key in COLUMNS:
+                if getattr(self.data, key):
                     raise SettingError(f"data.{key}: only for own data; give data.path too")
             if self.cohort.count > self.data.clients:
                 most = f"at most data.clients = {self.data.clients}"
@@ -162,8 +163,8 @@ _SECTIONS: dict[str, type] = {
     "tracking": Tracking,
 }
 _CHOICES = ("partition", "features", "model", "objective", "availability", "delay")
-CODE = ("model", "objective", "data", "public")
-"""Sections whose ``path`` may name a function in a file."""
+CODE = (("model", "path"), ("objective", "path"), ("data", "path"), ("data", "tokens"), ("public", "path"))
+"""Settings that may name a function in a file."""
 WHO = ("clients", "share", "every", "first")
 """What an entry of ``models`` says of whose network it is."""
 
@@ -240,10 +241,10 @@ def anchored(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(result.get("imports"), (list, tuple)):
         sources = list(map(anchor, result["imports"]))  # what is no text among them is refused later, by name
         result["imports"] = [source for place, source in enumerate(sources) if source not in sources[:place]]
-    for section in CODE:
+    for section, key in CODE:
         table = result.get(section)
-        if isinstance(table, dict) and function_file(table.get("path")) is not None:
-            table["path"] = anchor(table["path"])
+        if isinstance(table, dict) and function_file(table.get(key)) is not None:
+            table[key] = anchor(table[key])
     if isinstance(result.get("models"), (list, tuple)):
         result["models"] = [
             {**entry, "path": anchor(entry["path"])} if _names_code(entry) else entry
@@ -261,10 +262,10 @@ def code_named(mapping: Mapping[str, Any]) -> list[str]:
     """The files and modules of code that settings name."""
     imports = mapping.get("imports") or ()
     imports = check(imports, tuple[str, ...], Meaning(""), "imports")
-    tables = [_table(mapping, section) for section in CODE]
+    named = [_table(mapping, section).get(key) for section, key in CODE]
     models = mapping.get("models")
-    tables += [dict(entry) for entry in models if _names_code(entry)] if isinstance(models, list) else []
-    files = [function_file(table.get("path")) for table in tables]
+    named += [entry["path"] for entry in models if _names_code(entry)] if isinstance(models, list) else []
+    files = map(function_file, named)
     return list(dict.fromkeys([*imports, *(file for file in files if file is not None)]))
 
 
@@ -287,10 +288,10 @@ def portable(experiment: Experiment) -> dict[str, Any]:
     """The settings as another machine may read them: code is named without the folder it lies in here."""
     mapping = to_mapping(experiment)
     mapping["imports"] = [code_name(source) for source in mapping["imports"]]
-    for section in CODE:
-        path = mapping[section].get("path")
+    for section, key in CODE:
+        path = mapping[section].get(key)
         if function_file(path) is not None:
-            mapping[section]["path"] = os.path.basename(path)
+            mapping[section][key] = os.path.basename(path)
     for entry in filter(_names_code, mapping.get("models", ())):
         entry["path"] = os.path.basename(entry["path"])
     return mapping
@@ -311,7 +312,7 @@ def _things(experiment: Experiment) -> Iterator[Any]:
     """What an experiment names that a package of somebody else may have registered."""
     yield registered()[experiment.algorithm]
     yield type(experiment.model.settings)
-    yield from map(type, experiment.transforms)
+    yield from map(type, (*experiment.transforms, *experiment.local.augment))
     if experiment.data.path is None and experiment.data.name in SOURCES:
         yield SOURCES[experiment.data.name]
 
@@ -400,7 +401,7 @@ def _model_group(given: Mapping[str, Any], where: str) -> ModelGroup:
         if name is None:
             raise SettingError(f"{where}.name: missing; known: {', '.join(MODELS)}")
         raise unknown(f"{where}.name", str(name), MODELS, what="name")
-    common: dict[str, Any] = {key: values.pop(key) for key in ("path", "head") if key in values}
+    common: dict[str, Any] = {key: values.pop(key) for key in ("path", "head", "adapters") if key in values}
     settings: Any = build(MODELS[name], values, where)
     choice = build(ModelChoice, {"name": name, **common, "settings": settings}, where)
     _check_choice(choice, where)
@@ -491,6 +492,8 @@ def describe_settings() -> list[Setting]:
             for name, kind in _registry(section).items():
                 rows += _rows(kind, section, only_for=f"{section}.name = {name}")
     rows += _rows(ModelGroup, "models", skip=("choice",))
+    for name, kind in AUGMENTATIONS.items():
+        rows += _rows(kind, "local.augment", only_for=f"local.augment.name = {name}")
     for name, kind in TRANSFORMS.items():
         rows += _rows(kind, "transforms", only_for=f"transforms.name = {name}")
     for name, algorithm in registered().items():
@@ -650,6 +653,8 @@ def _values(instance: Any) -> dict[str, Any]:
 def _plain(value: Any, place: str) -> Any:
     """A setting's value in the types TOML and JSON share; an error where it has none."""
     try:
+        if isinstance(value, Augmentation):
+            value = written(value)
         if isinstance(value, (list, tuple)):
             return [_plain(entry, place) for entry in value]
         if isinstance(value, Mapping):

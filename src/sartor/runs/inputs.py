@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from sartor.data.clients import ClientData, from_clients, prepare, relabel
+from sartor.data.loaders import is_dataset, source_from_dataset
 from sartor.data.settings import OWN_DATA
+from sartor.data.sources import Source
 from sartor.errors import SettingError
 from sartor.extensions import function_file
-from sartor.model.networks import CUSTOM, build_task
+from sartor.model.networks import CUSTOM, Factory, ModelChoice, adapted, build_task, seeded
 from sartor.model.objectives import OBJECTIVES, OWN, Loss, Objective, Own, chosen_objective, objective_of
 from sartor.model.task import Task
 from sartor.runs.experiment import (
@@ -25,7 +28,11 @@ from sartor.runs.experiment import (
     import_named,
     read_experiment,
 )
+from sartor.runs.setup import divided
 from sartor.settings import unknown
+
+Model = nn.Module | Task | Callable[..., nn.Module | Task]
+"""A model of a user's own: ready, or what builds it."""
 
 
 class RunSettings(TypedDict, total=False):
@@ -35,10 +42,12 @@ class RunSettings(TypedDict, total=False):
     """A TOML file or a mapping to start from."""
     imports: Imports | None
     """Files or modules of your own to import first."""
-    data: str | Mapping[str, Any] | ClientData | None
-    """A data set's name, a function as in ``mine.py:load``, ``{client: (x, y)}``, or ClientData."""
-    model: str | nn.Module | Task | None
-    """A network's name, a function as in ``net.py:build``, a module, or a Task."""
+    data: str | Mapping[str, Any] | ClientData | Source | Dataset[Any] | None
+    """A data set's name, a function as in ``mine.py:load``, ``{client: (x, y)}`` or ClientData; or a Source
+    or a torch data set, which ``partition`` divides."""
+    model: str | Model | None
+    """A network's name, a function as in ``net.py:build``, a class or function that builds one (anew for
+    every seed), a module, or a Task."""
     objective: str | Mapping[str, Any] | Objective | Loss | None
     """An objective's name or section, a function as in ``mine.py:loss``, an Objective, or a loss function."""
     head: str | None
@@ -71,11 +80,11 @@ class Given:
     """What a user has given: settings as one mapping that is not yet checked, and data and model."""
 
     settings: dict[str, Any]
-    data: Mapping[str, Any] | ClientData | None
+    data: Mapping[str, Any] | ClientData | Source | Dataset[Any] | None
     """The user's own, where it is not named in the settings."""
-    model: nn.Module | Task | None
+    model: Model | None
     head: str | None
-    own: tuple[tuple[nn.Module | Task, str | None] | None, ...] = ()
+    own: tuple[tuple[Model, str | None] | None, ...] = ()
     """Modules and their heads, for those of ``models`` that are the user's own."""
     objective: Objective | None = None
     """The user's own, where it is not named in the settings."""
@@ -86,8 +95,8 @@ class Given:
         ``settings`` stand in place of those given.
         """
         chosen = _copied(self.settings if settings is None else settings)
-        if self.data is not None:
-            there = self.data.clients if isinstance(self.data, ClientData) else len(self.data)
+        there = _clients_of(self.data)
+        if there is not None:
             _put(chosen, "data", clients=max(1, there))  # nobody is refused where they are read
         experiment = from_mapping(chosen)
         objective = self.objective or chosen_objective(experiment.objective)
@@ -100,18 +109,29 @@ class Given:
                 targets=objective.targets,
                 labels=experiment.data.labels,
             )
+        elif isinstance(self.data, (Source, Dataset)):
+            source = self.data
+            if not isinstance(source, Source):
+                source = source_from_dataset(source, targets=objective.targets)
+            own_data, _ = divided(source, experiment)
         elif own_data is not None and experiment.data.labels is not None:
             own_data = relabel(own_data, experiment.data.labels)
 
-        def task_of(model: nn.Module | Task | None, head: str | None) -> Task | None:
-            if model is None or isinstance(model, Task):
-                return model
-            return Task(model, objective=objective, head=head, name=type(model).__name__)
+        def task_of(model: Model | None, head: str | None, choice: ModelChoice) -> Task | Factory | None:
+            if model is not None and not isinstance(model, (nn.Module, Task)):
+                return Factory(model, head, objective, adapters=choice.adapters)
+            made = seeded(lambda: adapted(model, choice.adapters, head), experiment.seed)
+            if made is None or isinstance(made, Task):
+                return made
+            return Task(made, objective=objective, head=head, name=type(model).__name__)
 
-        task = task_of(self.model, self.head)
+        task = task_of(self.model, self.head, experiment.model)
         if task is None and self.objective is not None:
             task = _built(experiment, own_data, objective)
-        own = tuple(None if given is None else task_of(*given) for given in self.own)
+        own = tuple(
+            None if given is None else task_of(*given, group.choice)
+            for given, group in zip(self.own, experiment.models, strict=False)
+        )
         if own_data is not None:
             own_data = prepare(own_data, features=experiment.features.settings)
             experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, normalise=False))
@@ -124,8 +144,8 @@ class Inputs:
 
     experiment: Experiment
     data: ClientData | None
-    task: Task | None
-    own: tuple[Task | None, ...] = ()
+    task: Task | Factory | None
+    own: tuple[Task | Factory | None, ...] = ()
     """Those of ``[[models]]`` that are the user's own."""
 
 
@@ -150,23 +170,24 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
         _put(given, section, **values)
     _put(given, "engine", **(engine if isinstance(engine, Mapping) else {"name": engine}))
     _put(given, "engine", device=device)
-    if isinstance(data, (ClientData, Mapping)):
-        there = data.clients if isinstance(data, ClientData) else len(data)
+    there = _clients_of(data)
+    if there is not None:
         if clients is not None and clients != there:
             raise SettingError(f"clients: {clients}, but the data has {there} clients; leave it out")
         clients = there
+    if isinstance(data, (ClientData, Mapping, Source)) or is_dataset(data):
         _put(given, "data", name=OWN_DATA)
     else:
         _put(given, "data", **{"name" if function_file(data) is None else "path": data})
         data = None
     _put(given, "data", clients=clients)
-    if isinstance(model, (nn.Module, Task)):
+    if isinstance(model, Task) or callable(model):
         _put(given, "model", name=CUSTOM)
     elif isinstance(model, str):
         _put(given, "model", **{"name" if function_file(model) is None else "path": model}, head=head)
         model = None
     elif model is not None:
-        raise SettingError(f"model: give a name, an nn.Module or a Task, got {model!r}")
+        raise SettingError(f"model: give a name, an nn.Module, what builds one, or a Task, got {model!r}")
     else:
         _put(given, "model", head=head)
     if isinstance(model, Task):
@@ -174,7 +195,7 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
             raise SettingError("objective: a Task has one; give it there: Task(module, objective=...)")
         objective = model.objective
     own_objective = _put_objective(given, objective)
-    own: tuple[tuple[nn.Module | Task, str | None] | None, ...] = ()
+    own: tuple[tuple[Model, str | None] | None, ...] = ()
     if models is not None:
         given["models"], own = _own_models(models)
     given = anchored(given, Path.cwd())
@@ -182,7 +203,14 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     return Given(given, data, model, head, own, own_objective)
 
 
-def _own_models(models: Any) -> tuple[Any, tuple[tuple[nn.Module | Task, str | None] | None, ...]]:
+def _clients_of(data: Any) -> int | None:
+    """How many clients data have that are divided among them already."""
+    if isinstance(data, ClientData):
+        return data.clients
+    return len(data) if isinstance(data, Mapping) else None
+
+
+def _own_models(models: Any) -> tuple[Any, tuple[tuple[Model, str | None] | None, ...]]:
     """The entries of ``models`` as settings, and the modules that stand in for some of them."""
     if not isinstance(models, Sequence) or not all(isinstance(entry, Mapping) for entry in models):
         return models, ()  # refused when it is checked
@@ -191,10 +219,12 @@ def _own_models(models: Any) -> tuple[Any, tuple[tuple[nn.Module | Task, str | N
         model, module = entry.pop("model", None), None
         if isinstance(model, str):
             entry["name" if function_file(model) is None else "path"] = model
-        elif isinstance(model, (nn.Module, Task)):
+        elif isinstance(model, Task) or callable(model):
             entry["name"], module = CUSTOM, (model, entry.pop("head", None))
         elif model is not None:
-            raise SettingError(f"models: give a name, an nn.Module or a Task as model, got {model!r}")
+            raise SettingError(
+                f"models: give a name, an nn.Module, what builds one, or a Task as model, got {model!r}"
+            )
         settings.append(entry)
         own.append(module)
     return settings, tuple(own)

@@ -28,7 +28,7 @@ def go_through(run: Run, deciding: Observer, keeping: Observer) -> dict[str, Any
     _agree(run)
     while run.round < rounds and not (run.stopped and run.round in run.evaluations):
         row = _play(run)
-        if _due(run):
+        if run.cadence.due(run.round):
             _evaluate(run, row, deciding, keeping)
         _tell(run, row, deciding, keeping)
     if rounds == 0 and not run.rows:
@@ -71,7 +71,7 @@ def _play(run: Run) -> dict[str, Any]:
         run.server = run.algorithm.round(run.server, federation, cohort)
     except NobodyAnswered:
         federation.answered = 0
-    if _due(run):
+    if run.cadence.due(run.round):
         _make_ready(run)
     run.wait()
     heard = {} if federation.heard is None else {"took_part": written(federation.heard)}
@@ -85,7 +85,7 @@ def _play(run: Run) -> dict[str, Any]:
         "bytes_up": federation.traffic.up - before.up,
         **federation.notes,
     }
-    row.update(run.observe(_due(run)))
+    row.update(run.observe(run.cadence.due(run.round)))
     return row
 
 
@@ -97,14 +97,10 @@ def _make_ready(run: Run) -> None:
     run.federation.answered = answered
 
 
-def _due(run: Run) -> bool:
-    """Whether this round is evaluated, whoever stops the run."""
-    every = run.experiment.evaluate.every
-    return run.round == run.experiment.rounds or (every > 0 and run.round % every == 0)
-
-
 def _evaluate(run: Run, row: dict[str, Any], deciding: Observer, keeping: Observer) -> None:
+    started = run.federation.engine.seconds()
     row["evaluation"] = run.evaluate()
+    row["evaluation_seconds"] = run.federation.engine.seconds() - started
     keeping.evaluation(run, row["evaluation"])
     deciding.evaluation(run, row["evaluation"])
 
@@ -118,6 +114,7 @@ def _tell(run: Run, row: dict[str, Any], deciding: Observer, keeping: Observer) 
         _make_ready(run)
         row.update(run.observe(evaluated=True))
         _evaluate(run, row, deciding, keeping)
+    run.cadence.note(row, agreed=False)
     keeping.round(run, row)
     distributed.together(run.check)
 

@@ -15,6 +15,7 @@ from sartor.data.settings import OWN_DATA
 from sartor.errors import SartorError, SettingError
 from sartor.federation.settings import Cohort
 from sartor.model.groups import assign, regrouped
+from sartor.model.networks import Factory
 from sartor.model.task import Task
 from sartor.runs import checkpoint
 from sartor.runs.evaluation import CELLS, evaluate
@@ -29,8 +30,8 @@ def evaluate_run(
     *,
     data: ClientData | str | Path | None = None,
     partition: str | Path | None = None,
-    task: Task | None = None,
-    own_models: Sequence[Task | None] = (),
+    task: Task | Factory | None = None,
+    own_models: Sequence[Task | Factory | None] = (),
 ) -> dict[str, Any]:
     """Evaluate a run's last checkpoint without training: its own clients, or newcomers.
 
@@ -101,7 +102,7 @@ def _clients_to_evaluate(
     experiment: Experiment,
     data: ClientData | str | Path | None,
     partition: str | Path | None,
-    task: Task | None,
+    task: Task | Factory | None,
 ) -> tuple[ClientData, ClientData, bool]:
     """The clients asked for and the run's own, and whether both are normalised by the latter's samples."""
     objective = None if task is None else task.objective

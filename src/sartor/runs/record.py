@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG = "config.toml"
+SEAL_LINE = "\n# seal of the lines above; remove it to change them: "
+"""What stands before the seal of the experiment, at its end."""
 ENVIRONMENT = "environment.json"
 PARTITION = "partition.npz"
 SIGNATURE = "signature.json"
@@ -172,7 +174,7 @@ class RunFolder:
             self.write_partition(partition)
         if signature is not None:
             self._store(SIGNATURE, _json_bytes(signature))
-        self._store(CONFIG, to_toml(experiment).encode())
+        self._store(CONFIG, _sealed_config(to_toml(experiment)))
         (self.path / BEGINNING).unlink()
 
     def _held(self) -> str | None:
@@ -312,7 +314,8 @@ class RunFolder:
         content = self._read_text(CONFIG)
         with writing(self.path):
             (self.path / SUMMARY).unlink(missing_ok=True)
-        self._store(CONFIG, re.sub(r"(?m)^rounds = \d+$", f"rounds = {rounds}", content, count=1).encode())
+        longer = re.sub(r"(?m)^rounds = \d+$", f"rounds = {rounds}", content, count=1)
+        self._store(CONFIG, _sealed_config(longer))
 
     def withdraw(self) -> None:
         """Take back what :meth:`create` made, of a run that was refused before its first round."""
@@ -373,6 +376,12 @@ class RunFolder:
             raise SartorError(
                 f"{self.path / CONFIG}: is not the experiment that the run was started with; put back its "
                 "settings (rounds, checkpoint and tracking may change)"
+            )
+        content = self._read_text(CONFIG)
+        if SEAL_LINE in content and not is_whole(content.encode()):
+            raise SartorError(
+                f"{self.path / CONFIG}: is not what was written; put it back, or remove its last line, which "
+                "says so, if you have changed rounds, checkpoint or tracking"
             )
         then = {code.name: code for code in self.imports}
         for source in code_named(config):
@@ -787,3 +796,8 @@ def _device_name(device: str) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _sealed_config(text: str) -> bytes:
+    """The text of an experiment with its seal as a comment behind it, in place of one that it had."""
+    return sealed(f"{text.partition(SEAL_LINE)[0].rstrip()}\n{SEAL_LINE}{BLANK}\n".encode())

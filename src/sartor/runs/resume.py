@@ -15,6 +15,7 @@ from sartor.data.clients import ClientData
 from sartor.data.settings import OWN_DATA
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError, SettingError
+from sartor.model.networks import Factory
 from sartor.model.task import Task
 from sartor.runs import checkpoint
 from sartor.runs.checkpoint import Checkpoint
@@ -35,8 +36,8 @@ def resume(
     rounds: int | None = None,
     imports: Imports = (),
     data: ClientData | None = None,
-    task: Task | None = None,
-    own: Sequence[Task | None] = (),
+    task: Task | Factory | None = None,
+    own: Sequence[Task | Factory | None] = (),
     progress: bool = False,
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),

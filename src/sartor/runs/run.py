@@ -14,7 +14,8 @@ from torch import Tensor
 from sartor import nests
 from sartor.errors import SartorError
 from sartor.federation import Federation
-from sartor.model.task import Batch, Task
+from sartor.model.task import Batch, Task, unkeyed_words
+from sartor.runs.cadence import Cadence
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.evaluation import (
     CELLS,
@@ -72,6 +73,8 @@ class Run:
         """Why the run ends before its last round, once somebody has stopped it."""
         self.left: BaseException | None = None
         """What interrupts the run as soon as its round is stored."""
+        self.cadence = Cadence(self.experiment.evaluate.every, self.experiment.rounds)
+        """Which rounds are evaluated."""
         self._begin = 0.0
 
     @property
@@ -138,6 +141,8 @@ class Run:
         federation.round = saved.round
         self.rows, self.clients = folder.rounds, folder.clients
         self.evaluations = {row["round"]: row["evaluation"] for row in self.rows if "evaluation" in row}
+        for row in self.rows:
+            self.cadence.note(row)
         self.saved = saved.round
         self._begin = federation.engine.seconds() - saved.seconds
 
@@ -310,8 +315,14 @@ class Run:
         }
 
     def _notes(self, last: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """What a reader of the numbers has to know: models that answer the same class whatever they see."""
-        notes = []
+        """What a reader of the numbers has to know: how models start, and whether they answer alike."""
+        notes = [
+            f"model {task.name}: a ready module, whose start is the same under every seed; give what builds "
+            "it (model=Net) to have one drawn by each"
+            for task in self.federation.tasks
+            if not task.seeded
+        ]
+        notes += [unkeyed_words(task) for task in self.federation.tasks if task.unkeyed]
         for name in CELLS:
             found = last.get(name, {}).get("constant")
             if found is None or (name != "shared_pooled" and 2 * found["constant"] <= found["of"]):

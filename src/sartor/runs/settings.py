@@ -6,12 +6,21 @@ from dataclasses import dataclass
 
 from sartor.settings import setting
 
+AUTO = "auto"
+"""Leaves to the run how often it is evaluated."""
+
 
 @dataclass(frozen=True)
 class Evaluate:
     """When and on what the models are evaluated."""
 
-    every: int = setting(1, "rounds between evaluations; 0: only at the end", low=0)
+    every: int | str = setting(
+        AUTO,
+        "rounds between evaluations, besides the last round; 0: none; auto: as often as takes a fifth of the "
+        "time at most, and every round while evaluation has taken under ten seconds in all",
+        low=0,
+        words=(AUTO,),
+    )
     personal_pooled: str = setting(
         "auto",
         "whether personal models are also evaluated on the pooled test data",

@@ -22,6 +22,7 @@ from sartor.data.preprocessing import Preprocessing
 from sartor.data.public import read_public
 from sartor.data.samples import is_class
 from sartor.data.settings import OWN_DATA
+from sartor.data.sources import Source
 from sartor.engines import choose_engine, federation_of, make_engine
 from sartor.engines import sharded as distributed
 from sartor.errors import DataError, SettingError
@@ -29,12 +30,13 @@ from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.federation.settings import FederationSettings
 from sartor.model.groups import assign, build_groups
-from sartor.model.networks import ModelChoice, build_task, check_told, settled
+from sartor.model.networks import Factory, ModelChoice, build_task, check_told, settled
 from sartor.model.objectives import Objective, chosen_objective
 from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.metrics import measured
 from sartor.runs.outputs import values_of
+from sartor.runs.settings import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,10 @@ class Setup:
 
 
 def set_up_everywhere(
-    experiment: Experiment, data: ClientData | None, task: Task | None, own: Sequence[Task | None] = ()
+    experiment: Experiment,
+    data: ClientData | None,
+    task: Task | Factory | None,
+    own: Sequence[Task | Factory | None] = (),
 ) -> Setup:
     """Set up at every process of the run; all of them must have the same before them."""
     distributed.join(experiment.engine.device, experiment.engine.timeout)
@@ -78,8 +83,8 @@ def set_up(
     experiment: Experiment,
     *,
     data: ClientData | None = None,
-    task: Task | None = None,
-    own: Sequence[Task | None] = (),
+    task: Task | Factory | None = None,
+    own: Sequence[Task | Factory | None] = (),
     normalise: bool | None = None,
 ) -> Setup:
     """Load or take the data, make the models, and see whether they fit together.
@@ -108,6 +113,9 @@ def set_up(
         x, y = data.train.x, data.train.y
         experiment = replace(experiment, model=settled_for(experiment.model, data))
         task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
+    elif isinstance(task, Factory):
+        task = task.task(data.train.x, data.train.y, data.classes, experiment.seed)
+    task = task.in_precision(experiment.local.precision)
     data = fitted(data, task, normalise=normalise)
     check_targets(data, task)
     task = task.suited(data.train.x, data.train.y, data.classes)
@@ -119,6 +127,7 @@ def set_up(
         values_of(data, experiment.evaluate.by, data.test)  # what cannot be is said before the run
     data = with_public(data, experiment)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
+    algorithm.check(experiment.local)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
 
@@ -240,28 +249,28 @@ def load_data(
             "or let nodes join `sartor serve --resume`"
         )
     source = read_data(settings, experiment.seed, targets)
-    features = experiment.features.settings
-    if isinstance(source, ClientData):
-        data = prepare(source, features=features)
-        check_range(experiment.expect, data)
-        return data, None
+    data, partition = (source, None) if isinstance(source, ClientData) else divided(source, experiment)
+    data = prepare(data, features=experiment.features.settings)
+    check_range(experiment.expect, data)
+    return data, partition
+
+
+def divided(source: Source, experiment: Experiment) -> tuple[ClientData, Partition]:
+    """A source as the experiment divides it among clients."""
     if experiment.partition.file is not None:
         partition = Partition.load(experiment.partition.file)
     else:
-        scheme = experiment.partition.settings
         partition = make_partition(
             source,
-            scheme,
-            settings.clients,
+            experiment.partition.settings,
+            experiment.data.clients,
             experiment.seed,
-            settings.validation,
+            experiment.data.validation,
             leaf=experiment.partition.leaf,
         )
     for note in partition.notes:
-        log.warning("%s: %s", settings.name, note)
-    data = apply(source, partition, features=features)
-    check_range(experiment.expect, data)
-    return data, partition
+        log.warning("%s: %s", source.name, note)
+    return apply(source, partition), partition
 
 
 def resolve(
@@ -281,13 +290,25 @@ def resolve(
         task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline, _largest(data)
     )
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
+    local = experiment.local
+    if (
+        local.rounds is not None
+    ):  # a run that is resumed for more rounds keeps the schedule that it began with
+        local = replace(local, schedule_length=local.schedule_length or experiment.rounds)
     return replace(
         experiment,
         data=replace(experiment.data, labels=data.labels),
         engine=replace(engine, name=name, compile=compiled),
-        evaluate=replace(experiment.evaluate, headline=what.headline),
+        local=local,
+        evaluate=replace(experiment.evaluate, headline=what.headline, every=_every(experiment)),
         model=replace(experiment.model, buffers=buffers),
     )
+
+
+def _every(experiment: Experiment) -> int | str:
+    """How often a run is evaluated; every round where it may end by that: no clock decides on a model."""
+    auto = experiment.evaluate.every == AUTO
+    return 1 if auto and experiment.stop.wanted else experiment.evaluate.every
 
 
 def _largest(data: ClientData) -> float | None:

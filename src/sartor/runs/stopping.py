@@ -36,7 +36,7 @@ class EarlyStop(Observer):
             self._judge(run)
 
     def _judge(self, run: Run) -> None:
-        every = run.experiment.evaluate.every
+        every = run.cadence.every
         # A run that was extended has another evaluation at its former end, which it would not have had.
         values = {
             round: value_of(cells, self.metric)

@@ -20,6 +20,7 @@ from typing import Any
 
 from sartor.engines.lockstep import fit_together
 from sartor.errors import DataError, SartorError, SettingError
+from sartor.runs.cadence import fixed
 from sartor.runs.checkpoint import latest
 from sartor.runs.durations import left
 from sartor.runs.execute import execute, execute_setup
@@ -108,6 +109,7 @@ class Runs:
         ``later`` are the same experiment's other seeds that will be asked for next: those that are missing
         may be made together with this one.
         """
+        inputs, later = _settled(inputs), map(_settled, later)
         experiment = inputs.experiment
         made = self._made.pop(fingerprint(experiment), None)
         begin = time.monotonic()
@@ -218,6 +220,13 @@ class Runs:
         if seed not in self._hashes:
             self._hashes[seed] = load_data(inputs.experiment)[0].hash
         return self._hashes[seed]
+
+
+def _settled(inputs: Inputs) -> Inputs:
+    """The inputs with the rounds that are evaluated said: all runs of a study have the same ones."""
+    experiment = inputs.experiment
+    every = fixed(experiment.evaluate.every, experiment.rounds, stops=experiment.stop.wanted)
+    return replace(inputs, experiment=replace(experiment, evaluate=replace(experiment.evaluate, every=every)))
 
 
 def _decided(asked: Experiment, stored: Experiment) -> Experiment:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper
 from sartor.algorithms.server.optimizers import Sgd, State
-from sartor.client.local import Client, Direction
-from sartor.errors import SettingError
+from sartor.client.local import Client, Direction, refuse
 from sartor.federation.exchange import Replies, Reply
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
@@ -103,11 +102,9 @@ class ComFed(Algorithm[H, ComFedServer]):
 
     def start(self, federation: Federation) -> ComFedServer:
         """The initial model; nothing remembered."""
-        if self.hyper.local_beta and federation.local.optimizer == "adam":
-            raise SettingError(
-                f"{self.name}: hyper.local_beta needs a local optimiser that is linear in the gradients; "
-                "set local.optimizer=sgd, or hyper.local_beta=0"
-            )
+        if self.hyper.local_beta:
+            why = "has hyper.local_beta, which needs a local optimiser that is linear in the gradients"
+            refuse(federation.local, self.name, why, "optimizer", "clip")
         w = federation.initial()
         momentum = torch.zeros_like(w) if self.hyper.local_beta else None
         return self.optimizer.start(ComFedServer(w=w, momentum=momentum))
@@ -133,7 +130,8 @@ class ComFed(Algorithm[H, ComFedServer]):
             mean = -replies.mean("delta", self.weights(replies)) / work
             server = replace(server, momentum=decay * server.momentum + (1 - decay) * mean)
         delta, server = self.aggregate(server, replies, federation)
-        rate = hyper.lr * federation.local.lr_decay ** max(federation.round - 1, 0)
+        factor = federation.local.round_factor(torch.tensor(federation.round))
+        rate = hyper.lr if factor is None else hyper.lr * float(factor)
         step, server = optimizer.step(server, delta, rate)
         return replace(server, w=server.w + step)
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from sartor.algorithms.comfed.mechanisms import TINY, ComFed, ComFedServer, Mechanism, solve
 from sartor.algorithms.comfed.prox import pulled
-from sartor.client.local import Client
-from sartor.errors import SettingError
+from sartor.client.local import Client, refuse
 from sartor.federation.exchange import Replies, Reply
 from sartor.federation.federation import Federation
 from sartor.settings import setting
@@ -33,9 +32,9 @@ class ComFedNova(ComFed[Nova]):
     """Nova: each change divided by its effective number of steps ‖a_i‖₁ before averaging (line 19).
 
     Δ = (Σ p'_i ‖a_i‖₁) Σ p'_i Δ_i / ‖a_i‖₁; with a proximal term ``mu`` the first sum is over the numbers of
-    steps. ‖a_i‖₁ is that of the local optimiser in use, so a local Adam, which has none, is refused.
-    ``as_printed``: section III-D prints ‖a_i‖₁ = 1/τ_i for τ_i plain steps, which multiplies where it should
-    divide.
+    steps. ‖a_i‖₁ is that of the local optimiser in use, with momentum, weight decay and schedules; Adam,
+    Adagrad and clipping, which have none, are refused. ``as_printed``: section III-D prints ‖a_i‖₁ = 1/τ_i
+    for τ_i plain steps, which multiplies where it should divide.
     """
 
     client_function = staticmethod(nova)
@@ -44,11 +43,8 @@ class ComFedNova(ComFed[Nova]):
 
     def start(self, federation: Federation) -> ComFedServer:
         """The initial model, for a solver that has an a_i."""
-        if federation.local.optimizer == "adam":
-            raise SettingError(
-                f"{self.name}: a change made by Adam is no weighted sum of gradients, so it has no ‖a_i‖₁; "
-                "set local.optimizer=sgd"
-            )
+        why = "divides by ‖a_i‖₁, which only a change that is a weighted sum of gradients has"
+        refuse(federation.local, self.name, why, "optimizer", "clip")
         return super().start(federation)
 
     def aggregate(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.comfed.mechanisms import TINY, ComFed, ComFedServer, Mechanism, solve
-from sartor.client.local import Client, require_plain_sgd
+from sartor.client.local import Client, refuse, require_plain_sgd
 from sartor.client.settings import Local
 from sartor.federation.exchange import Replies, Reply
 from sartor.federation.federation import Federation
@@ -30,10 +30,10 @@ class Scaf(Mechanism):
 def anew(hyper: Scaf, local: Local) -> bool:
     """Whether c_i becomes the gradient at w (option I).
 
-    II is what SCAFFOLD runs. Under momentum, weight decay or Adam (w − y) / (K η) is no mean of gradients;
-    ComFed, whose clients have the first two, takes I.
+    II is what SCAFFOLD runs. Under momentum, weight decay, clipping or another optimiser (w − y) / (K η) is
+    no mean of gradients; ComFed, whose clients have the first two, takes I.
     """
-    plain = local.optimizer == "sgd" and not local.momentum and not local.weight_decay
+    plain = local.optimizer == "sgd" and not (local.momentum or local.weight_decay or local.clip)
     return hyper.option == "I" or (hyper.option == "auto" and not plain)
 
 
@@ -73,6 +73,9 @@ class ComFedScaf(ComFed[Scaf]):
         """All control variates zero."""
         if self.hyper.option == "II":  # momentum and the like make (w − y) / (K η) another thing than mean g
             require_plain_sgd(federation.local, f"{self.name} with hyper.option=II", weight_decay=False)
+        if anew(self.hyper, federation.local):
+            why = "takes c_i over the samples as they are (option I)"
+            refuse(federation.local, self.name, why, "augment")
         server = super().start(federation)
         federation.declare(c_i=torch.zeros_like(server.w))
         return replace(server, c=torch.zeros_like(server.w))

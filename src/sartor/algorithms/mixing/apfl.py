@@ -57,7 +57,9 @@ def local_training(
 
     start = torch.cat([w, v_i[:size]])
     memory = (alpha_i, torch.zeros_like(trained), v_i[size:])
-    both, (alpha, learnt, statistics) = client.descend_with(start, direction, memory, lr=hyper.lr)
+    both, (alpha, learnt, statistics) = client.descend_with(
+        start, direction, memory, lr=hyper.lr, apart=(size, size)
+    )
     kept = torch.cat([both[size:], statistics])
     return Reply(delta=both[:size] - w).keep(v_i=kept, alpha_i=alpha, trained=torch.maximum(trained, learnt))
 
@@ -91,6 +93,10 @@ class APFL(Algorithm[APFLHyper, Server]):
     server_keeps = "w"
     client_keeps = "v_i, with float buffers; its share α_i"
     traffic = "1 / 1"
+    refuses = (
+        ("micro", "learns its share from a whole batch"),
+        ("schedule_over", "learns its share with the rate of the round"),
+    )
     sums_only = True
 
     def start(self, federation: Federation) -> Server:

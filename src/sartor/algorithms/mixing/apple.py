@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.server.tables import rows
-from sartor.client.local import Client
-from sartor.errors import SettingError
+from sartor.client.local import Client, refuse
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
@@ -111,9 +110,9 @@ class Apple(Algorithm[AppleHyper, AppleServer]):
     For all clients in every round, as the paper: a few silos, each of which downloads all N cores. The hold
     of p0 has the gradient μ (p − p0) and fades over the first L rounds. Weights are not constrained and may
     be negative. All cores start from the initial model, so that w_i starts as it too. Of absent clients the
-    last core is used. Momentum and weight decay of ``local`` are allowed, Adam is not: the two rates would
-    lose their meaning. BatchNorm statistics stay with the client. Evaluated: w_i with the current cores,
-    after aggregation; a newcomer mixes them by p0 = n_j / n.
+    last core is used. Momentum and weight decay of ``local`` are allowed; Adam and clipping are not: the two
+    rates would lose their meaning. BatchNorm statistics stay with the client. Evaluated: w_i with the current
+    cores, after aggregation; a newcomer mixes them by p0 = n_j / n.
     """
 
     name = "apple"
@@ -127,11 +126,7 @@ class Apple(Algorithm[AppleHyper, AppleServer]):
 
     def start(self, federation: Federation) -> AppleServer:
         """Equal cores, mixed by p0."""
-        if federation.local.optimizer != "sgd":
-            raise SettingError(
-                f"local.optimizer = {federation.local.optimizer!r}: apple is defined for SGD steps with two "
-                "rates; set local.optimizer to 'sgd'"
-            )
+        refuse(federation.local, self.name, "is defined for SGD steps with two rates", "optimizer", "clip")
         w, clients = federation.initial(), federation.clients
         sizes = federation.sizes.double()
         shares = (sizes / sizes.sum().clamp(min=1)).to(w.dtype)

@@ -87,7 +87,9 @@ def local_training(client: Client, hyper: FedEMHyper, models: Tensor, pi: Tensor
         return torch.cat(gradients), torch.stack(after)
 
     start = received.models.reshape(-1)
-    y, statistics = client.descend_with(start, direction, received.statistics, lr=hyper.lr)
+    y, statistics = client.descend_with(
+        start, direction, received.statistics, lr=hyper.lr, apart=[size] * hyper.components
+    )
     client.buffers = given
     delta = torch.cat([y.view(hyper.components, size), statistics], dim=1) - models
     trained = torch.where(client.n > 0, torch.ones_like(trained), trained)
@@ -130,6 +132,7 @@ class FedEM(Algorithm[FedEMHyper, FedEMServer]):
     server_keeps = "M models, with float buffers"
     client_keeps = "π_i (M numbers)"
     traffic = "M / M"
+    refuses = (("micro", "hands the statistics of its components on from batch to batch"),)
 
     def start(self, federation: Federation) -> FedEMServer:
         """Models that are apart, in equal shares."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.algorithms.mixing.discrepancy import mean_discrepancy
-from sartor.client.local import Client
+from sartor.client.local import Client, refuse
 from sartor.errors import SartorError
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
@@ -107,6 +107,7 @@ class FedPHP(Algorithm[FedPHPHyper, Server]):
         """The initial model; nobody has a private one."""
         if self.hyper.transfer == "mmd":
             federation.task.part("head")  # an error that says how to declare it, before any training
+            refuse(federation.local, self.name, "compares the features of whole batches by mmd", "micro")
         elif federation.task.classes is None:
             name = federation.task.name
             raise SartorError(f"fedphp: hyper.transfer = 'kd' needs data with classes; model {name} has none")

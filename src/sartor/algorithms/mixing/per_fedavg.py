@@ -116,6 +116,10 @@ class PerFedAvg(Algorithm[PerFedAvgHyper, Server]):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
+    refuses = (
+        ("micro", "has a direction made of several batches"),
+        ("schedule_over", "needs several batches for a step"),
+    )
 
     def start(self, federation: Federation) -> Server:
         """The initial model."""

@@ -96,6 +96,10 @@ class PFedMe(Algorithm[PFedMeHyper, Server]):
     server_keeps = "w"
     client_keeps = "θ_i, with float buffers"
     traffic = "1 / 1"
+    refuses = (
+        ("micro", "takes its own steps on every batch"),
+        ("schedule_over", "has steps of its own inside of a step"),
+    )
 
     def start(self, federation: Federation) -> Server:
         """The initial model; nobody has a θ_i yet."""

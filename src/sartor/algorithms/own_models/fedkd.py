@@ -39,7 +39,7 @@ def local_training(client: Client, hyper: Hyper, w: Tensor, w_i: Tensor, map_i: 
 
         return client.differentiate(objective, y)[0]
 
-    y = client.descend(torch.cat([w_i, w, map_i.flatten()]), direction, lr=hyper.lr)
+    y = client.descend(torch.cat([w_i, w, map_i.flatten()]), direction, lr=hyper.lr, apart=sizes)
     own, small, matrix = torch.split(y, sizes)
     return Reply(delta=small - w).keep(w_i=own, map_i=matrix.view(shape))
 
@@ -63,6 +63,7 @@ class FedKD(Algorithm[Hyper, Server]):
     server_keeps = "the mentee w"
     client_keeps = "its mentor, a map of features"
     traffic = "mentee / mentee"
+    refuses = (("micro", "weighs what is told by the loss of a whole batch"),)
     buffers = "freeze"
     own_models = True
 

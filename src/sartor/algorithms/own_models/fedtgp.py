@@ -97,6 +97,7 @@ class FedTGP(Algorithm[FedTGPHyper, Trained]):
     server_keeps = "prototypes, the network that makes them"
     client_keeps = "its model"
     traffic = "classes × features / classes × features"
+    refuses = (("mixup", "compares features with those of a sample's class"),)
     buffers = "local"
     own_models = True
 

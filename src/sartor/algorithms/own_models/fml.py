@@ -46,7 +46,7 @@ def local_training(client: Client, hyper: FMLHyper, w: Tensor, w_i: Tensor) -> R
 
         return client.differentiate(objective, y)[0]
 
-    y = client.descend(torch.cat([w_i, w]), direction, lr=hyper.lr)
+    y = client.descend(torch.cat([w_i, w]), direction, lr=hyper.lr, apart=(size, len(w)))
     return Reply(delta=y[size:] - w).keep(w_i=y[:size])
 
 

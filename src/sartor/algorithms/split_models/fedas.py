@@ -117,6 +117,10 @@ class FedAS(Algorithm[FedASHyper, FedASServer]):
     server_keeps = "body"
     client_keeps = "its last model, with float buffers"
     traffic = "|body| / |body|"
+    refuses = (
+        ("micro", "lets the classes of a whole batch count alike"),
+        ("mixup", "compares features with those of a sample's class"),
+    )
 
     def start(self, federation: Federation) -> FedASServer:
         """The initial body; every client has the initial model."""

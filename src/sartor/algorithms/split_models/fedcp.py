@@ -135,6 +135,7 @@ class FedCP(Algorithm[FedCPHyper, FedCPServer]):
     server_keeps = "w: body and global head; the policy"
     client_keeps = "personal head"
     traffic = "1 + |policy| / 1 + |policy|"
+    refuses = (("micro", "compares the features of whole batches"),)
 
     def start(self, federation: Federation) -> FedCPServer:
         """The initial model, whose head everyone has; a policy drawn by the seed."""

@@ -113,6 +113,7 @@ class FedDBE(Algorithm[FedDBEHyper, FedDBEServer]):
     server_keeps = "w, mean features z̄"
     client_keeps = "bias b_i of the features"
     traffic = "1 / 1 (once |features| up, by everyone)"
+    refuses = (("micro", "has a running mean of the features of whole batches"),)
 
     def start(self, federation: Federation) -> FedDBEServer:
         """The initial model; no bias, and the mean features are not known yet."""

@@ -124,6 +124,7 @@ class FedPAC(Algorithm[FedPACHyper, FedPACServer]):
     server_keeps = "w, a prototype of each class"
     client_keeps = "head"
     traffic = "1 + |head| / 1 + statistics, in two exchanges"
+    refuses = (("mixup", "compares features with those of a sample's class"),)
     quadratic = True
 
     def start(self, federation: Federation) -> FedPACServer:

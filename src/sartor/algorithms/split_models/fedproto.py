@@ -101,6 +101,7 @@ class FedProto(Algorithm[FedProtoHyper, Prototypes]):
     server_keeps = "a prototype of each class"
     client_keeps = "its model"
     traffic = "classes × features / classes × features"
+    refuses = (("mixup", "compares features with those of a sample's class"),)
     buffers = "local"
     own_models = True
 

@@ -125,6 +125,10 @@ class GPFL(Algorithm[GPFLHyper, GPFLServer]):
     server_keeps = "body, embeddings of the classes, conditional valve"
     client_keeps = "personal head"
     traffic = "|body| + |embeddings| + |valve| / the same"
+    refuses = (
+        ("micro", "takes the root of a sum over a whole batch"),
+        ("mixup", "compares features with the embedding of a sample's class"),
+    )
 
     def start(self, federation: Federation) -> GPFLServer:
         """The initial model; embeddings and valve drawn by the seed."""

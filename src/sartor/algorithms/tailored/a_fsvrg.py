@@ -86,6 +86,7 @@ class AFSVRG(Algorithm[H, AFSVRGServer]):
     server_keeps = "ŵ, moments m and v, which client has which feature"
     client_keeps = "scaling Λ_i of the features"
     traffic = "4 / 3, in three exchanges"
+    refuses = (("augment", "corrects by gradients over the samples as they are"),)
 
     def start(self, federation: Federation) -> AFSVRGServer:
         """One model; the clients' feature counts are exchanged."""

@@ -14,7 +14,7 @@ from sartor.algorithms.mixing.ifca import losses
 from sartor.algorithms.variance_reduction.fsvrg import anchored_descent
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
-from sartor.model.task import Batch
+from sartor.model.task import Batch, Pass
 
 
 def gradients(client: Client, w: Tensor) -> Tensor:
@@ -28,7 +28,26 @@ def gradients(client: Client, w: Tensor) -> Tensor:
 
 def survey(client: Client, hyper: Hyper, w: Tensor) -> Reply:
     """Exchange 1: the full gradient and the loss of every model at this client."""
-    return Reply(gradient=gradients(client, w), loss=losses(client, w))
+    if client.task.buffer_size or client.task.draws:  # the model is another one when it is trained
+        return Reply(gradient=gradients(client, w), loss=losses(client, w))
+
+    def rows(batch: Batch) -> Tensor:
+        return torch.stack([_gradient_and_loss(client, w_c, batch) for w_c in w])
+
+    both = client.mean(rows, like=torch.cat([w, w[:, :1]], dim=1))
+    return Reply(gradient=both[:, :-1], loss=both[:, -1])
+
+
+def _gradient_and_loss(client: Client, w: Tensor, batch: Batch) -> Tensor:
+    """Both of one pass, the loss behind the gradient."""
+
+    def objective(w: Tensor) -> tuple[Tensor, Pass]:
+        run = client.forward(w, batch)
+        return batch.mean(client.task.loss_function(run.outputs, batch.y)), run
+
+    gradient, run = client.differentiate(objective, w)
+    loss = batch.mean(client.task.loss_function(run.outputs, batch.y))
+    return torch.cat([gradient, loss[None]])
 
 
 def trained_model(client: Client, hyper: Hyper, w: Tensor, g: Tensor, scale: Tensor | float = 1.0) -> Reply:

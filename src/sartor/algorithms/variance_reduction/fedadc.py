@@ -67,6 +67,7 @@ class FedADC(Algorithm[FedADCHyper, FedADCServer]):
     server_keeps = "w, momentum M"
     client_keeps = "nothing"
     traffic = "2 / 1"
+    refuses = (("schedule_over", "spreads the momentum evenly over the steps"),)
 
     def start(self, federation: Federation) -> FedADCServer:
         """The initial model and no momentum."""

@@ -108,6 +108,7 @@ class FedGen(Algorithm[FedGenHyper, FedGenServer]):
     server_keeps = "w, generator, shares of the classes"
     client_keeps = "nothing"
     traffic = "1 + |generator| / 1 (once class counts up, by everyone)"
+    refuses = (("micro", "draws a generated batch for every batch"),)
 
     def start(self, federation: Federation) -> FedGenServer:
         """The initial model, a generator drawn by the seed, and everyone's counts of classes."""

@@ -65,6 +65,7 @@ class FedNTD(FedAvg[FedNTDHyper]):
 
     name = "fedntd"
     paper = "Lee et al. 2022"
+    refuses = (("mixup", "distils the classes that are not the sample's"),)
     training = staticmethod(distilled_training)
 
     def start(self, federation: Federation) -> Server:

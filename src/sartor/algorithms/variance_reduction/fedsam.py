@@ -47,4 +47,5 @@ class FedSAM(FedAvg[FedSAMHyper]):
 
     name = "fedsam"
     paper = "Qu et al. 2022, Caldarola et al. 2022"
+    refuses = (("micro", "takes its gradient uphill of the whole batch's"),)
     training = staticmethod(sharpness_aware_training)

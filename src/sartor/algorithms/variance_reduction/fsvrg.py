@@ -118,6 +118,7 @@ class FSVRG(Algorithm[FSVRGHyper, FSVRGServer]):
     server_keeps = "w, which client has which feature"
     client_keeps = "scaling S_k of the features"
     traffic = "3 / 2, in two exchanges"
+    refuses = (("augment", "corrects by gradients over the samples as they are"),)
 
     def start(self, federation: Federation) -> FSVRGServer:
         """The initial model; the clients' feature counts are exchanged."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,9 @@ from sartor.client.local import Client, require_plain_sgd
 from sartor.federation.exchange import Reply
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
+
+Known = tuple[Tensor, Tensor]
+"""e and φ."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +31,16 @@ def local_training(client: Client, hyper: Hyper, w: Tensor, g: Tensor, p: Tensor
     Carried is e = h − φ, the local estimate less the client's own last gradient, rather than h: for a single
     client it is zero to the bit, and the steps are SGD's.
     """
-    rate = client.rate(hyper.lr)
-    carry: dict[str, Any] = {"y": w, "e": g - phi_i, "phi": phi_i}  # step 1
-    if client.buffers is not None:
-        carry["buffers"] = client.buffers
 
-    def body(carry: dict[str, Any], batch: Batch) -> dict[str, Any]:
-        y, e, phi = carry["y"], carry["e"], carry["phi"]
-        client.buffers = carry.get("buffers")
+    def direction(y: Tensor, batch: Batch, known: Known) -> tuple[Tensor, Known]:
+        e, phi = known
         r = client.grad(y, batch)
-        step = r + e  # step 2: r − φ + h
-        y = torch.sub(y, step, alpha=rate) if isinstance(rate, float) else y - rate * step
-        after = {"y": y, "e": e + (p - 1) * (r - phi), "phi": r}  # step 2: h + p (r − φ), less the new φ = r
-        return after if client.buffers is None else {**after, "buffers": client.buffers}
+        return r + e, (e + (p - 1) * (r - phi), r)  # step 2: r − φ + h; h + p (r − φ), less the new φ = r
 
-    carry = client.scan(body, carry, client.batches())
-    client.buffers = carry.get("buffers")
-    change = carry["phi"] - phi_i
+    y, (_, phi) = client.descend_with(w, direction, (g - phi_i, phi_i), lr=hyper.lr)  # steps 1, 2
+    change = phi - phi_i
     # The client adds what it sends, so that its rounding is the server's and G stays the mean of all φ_i.
-    return Reply(delta=carry["y"] - w, change=change).keep(phi_i=phi_i + change)  # step 3
+    return Reply(delta=y - w, change=change).keep(phi_i=phi_i + change)  # step 3
 
 
 @register
@@ -67,6 +60,7 @@ class LoSAC(Algorithm[Hyper, LoSACServer]):
     server_keeps = "w, gradient estimate G"
     client_keeps = "its last gradient φ_i"
     traffic = "2 / 2"
+    refuses = (("micro", "refreshes its estimate with the gradient of every batch"),)
 
     def start(self, federation: Federation) -> LoSACServer:
         """The initial model; no gradient is known yet."""

@@ -90,6 +90,7 @@ class Mimic(Algorithm[MimeHyper, MimeServer]):
     paper = "Karimireddy et al. 2021"
     server_keeps = "w, statistics s of the base optimiser"
     client_keeps = "nothing"
+    refuses = (("augment", "corrects by gradients over the samples as they are"),)
 
     def start(self, federation: Federation) -> MimeServer:
         """The initial model; statistics start at zero, without bias correction."""
@@ -143,6 +144,7 @@ class MimeSVRG(Algorithm[Hyper, MimeServer]):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "3 / 2, in two exchanges"
+    refuses = (("augment", "corrects by gradients over the samples as they are"),)
 
     def start(self, federation: Federation) -> MimeServer:
         """The initial model; SGD has no statistics."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sartor import random
+from sartor import nests, random
 from sartor.client.law import Law
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 
 MOST_PLANS = 1024
 """Plans remembered per federation: with equal clients every round has the same."""
+
+CACHED = 1 << 23
+"""Bytes of samples that a CPU is given at once where nothing is trained."""
 
 MOST_COHORTS = 64
 """Cohorts whose client numbers stay on the device."""
@@ -115,7 +119,7 @@ class StackedEngine(LocalEngine):
         clients = len(work.numbers)
         pieces = -(-clients // limit)
         size = min(bucket(-(-clients // pieces)), limit)
-        if pieces == 1 and size == clients:
+        if pieces == 1 and (size == clients or not (work.keeps or self.graphs.wanted)):
             return self.run_chunk(work)
         # Clients of like size share a chunk, so that little is left to wait for.
         order = np.argsort(-self.samples["train"].counts[work.numbers], kind="stable")
@@ -231,8 +235,36 @@ class StackedEngine(LocalEngine):
             table = None
             if (packed := scan_plan.table) is not None:
                 table = next(waiting) if plans is not None else to_device(packed, self.device)
-            memo.append(self._scan(program, len(scans), batches, scan_plan, table, fixed, rows, memo, result))
+            run = partial(self._scan, program, len(scans), batches)
+            if work.keeps or self.device.type != "cpu" or scan_plan.shape.packed or batches.shuffled:
+                memo.append(run(scan_plan, table, fixed, rows, memo, result))
+            else:
+                memo.append(self._in_parts(run, scan_plan, batches.split, work, fixed, (rows, memo, result)))
             scans.append(batches)
+
+    def _in_parts(
+        self, run: Callable[..., Any], plan: Plan, split: str, work: Work, fixed: Fixed, given: Any
+    ) -> Any:
+        """What a scan gives that trains nothing.
+
+        A CPU is fastest with as many clients at once as have their samples in its cache, and those who have
+        theirs one after the other where they lie.
+        """
+        samples, shape = self.samples[split], plan.shape
+        size = shape.width * sum(leaf[:1].nbytes for leaf in nests.leaves(samples.x))
+        parts = 1 if shape.common else max(1, -(-shape.lanes * size // CACHED))
+        carries = []
+        for places in np.array_split(np.arange(shape.lanes), min(parts, shape.lanes)):
+            taken = slice(places[0], places[-1] + 1)
+            rows, memo, carry = tree_map(lambda value: value[taken], given)  # noqa: B023
+            first = samples.in_a_row(work.numbers[taken], shape.width) if shape.steps == 1 else None
+            part = replace(shape, lanes=len(places), in_a_row=first is not None)
+            if first is not None:
+                here = slice(first, first + len(places) * shape.width)
+                data = nests.rows(samples.x, here), nests.rows(samples.y, here)
+            seen = fixed if first is None else fixed._replace(data={**fixed.data, split: data})
+            carries.append(run(replace(plan, shape=part), None, seen, rows, memo, carry))
+        return tree_map(lambda *parts: torch.cat(parts), *carries)
 
     def _bring(self, split: str, numbers: np.ndarray) -> bool:
         """Have these clients' samples on the device; whether they lie in other tensors than before."""
@@ -300,11 +332,12 @@ class StackedEngine(LocalEngine):
     def _plan(self, batches: Batches, work: Work) -> Plan:
         sizes = self.samples[batches.split].counts[work.numbers]
         epochs = None if batches.law is None else self._epochs(batches.law, work)
-        key = (batches, sizes.tobytes(), None if epochs is None else epochs.tobytes())
+        common = self.samples[batches.split].common(work.numbers)
+        key = (batches, common, sizes.tobytes(), None if epochs is None else epochs.tobytes())
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[key] = plan(batches, sizes, self.settings.lanes, self.graphs.wanted, epochs)
+            self._plans[key] = plan(batches, sizes, self.settings.lanes, self.graphs.wanted, epochs, common)
         return self._plans[key]
 
     def _epochs(self, law: Law, work: Work) -> np.ndarray:

@@ -29,7 +29,14 @@ from sartor import nests, random
 from sartor.client.local import Batches, Client
 from sartor.engines.schedule import Plan
 from sartor.errors import NotStackable, SartorError
-from sartor.federation.exchange import ClientError, ClientFunction, checked_reply, norms_of
+from sartor.federation.exchange import (
+    ClientError,
+    ClientFunction,
+    changed_words,
+    checked_reply,
+    norms_of,
+    untouched,
+)
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels import products
@@ -45,6 +52,9 @@ Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], dict[s
 
 Traced = Callable[[list[Tensor]], Any]
 """A traced function: from its flattened arguments to its result."""
+
+IN_PLACE = ("is not possible because there exists a Tensor", "doesn't match the broadcast shape")
+"""What PyTorch says where a client's own numbers are written into what is the same for all."""
 
 UNTRACED = 100
 """Steps of one kind on the CPU before they are traced."""
@@ -147,6 +157,8 @@ class Tracer:
             plan.shape.width,
             plan.shape.packed,
             plan.shape.full,
+            plan.shape.common,
+            plan.shape.in_a_row,
             len(arguments[2]),
         )
         inputs, spec = tree_flatten(arguments)
@@ -165,6 +177,7 @@ class Tracer:
 
     def _step_of(self, program: Program, batches: Batches, plan: Plan) -> Callable[..., Any]:
         """A step of every lane as it stands."""
+        draws = self.task.draws or batches.augmented
 
         def lane(
             rows: Rows,
@@ -180,11 +193,12 @@ class Tracer:
             if not plan.shape.full:
                 weight = (torch.arange(plan.shape.width, device=real.device) < real).to(self.task.dtype)
             number, seed = rows.origins or (rows.number, self.settings.seed)
-            key = random.stream(seed, "layers", rows.round, number, turn) if self.task.draws else 0
+            key = random.stream(seed, "layers", rows.round, number, turn) if draws else 0
             try:
                 self._replay(program, fixed, rows, memo)
             except Suspended as reached:
-                return reached.body(carry, Batch(x, y, weight, key))
+                with untouched(program.function, {**fixed.arguments, **rows.arguments}):
+                    return reached.body(carry, Batch(x, y, weight, key))
             raise SartorError(
                 f"{name_of(program.function)}: a client function must make the same scans each time"
             )
@@ -199,12 +213,16 @@ class Tracer:
             real: Tensor,
             turn: Tensor,
         ) -> Any:
-            x, y = nests.mapped(lambda leaf: _picked(leaf, index), fixed.data[batches.split])
+            dims: tuple[int | None, ...] = (0, 0, 0, 0, 0, 0, 0)
+            if plan.shape.common:  # one product for all lanes, and no copies of the samples
+                index, real, dims = index[0], real[0], (0, 0, 0, None, None, None, 0)
+            pick = _laid_out if plan.shape.in_a_row else _picked
+            x, y = nests.mapped(lambda leaf: pick(leaf, index), fixed.data[batches.split])
             if lanes:
                 client = lanes[0].clamp(max=len(rows.number) - 1)
                 rows, memo = tree_map(lambda value: value[client], (rows, memo))
                 carry = tree_map(lambda value: value[lanes[0]], carry)
-            return torch.vmap(partial(lane, fixed=fixed))(rows, memo, carry, x, y, real, turn)
+            return torch.vmap(partial(lane, fixed=fixed), dims)(rows, memo, carry, x, y, real, turn)
 
         return step
 
@@ -236,7 +254,11 @@ class Tracer:
         if self.settings.compile:
             # Keyed draws are products of numbers that wrap, of which the compiler's algebra knows nothing.
             wrapping: dict[str, Any] = {"constant_and_index_propagation": False}
-            run = torch.compile(graph, dynamic=False, options=wrapping if self.task.draws else None)
+            run = torch.compile(
+                graph,
+                dynamic=False,
+                options=wrapping if self.task.draws or self.settings.local.augment else None,
+            )
         return lambda inputs: tree_unflatten(run(inputs), result_spec[0])
 
     def _explained(self, program: Program, error: Exception) -> Exception:
@@ -249,6 +271,8 @@ class Tracer:
         if "can't allocate memory" in str(error):
             return MemoryError(str(error))
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if any(words in first for words in IN_PLACE):
+            return ClientError(changed_words(program.function, "a tensor that all clients share"))
         if isinstance(error, RuntimeError) and ("vmap" in first or "functorch" in first):
             cure = "engine.name=loop runs one client at a time"
             return NotStackable(f"{name_of(program.function)} cannot be stacked ({first}); {cure}")
@@ -278,7 +302,9 @@ class Tracer:
             most=self.most,
             seed=rows.origins[1] if rows.origins else self.settings.seed,
         )
-        result = program.function(client, program.hyper, **fixed.arguments, **rows.arguments)
+        arguments = {**fixed.arguments, **rows.arguments}
+        with untouched(program.function, arguments):
+            result = program.function(client, program.hyper, **arguments)
         reply = checked_reply(program.function, result, self.task.dtype, self.device)
         trained = () if client.buffers is None or client.buffers is buffers else (client.buffers,)
         return reply.sent, reply.kept, trained
@@ -289,3 +315,8 @@ def _picked(samples: Tensor, index: Tensor) -> Tensor:
     if samples.dim() == 1:
         return samples[index]
     return samples.index_select(0, index.view(-1)).view(*index.shape, *samples.shape[1:])
+
+
+def _laid_out(samples: Tensor, index: Tensor) -> Tensor:
+    """Samples that lie in the order of their lanes."""
+    return samples.view(*index.shape, *samples.shape[1:])

@@ -1,0 +1,1 @@
+"""Low-rank adapters: which of A and B is trained, and which is shared."""
