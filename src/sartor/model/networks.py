@@ -189,8 +189,8 @@ def build_task(
         return make_task(*named, adapters=choice.adapters)
     head = None if choice.head is None else str(choice.head)
     build, what = find_function(choice.path, "model.path"), f"model.path = {choice.path!r}"
-    made = Factory(build, head, objective, Path(choice.path).name, what, choice.adapters)
-    return made.task(x, y, classes, seed)
+    factory = Factory(build, head, objective, Path(choice.path).name, what, choice.adapters)
+    return factory.task(x, y, classes, seed)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Factory:
     what: str = "model"
     """What it is called in messages."""
     adapters: int = 0
-    """The rank of its adapters, if it has any."""
+    """The rank of adapters that it gets; 0: none."""
 
     def task(self, x: Nest, y: Nest, classes: int | None, seed: int) -> Task:
         """The task for such samples under a seed.
@@ -223,8 +223,8 @@ class Factory:
         outputs = objective.outputs(y, classes)
 
         def build() -> Any:
-            built = call(self.build, self.what, shape=shape, classes=outputs)
-            return adapted(built, self.adapters, self.head)
+            made = call(self.build, self.what, shape=shape, classes=outputs)
+            return adapted(made, self.adapters, self.head)
 
         made = seeded(build, seed)
         if not isinstance(made, (nn.Module, Task)):

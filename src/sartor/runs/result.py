@@ -46,11 +46,11 @@ class Result:
     task: Task
     w: Tensor | None
     """The shared model, where the method has one; one row per model where it has several."""
-    personal: PersonalModels | list[Tensor | None] | None
+    personal: PersonalModels | OwnModels | None
     """The personal models, one row per client, where the method has them and they are stored.
 
     A row is taken by the client's number or name: ``result.personal["Oslo"]``. Where clients have models of
-    their own they differ in length, and are a list.
+    their own they differ in length, and are a list that is asked in the same way.
     """
     buffers: Tensor | None
     """The float buffers that go with the shared model, for a model that has any."""
@@ -169,6 +169,17 @@ class PersonalModels(Tensor):
         return super().__getitem__(number_of(key, self.names) if isinstance(key, str) else key)
 
 
+class OwnModels(list[Tensor | None]):
+    """Models of different lengths, one per client, taken by a client's number or name."""
+
+    def __init__(self, rows: Sequence[Tensor | None], names: Sequence[str]) -> None:
+        super().__init__(rows)
+        self.names = names
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(number_of(key, self.names) if isinstance(key, str) else key)
+
+
 def rows_of_clients(
     tensors: Mapping[str, Tensor], name: str, task: Task
 ) -> Tensor | list[Tensor | None] | None:
@@ -187,10 +198,12 @@ def rows_of_clients(
 
 def personal_rows(
     tensors: Mapping[str, Tensor], task: Task, names: Sequence[str]
-) -> PersonalModels | list[Tensor | None] | None:
+) -> PersonalModels | OwnModels | None:
     """The personal models, where they are stored."""
     rows = rows_of_clients(tensors, "personal", task)
-    return PersonalModels.of(rows, names) if isinstance(rows, Tensor) else rows
+    if rows is None:
+        return None
+    return PersonalModels.of(rows, names) if isinstance(rows, Tensor) else OwnModels(rows, names)
 
 
 def read_result(path: Path | str, task: Task | None = None) -> Result:
