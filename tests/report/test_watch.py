@@ -69,7 +69,8 @@ def test_a_run_is_told_as_its_folder_has_it(runs: Path) -> None:
     assert (done["finished"], done["round"], done["rounds"], done["left"]) == (True, 2, 2, 0.0)
     assert (going["finished"], going["round"], going["rounds"]) == (False, 2, 8)
     rows = RunFolder.open(runs / "going").rounds
-    assert going["left"] == pytest.approx(sum(row["seconds"] for row in rows) / 2 * 6)
+    taken = sum(row["seconds"] + row["evaluation_seconds"] for row in rows)
+    assert going["left"] == pytest.approx(taken / 2 * 6)
     curve = [[row["round"], row["evaluation"]["personal_local"]["accuracy"]] for row in rows]
     assert going["curves"]["personal_local"] == curve
     assert going["troubles"] == {}

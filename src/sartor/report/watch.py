@@ -29,7 +29,7 @@ MOST_CLIENTS = 50
 """Those that were heard of longest ago."""
 STILL = 300.0
 """Seconds without a new round after which a run that has not finished is said to stand still."""
-PLAIN = ("round", "cohort", "answered", "seconds", "bytes_down", "bytes_up", "time", "updates", "took_part")
+PLAIN = ("round", "cohort", "answered", "bytes_down", "bytes_up", "updates")
 """What every round records; of other numbers in its row the page tells what they are called."""
 
 
@@ -60,7 +60,7 @@ def run_state(path: Path) -> dict[str, Any]:
     except SartorError as error:
         return {"name": path.name, "error": str(error)}
     rounds, done = int(config.get("rounds", 0)), int(rows[-1]["round"]) if rows else 0
-    spent = float(sum(row.get("seconds") or 0 for row in rows))
+    spent = float(sum((row.get("seconds") or 0) + (row.get("evaluation_seconds") or 0) for row in rows))
     headline = str(config.get("evaluate", {}).get("headline") or summary.get("headline") or "accuracy")
     quiet = time.time() - _touched(path)
     return {
