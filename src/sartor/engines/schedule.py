@@ -4,12 +4,19 @@ Clients of one chunk take different numbers of steps. A :class:`Plan` packs them
 every lane works for one client, and a lane whose client is finished takes the next. Idle lanes point at a
 spare row behind the last client. Where all clients take the same number of steps there is a lane for each
 and nothing to look up.
+
+Between two changes of clients lie :attr:`Plan.stretches` of steps in which every lane keeps its client. How
+many lanes there are follows from all clients a cohort may be drawn from, so that a step is of one shape
+whoever is drawn.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,6 +24,9 @@ from torch import Tensor
 
 from sartor import random
 from sartor.client.local import Batches
+
+SPARE = 1.25
+"""On a GPU a few lanes more cost little, and shorten what a cohort longer than expected takes."""
 
 
 def bucket(number: int, grain: int = 8) -> int:
@@ -27,7 +37,7 @@ def bucket(number: int, grain: int = 8) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a captured program depends on: everything of a plan but its tables."""
+    """What a traced step depends on, and how many there are: everything of a plan but its tables."""
 
     lanes: int
     steps: int
@@ -53,6 +63,15 @@ class Plan:
         """Rows and turns in one array, [2, steps, lanes]; None where every lane keeps its client."""
         return None if self.rows is None or self.turns is None else np.stack([self.rows, self.turns])
 
+    @cached_property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """From which step to which every lane has one client, from the first to the last step."""
+        if self.rows is None:
+            return ((0, self.shape.steps),)
+        changes = 1 + np.flatnonzero((self.rows[1:] != self.rows[:-1]).any(axis=1))
+        edges = [0, *changes.tolist(), self.shape.steps]
+        return tuple((first, end) for first, end in itertools.pairwise(edges) if first < end)
+
 
 def plan(
     batches: Batches,
@@ -60,35 +79,60 @@ def plan(
     lanes: int = 0,
     rounded: bool = False,
     epochs: np.ndarray | None = None,
+    among: np.ndarray | None = None,
 ) -> Plan:
     """Lay out the steps of clients with these numbers of samples, and ``epochs`` where they are drawn.
 
-    ``lanes`` 0 chooses, ``rounded`` buckets the shape.
+    ``lanes`` 0 chooses, by the sizes of all clients that these are ``among``; ``rounded`` buckets the shape.
     """
-    clients, most = len(sizes), int(sizes.max(initial=0))
+    clients, among = len(sizes), sizes if among is None else among
+    most, most_of_all = int(sizes.max(initial=0)), int(among.max(initial=0))
     width = batches.width(most)
     counts = np.asarray(batches.count(sizes, epochs), dtype=np.int64)
-    longest, total = int(counts.max(initial=0)), int(counts.sum())
+    longest = int(counts.max(initial=0))
     passes = -(-counts // np.maximum(batches.per_epoch(sizes, width), 1))
     places = max(1, int((passes * sizes).max(initial=0)))
     if rounded:
         places = bucket(places)
-        if not batches.size:
-            width = bucket(width)
-    full = bool((sizes % width == 0).all())
-    if not lanes or lanes >= clients:
-        if counts.min(initial=longest) == longest:
+        width = min(bucket(width, 2), batches.width(max(most_of_all, most)))
+    alone = not lanes or lanes >= clients
+    if alone:
+        # A law's epochs are drawn anew each round, and make ragged what is not.
+        of_all = np.asarray(batches.count(among), dtype=np.int64)
+        spread = 1.0 if batches.law is None else batches.law.most / batches.law.mean
+        lanes = usual_lanes(of_all, clients, spread, SPARE if rounded else 1.0)
+        if lanes == clients and counts.min(initial=longest) == longest:
+            full = bool((among % width == 0).all()) and len(set(of_all.tolist())) == 1
             return Plan(Shape(clients, longest, width, places, packed=False, full=full), None, None)
-        # As many lanes as keep busy while the longest client trains; a lane each if that is nearly as many.
-        lanes = -(-total // longest)
-        lanes = clients if total >= 0.8 * clients * longest else lanes
     rows, turns = pack(counts, lanes)
-    if rounded:
-        spare = bucket(len(rows), 16) - len(rows)
-        rows = np.pad(rows, ((0, spare), (0, 0)), constant_values=clients)
-        turns = np.pad(turns, ((0, spare), (0, 0)))
-    full = full and bool((rows < clients).all())
-    return Plan(Shape(lanes, len(rows), width, places, packed=True, full=full), rows, turns)
+    return Plan(Shape(lanes, len(rows), width, places, packed=True, full=False), rows, turns)
+
+
+def usual_lanes(counts: np.ndarray, clients: int, spread: float = 1.0, spare: float = 1.0) -> int:
+    """As many lanes as keep busy while the longest of so many clients trains, by what is to be expected.
+
+    ``counts`` are the steps of all clients that they are drawn from, ``spread`` how much longer the longest
+    may be by chance, ``spare`` how many more lanes there are to be. A lane each if that is nearly as many.
+
+    >>> usual_lanes(np.array([10, 10, 20, 40]), 4), usual_lanes(np.full(100, 7), 10)
+    (2, 10)
+    """
+    ordered = np.sort(counts)
+    longest = spread * float((_chance_of_last(len(ordered), clients) * ordered).sum())
+    total = clients * float(ordered.mean()) if len(ordered) else 0.0
+    if longest == 0 or total >= 0.8 * clients * longest:
+        return clients
+    return min(clients, math.ceil(spare * total / longest))
+
+
+def _chance_of_last(population: int, drawn: int) -> np.ndarray:
+    """How likely each of some ordered clients is the last among those drawn without replacement."""
+    chances, left = np.zeros(population), 1.0
+    drawn = min(drawn, population)
+    for place in range(population - 1, drawn - 2, -1):
+        chances[place] = left * drawn / (place + 1)  # of the place + 1 that remain, drawn ones are wanted
+        left -= chances[place]
+    return chances
 
 
 def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:

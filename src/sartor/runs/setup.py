@@ -14,6 +14,7 @@ from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
 from sartor.data.clients import SPLITS, ClientData, LazySplit, prepare, relabel
+from sartor.data.download import user_cache
 from sartor.data.expect import check_expected, check_range
 from sartor.data.moments import Moments
 from sartor.data.named import read_data
@@ -23,6 +24,7 @@ from sartor.data.samples import is_class
 from sartor.data.settings import OWN_DATA
 from sartor.engines import choose_engine, federation_of, make_engine
 from sartor.engines import sharded as distributed
+from sartor.engines.ways import choose_way
 from sartor.errors import DataError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
@@ -259,6 +261,9 @@ def resolve(
     """The experiment with everything that was ``auto`` decided, so that a rerun decides the same."""
     engine = experiment.engine
     name = choose_engine(engine.name, task, engine.device, data.train.x, data.train.y)
+    otherwise = engine.otherwise
+    if otherwise == "auto":
+        otherwise = "loop" if engine.name == "auto" else "error"
     compiled = engine.compile
     if compiled == "auto":
         most = int(data.train.count.max())
@@ -270,13 +275,25 @@ def resolve(
         task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline, _largest(data)
     )
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
-    return replace(
+    decided = replace(
         experiment,
         data=replace(experiment.data, labels=data.labels),
-        engine=replace(engine, name=name, compile=compiled),
+        engine=replace(engine, name=name, compile=compiled, otherwise=otherwise),
         evaluate=replace(experiment.evaluate, headline=what.headline),
         model=replace(experiment.model, buffers=buffers),
     )
+    return replace(decided, engine=replace(decided.engine, way=_way(decided, task, data)))
+
+
+def _way(experiment: Experiment, task: Task, data: ClientData) -> str:
+    """How the stacked engine has steps of this run's cohorts computed; all its processes do the same."""
+    engine = experiment.engine
+    if engine.way != "auto":
+        return engine.way
+    if engine.name != "stacked" or distributed.world() > 1:
+        return "together"
+    cohort = experiment.cohort.size(data.clients)
+    return choose_way(task, data, federation_settings(experiment), cohort, user_cache())
 
 
 def _largest(data: ClientData) -> float | None:
@@ -322,5 +339,7 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         chunk=engine.chunk,
         lanes=engine.lanes,
         compile=engine.compile == "yes",
+        way=engine.way,
+        otherwise=engine.otherwise,
         transforms=experiment.transforms,
     )
