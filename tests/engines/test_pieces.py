@@ -23,7 +23,7 @@ from helpers import classification, federation_of, method, play
 from sartor.client.local import Batches, Client
 from sartor.data.clients import ClientData
 from sartor.engines import ways
-from sartor.engines.schedule import plan, usual_lanes
+from sartor.engines.schedule import plan, usual, usual_lanes
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.engines.stacked.graphs import Graphs
 from sartor.errors import NotStackable
@@ -150,6 +150,7 @@ def test_lanes_are_those_to_be_expected_of_a_cohort() -> None:
     longest, total = np.mean([max(pair) for pair in pairs]), 2 * counts.mean()
     assert usual_lanes(counts, 2) == int(np.ceil(total / longest)) == 2
     assert usual_lanes(counts, 4) == 2  # 16 steps, of which the longest takes 10
+    assert usual_lanes(np.arange(10**6), 1000) == 501  # of a million clients, at once
     assert usual_lanes(np.array([5]), 1) == usual_lanes(np.zeros(3), 1) == 1
 
 
@@ -159,7 +160,7 @@ def test_any_cohort_has_as_many_lanes() -> None:
     batches, shapes = Batches(size=5), set()
     for _ in range(50):
         cohort = rng.choice(60, 8, replace=False)
-        shape = plan(batches, sizes[cohort], rounded=True, among=sizes).shape
+        shape = plan(batches, sizes[cohort], rounded=True, expected=usual(batches, sizes, 8)).shape
         shapes.add((shape.lanes, shape.width, shape.full))
     assert len(shapes) == 1
 

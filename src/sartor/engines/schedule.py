@@ -25,9 +25,6 @@ from torch import Tensor
 from sartor import random
 from sartor.client.local import Batches
 
-SPARE = 1.25
-"""On a GPU a few lanes more cost little, and shorten what a cohort longer than expected takes."""
-
 
 def bucket(number: int, grain: int = 8) -> int:
     """The number rounded up to one of ``grain`` sizes per power of two: few different shapes arise."""
@@ -73,20 +70,62 @@ class Plan:
         return tuple((first, end) for first, end in itertools.pairwise(edges) if first < end)
 
 
+@dataclass(frozen=True)
+class Usual:
+    """What is to be expected of a cohort, by all clients that it may be drawn from."""
+
+    lanes: int
+    """As many as keep busy while the longest client trains."""
+    most: int
+    """Samples of the largest client of all."""
+    alike: bool
+    """Whether all clients have as many samples."""
+
+
+def usual(batches: Batches, among: np.ndarray, clients: int) -> Usual:
+    """What is usual for so many clients that are drawn among clients with these numbers of samples."""
+    counts = np.asarray(batches.count(among), dtype=np.int64)
+    # Epochs that are drawn make the longest client longer.
+    spread = 1.0 if batches.law is None else batches.law.most / batches.law.mean
+    most = int(among.max(initial=0))
+    return Usual(usual_lanes(counts, clients, spread), most, bool((among == most).all()))
+
+
+def usual_lanes(counts: np.ndarray, clients: int, spread: float = 1.0) -> int:
+    """As many lanes as keep busy while the longest of so many clients trains, by what is to be expected.
+
+    ``counts`` are the steps of all clients that they are drawn from, ``spread`` how much longer the longest
+    may be by chance. A lane each if that is nearly as many.
+
+    >>> usual_lanes(np.array([10, 10, 20, 40]), 4), usual_lanes(np.full(100, 7), 10)
+    (2, 10)
+    """
+    ordered = np.sort(counts)[::-1]
+    if not len(ordered):
+        return clients
+    # How likely each, from the longest on, is drawn while none before it is.
+    drawn = np.minimum(clients / np.arange(len(ordered), 0, -1), 1.0)
+    before = np.concatenate([[1.0], np.cumprod(1 - drawn[:-1])])
+    longest, total = spread * float((before * drawn * ordered).sum()), clients * float(ordered.mean())
+    if longest == 0 or total >= 0.8 * clients * longest:
+        return clients
+    return min(clients, math.ceil(total / longest))
+
+
 def plan(
     batches: Batches,
     sizes: np.ndarray,
     lanes: int = 0,
     rounded: bool = False,
     epochs: np.ndarray | None = None,
-    among: np.ndarray | None = None,
+    expected: Usual | None = None,
 ) -> Plan:
     """Lay out the steps of clients with these numbers of samples, and ``epochs`` where they are drawn.
 
-    ``lanes`` 0 chooses, by the sizes of all clients that these are ``among``; ``rounded`` buckets the shape.
+    ``lanes`` 0 takes as many as are ``expected``, ``rounded`` buckets the shape.
     """
-    clients, among = len(sizes), sizes if among is None else among
-    most, most_of_all = int(sizes.max(initial=0)), int(among.max(initial=0))
+    clients, most = len(sizes), int(sizes.max(initial=0))
+    expected = expected or usual(batches, sizes, clients)
     width = batches.width(most)
     counts = np.asarray(batches.count(sizes, epochs), dtype=np.int64)
     longest = int(counts.max(initial=0))
@@ -94,45 +133,14 @@ def plan(
     places = max(1, int((passes * sizes).max(initial=0)))
     if rounded:
         places = bucket(places)
-        width = min(bucket(width, 2), batches.width(max(most_of_all, most)))
-    alone = not lanes or lanes >= clients
-    if alone:
-        # A law's epochs are drawn anew each round, and make ragged what is not.
-        of_all = np.asarray(batches.count(among), dtype=np.int64)
-        spread = 1.0 if batches.law is None else batches.law.most / batches.law.mean
-        lanes = usual_lanes(of_all, clients, spread, SPARE if rounded else 1.0)
+        width = min(bucket(width, 2), batches.width(expected.most))
+    if not lanes or lanes >= clients:
+        lanes = expected.lanes
         if lanes == clients and counts.min(initial=longest) == longest:
-            full = bool((among % width == 0).all()) and len(set(of_all.tolist())) == 1
+            full = expected.alike and expected.most % width == 0
             return Plan(Shape(clients, longest, width, places, packed=False, full=full), None, None)
     rows, turns = pack(counts, lanes)
     return Plan(Shape(lanes, len(rows), width, places, packed=True, full=False), rows, turns)
-
-
-def usual_lanes(counts: np.ndarray, clients: int, spread: float = 1.0, spare: float = 1.0) -> int:
-    """As many lanes as keep busy while the longest of so many clients trains, by what is to be expected.
-
-    ``counts`` are the steps of all clients that they are drawn from, ``spread`` how much longer the longest
-    may be by chance, ``spare`` how many more lanes there are to be. A lane each if that is nearly as many.
-
-    >>> usual_lanes(np.array([10, 10, 20, 40]), 4), usual_lanes(np.full(100, 7), 10)
-    (2, 10)
-    """
-    ordered = np.sort(counts)
-    longest = spread * float((_chance_of_last(len(ordered), clients) * ordered).sum())
-    total = clients * float(ordered.mean()) if len(ordered) else 0.0
-    if longest == 0 or total >= 0.8 * clients * longest:
-        return clients
-    return min(clients, math.ceil(spare * total / longest))
-
-
-def _chance_of_last(population: int, drawn: int) -> np.ndarray:
-    """How likely each of some ordered clients is the last among those drawn without replacement."""
-    chances, left = np.zeros(population), 1.0
-    drawn = min(drawn, population)
-    for place in range(population - 1, drawn - 2, -1):
-        chances[place] = left * drawn / (place + 1)  # of the place + 1 that remain, drawn ones are wanted
-        left -= chances[place]
-    return chances
 
 
 def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ class Engine:
     way: str = setting(
         "auto",
         "how a step of many clients is computed: by kernels for all of them, or apart, side by side on a "
-        "GPU; auto: as measured",
+        "GPU; auto: by the size of a step, or as measured",
         choices=("auto", "together", "apart"),
     )
     otherwise: str = setting(

@@ -26,7 +26,7 @@ from sartor.client.local import Batches
 from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.loop import LoopEngine
-from sartor.engines.schedule import Plan, bucket, plan, scan_table
+from sartor.engines.schedule import Plan, Usual, bucket, plan, scan_table, usual
 from sartor.engines.stacked.graphs import Graphs
 from sartor.engines.stacked.trace import Checked, Fixed, Kind, Program, Rows, Tracer
 from sartor.errors import NotStackable
@@ -76,6 +76,7 @@ class StackedEngine(LocalEngine):
         if origins is not None:
             self._origins = to_device(np.stack([origins.numbers, origins.seeds]), self.device)
         self._plans: dict[Hashable, Plan] = {}
+        self._expected: dict[tuple[Batches, int], Usual] = {}
         self._cohorts: dict[bytes, Tensor] = {}
         self._counted: dict[int, Tensor] = {}
         self._known: tuple[Any, str] | None = None
@@ -368,9 +369,16 @@ class StackedEngine(LocalEngine):
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            among = self.samples[batches.split].counts
-            self._plans[key] = plan(batches, sizes, self.settings.lanes, self.graphs.wanted, epochs, among)
+            expected = self._usual(batches, len(sizes))
+            self._plans[key] = plan(batches, sizes, self.settings.lanes, self.graphs.wanted, epochs, expected)
         return self._plans[key]
+
+    def _usual(self, batches: Batches, clients: int) -> Usual:
+        """What is to be expected of so many clients, whoever they are."""
+        key = (batches, clients)
+        if key not in self._expected:
+            self._expected[key] = usual(batches, self.samples[batches.split].counts, clients)
+        return self._expected[key]
 
     def _epochs(self, law: Law, work: Work) -> np.ndarray:
         """The epochs that are drawn for these clients in their rounds."""
