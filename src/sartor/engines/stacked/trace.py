@@ -33,8 +33,8 @@ from sartor.errors import NotStackable, SartorError
 from sartor.federation.exchange import ClientError, ClientFunction, checked_reply, norms_of
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import products
-from sartor.kernels.gpu import has_tensor_cores, side_by_side
+from sartor.kernels import pooling, products
+from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.model.task import Batch, Task
 from sartor.nests import Nest
 
@@ -278,6 +278,8 @@ class Tracer:
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
         if has_tensor_cores(self.device) and not self.apart:
             products.specialise(graph)
+        if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
+            pooling.specialise(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
         run = self._compiled(graph) if self.settings.compile else graph
         return Traced(run, result_spec[0], reads)
