@@ -7,8 +7,8 @@ A part stands between ``<!-- begin: NAME -->`` and ``<!-- end -->``, and NAME sa
 ``methods FAMILY...`` the methods of these pages' files, ``papers`` all tables and figures, ``bands`` the
 measured numbers. On a method's own page ``method NAME`` says what it is and keeps, ``settings NAME`` what it
 can be told, ``curve NAME`` shows what was measured; ``measured`` is the table of all of these measurements.
-``overview`` is a table of all methods to choose by; ``house`` and ``rooms`` are the picture and the table of
-the source's rooms.
+``networks`` are the models by name. ``overview`` is a table of all methods to choose by; ``house`` and
+``rooms`` are the picture and the table of the source's rooms.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import house
 
 from sartor.algorithms import cards, registered
 from sartor.algorithms.comfed.comfed import MECHANISMS
+from sartor.model.networks import CUSTOM, MODELS, about
 from sartor.runs.experiment import describe_class
 from sartor.studies.reproduction import Entry, entries
 
@@ -145,6 +146,17 @@ def settings(name: str) -> str:
     return "\n".join(lines)
 
 
+def networks() -> str:
+    """The networks by name, with their settings and defaults."""
+    lines = head("network", "what it is", "settings")
+    for name, kind in MODELS.items():
+        if name != CUSTOM and kind.__module__.startswith("sartor."):
+            own = describe_class(kind, "model")
+            said = (f"`{one.key.removeprefix('model.')}` = {json.dumps(one.default)}" for one in own)
+            lines.append(row((f"`{name}`", about(kind), ", ".join(said))))
+    return "\n".join(lines)
+
+
 def papers() -> str:
     """All tables and figures, and what there is of ours."""
     lines = head("name", "place", "what it shows", "numbers of the paper", "ours")
@@ -198,6 +210,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "overview": overview,
     "curve": curves.curve,
     "measured": lambda: curves.measured(page_of),
+    "networks": networks,
     "papers": papers,
     "bands": bands,
     "house": house.picture,

@@ -470,7 +470,7 @@ def test_a_server_that_was_stopped_goes_on_where_it_was(
     assert_equal(federation.done(), undisturbed)
 
 
-@pytest.mark.parametrize("name", [pytest.param("scaffold", marks=pytest.mark.nightly), "fedavg-semisync"])
+@pytest.mark.parametrize("name", ["scaffold", "fedavg-semisync"])
 def test_what_is_under_way_outlives_a_server_with_a_store(nursery: Nursery, folder: Path, name: str) -> None:
     """The server is killed while nodes are at work, twice with rounds, and comes back when they are done:
     they wait with their answers, which the next process uses as the last one would have.

@@ -193,6 +193,23 @@ def test_states_go_back_to_an_exchange(tmp_path: Path) -> None:
     assert journal.settle(6, [0]) == {}
 
 
+def test_what_was_kept_and_used_stays_when_a_node_is_told_twice(tmp_path: Path) -> None:
+    """A server takes up exchange 2 and uses it, tells the node so and is killed: the next process, which
+    continues from a checkpoint after exchange 2 that says so, tells it again.
+    """
+    for counts in (True, False):
+        journal = Journal(tmp_path / str(counts))
+        for exchange in (1, 2, 3):
+            journal.stage(exchange, rows((0, float(exchange))))
+        journal.settle(1, [0])
+        told = [2] if counts else []
+        journal.go_back(1, without=[2], keep=[2], counted=told)
+        journal.settle(2, [0])
+        journal.go_back(1, without=[2], keep=[2], counted=told)
+        assert kept(journal) == {0: 2.0 if counts else 1.0}
+        assert journal.settle(3, [0]) == {}
+
+
 def test_old_exchanges_are_merged_and_can_be_gone_back_to(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for exchange in range(1, 101):

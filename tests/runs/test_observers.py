@@ -167,8 +167,10 @@ def test_a_resumed_run_tells_from_where_it_goes_on(data: ClientData, tmp_path: P
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_bar_shows_where_the_run_is_and_ends_with_it(
-    data: ClientData, capsys: pytest.CaptureFixture[str], broken: bool
+    data: ClientData, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    monkeypatch.setenv("NO_COLOR", "1")
     before = set(threading.enumerate())
     if broken:
         with pytest.raises(SartorError):
@@ -178,7 +180,7 @@ def test_the_bar_shows_where_the_run_is_and_ends_with_it(
     shown = capsys.readouterr().err
     assert "scaffold" in shown
     assert ("2/4" if broken else "4/4") in shown
-    assert "shared_local 0." in shown
+    assert "shared_local accuracy 0." in shown
     for thread in set(threading.enumerate()) - before:
         if "Refresh" in type(thread).__name__:
             thread.join(10)

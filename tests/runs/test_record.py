@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> RunFolder:
 def test_a_whole_run_reads_back_as_written(tmp_path: Path) -> None:
     partition = make_partition(np.arange(60) % 3, "iid", clients=3, seed=1)
     rounds = [{"round": 1, "loss": 0.5, "bytes": 10}, {"round": 2, "loss": 0.25, "bytes": 20}]
-    with RunFolder.create(tmp_path / "a" / "run", EXPERIMENT) as run:
+    with RunFolder.create(tmp_path / "a" / "run", EXPERIMENT, signature={"x": [2]}) as run:
         run.write_partition(partition)
         for row in rounds:
             run.add_round(row)
@@ -52,6 +52,7 @@ def test_a_whole_run_reads_back_as_written(tmp_path: Path) -> None:
         "accuracy": [0.5, 1.0, 0.5, 1.0],
     }
     assert again.summary == {"accuracy": 0.75}
+    assert again.signature == {"x": [2]}
     assert again.finished
     assert torch.equal(again.models["personal"], torch.arange(6.0).view(2, 3))
     assert Partition.load(again.path / "partition.npz").hash == partition.hash

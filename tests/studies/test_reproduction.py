@@ -219,6 +219,8 @@ def test_the_small_setting_compares_orders_and_not_sizes() -> None:
         ((1, 2, 3), (30, 20, 10), -1.0),
         ((1, 2, 3), (10, 30, 20), 1 / 3),
         ((2, 2, 2), (10, 30, 20), None),
+        ((1.04, 0.96, 3), (10.5, 20, 30), 1 / 3**0.5 * 2**0.5),  # the first two are 1.0, as the paper prints
+        ((1.26, 1.34, 1.4), (3, 2.5, 1), -2 / 6**0.5),
     ],
 )
 def test_orders_are_compared_by_pairs(
@@ -244,9 +246,15 @@ def test_the_papers_setting_compares_sizes() -> None:
     assert number.paper == 98.46
     assert number.paper_deviation == 0.21
     assert number.ours.mean is not None
-    assert number.difference == pytest.approx(number.ours.mean - 98.46)
-    assert number.within_paper is (abs(number.difference) <= 0.5)
+    assert number.difference is number.within_paper is None  # it is another experiment
+    assert result.settings == settings
     assert result.out == Path("reproductions/spfl-table1-paper")
+    at = entry("spfl/table1")
+    for seen, within_paper in ((98.0, True), (97.9, False)):
+        column = at.scales["paper"].columns[0]
+        beside = reproduction._beside(at, "paper", "fedavg", column, estimate([seen]), as_stated=True)
+        assert beside.difference == pytest.approx(seen - 98.46)
+        assert beside.within_paper is within_paper
 
 
 def test_runs_are_found_again_also_when_more_is_asked_for() -> None:
@@ -291,12 +299,30 @@ def test_a_figure_that_draws_a_table_is_that_table() -> None:
 
 
 def test_the_measured_band_marks_what_lies_outside() -> None:
-    low = comfed(columns=["60"], settings={**SMALL, "rounds": 1})  # one round cannot do what sixty do
-    assert [number.within_measured for number in low.numbers] == [False, False]
-    measured = entry("comfed/table4").measured["small"].band
-    assert [number.measured for number in low.numbers] == [
-        measured.values[number.method][-1] for number in low.numbers
-    ]
+    at = entry("comfed/table4")
+    column, measured = at.scales["small"].columns[-1], at.measured["small"].band
+    for method in ("fedavg", "fedprox"):
+        before = measured.values[method][-1]
+        assert before is not None
+        for seen, inside in ((before, True), (before - 30, False)):
+            number = reproduction._beside(at, "small", method, column, estimate([seen]), as_stated=True)
+            assert (number.measured, number.within_measured) == (before, inside)
+
+
+def test_settings_of_ones_own_are_stored_and_no_band_is_judged_by() -> None:
+    own = comfed(columns=["60"], settings={**SMALL, "rounds": 1})  # one round cannot do what sixty do
+    assert [number.within_measured for number in own.numbers] == [None, None]
+    assert None not in [number.measured for number in own.numbers]
+    assert own.to_mapping()["settings"] == {**SMALL, "rounds": 1}
+
+
+def test_notes_are_of_the_scale_that_is_run() -> None:
+    done = invoke("tailored/fig9", "--methods", "ma-fsvrg", "--columns", "groups = 2", "rounds=1")
+    assert done.exit_code == 0, done.output
+    assert "Small setting (digits, 50 clients, divided by shards, model softmax, 40 rounds)" in done.stdout
+    assert "With settings of your own, so that no band is judged by: rounds=1" in done.stdout
+    assert "ours are 15, 10, 100" not in done.stdout  # which are the paper scale's
+    assert "ours are 15, 10, 100" in entry("tailored/fig9").scales["paper"].note
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,6 +86,9 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    as_latex: Annotated[bool, typer.Option("--latex", help="Print a LaTeX table, for paper.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, for a spreadsheet.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare methods on the same clients, cohorts and batches, over several seeds.
@@ -94,7 +96,13 @@ def compare(
     sartor compare --algorithms fedavg,fedprox --seeds 3 --rounds 20 fedprox.mu=0.1
 
     sartor compare experiment.toml --target 0.9
+
+    sartor compare experiment.toml --latex > table.tex
     """
+    forms = {"json": as_json, "latex": as_latex, "csv": as_csv, "markdown": as_markdown}
+    form = [name for name, wanted in forms.items() if wanted]
+    if len(form) > 1:
+        raise SettingError(f"--{form[0]} and --{form[1]}: give one of them")
     flags = common_flags(data, clients, rounds, seed, engine, device)
     experiment = read_method_words(
         arguments or (), imports, flags, section="compare", algorithms=algorithms, references=references
@@ -111,10 +119,14 @@ def compare(
         references=references,
         together=together,
         out=out,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     if as_json:
         print(to_json(result.to_mapping()))
+    elif form:
+        from sartor.studies.formats import FORMATS
+
+        print(FORMATS[form[0]](result), end="")
     else:
         _print_comparison(result)
         print(f"comparison: {result.out / comparison.FILE}")

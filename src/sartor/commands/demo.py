@@ -74,7 +74,7 @@ def main() -> None:
 
 def _run(name: str) -> tuple[dict[str, Any], Path]:
     """A method's run; one that was finished earlier with the same settings is made again beside it."""
-    result = execute(load(None, SETTINGS, algorithm=name), progress=sys.stderr.isatty())
+    result = execute(load(None, SETTINGS, algorithm=name), progress=True)
     assert result.folder is not None
     return result.summary, result.folder
 

@@ -107,7 +107,7 @@ def serve(
     experiment = None
     if resume is None:
         experiment = from_mapping(read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION))
-    result = serve_nodes(experiment, service, out=out, resume=resume, progress=sys.stderr.isatty())
+    result = serve_nodes(experiment, service, out=out, resume=resume, progress=True)
     if as_json:
         print(to_json(result.summary))
     else:

@@ -15,12 +15,15 @@ from sartor.commands import (
     data,
     deploy,
     evaluate,
+    export,
+    models,
     report,
     reproduce,
     resume,
     run,
     search,
     settings,
+    watch,
 )
 from sartor.commands.base import app
 
@@ -31,13 +34,16 @@ __all__ = [
     "data",
     "deploy",
     "evaluate",
+    "export",
     "main",
+    "models",
     "report",
     "reproduce",
     "resume",
     "run",
     "search",
     "settings",
+    "watch",
 ]
 
 

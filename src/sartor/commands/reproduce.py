@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -86,7 +85,7 @@ def reproduce(
         device=device,
         settings=collect(None, overrides, imports=imports or None),
         out=out,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     if as_json:
         print(to_json(result.to_mapping()))
@@ -112,10 +111,11 @@ def _print_entries(entries: Sequence[Entry], as_json: bool) -> None:
     from sartor.runs.record import to_json
 
     if as_json:
-        keys = ("name", "title", "paper", "place", "note", "cannot", "same_as", "source", "status")
+        keys = ("name", "title", "paper", "place", "cannot", "same_as", "source", "status")
         rows = [{key: getattr(entry, key) for key in keys} for entry in entries]
         for row, entry in zip(rows, entries, strict=True):
             row["scales"] = list(entry.scales)
+            row["notes"] = {scale: at.note for scale, at in entry.scales.items() if at.note}
             row["columns"] = {scale: [c.label for c in at.columns] for scale, at in entry.scales.items()}
             row["methods"] = {scale: list(at.methods) for scale, at in entry.scales.items()}
         print(to_json(rows))
@@ -133,10 +133,13 @@ def _print_entries(entries: Sequence[Entry], as_json: bool) -> None:
 
 def _print_reproduction(entry: Entry, result: Reproduction) -> None:
     """A table for every column: ours, the paper's, and how they compare."""
-    small = result.scale == "small"
+    small, at = result.scale == "small", entry.scales[result.scale]
     print(f"{entry.name}: {entry.title} ({entry.paper}, {entry.place})")
     if small:
-        print("Small setting: numbers do not compare with the paper's in size, only in the order of methods.")
+        print(f"Small setting ({_in_words(at.experiment)}): numbers do not compare with the paper's in size,")
+        print("only in the order of methods.")
+    if result.settings:
+        print(f"With settings of your own, so that no band is judged by: {_as_words(result.settings)}")
     unit = " (%)" if result.percent else ""
     digits = 1 if result.percent else 4
     for column in dict.fromkeys(number.column for number in result.numbers):
@@ -166,8 +169,30 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
     else:
         kept = entry.measured[result.scale]
         print(f"Measured before: {kept.date}, {kept.hardware}, seeds {kept.seeds}, {kept.command}")
-    if entry.note:
-        print(f"Note: {entry.note}")
+    if at.note:
+        print(f"Note: {at.note}")
+
+
+def _as_words(settings: Mapping[str, Any], before: str = "") -> str:
+    """Settings as they are given: ``rounds=10 data.clients=6``."""
+    words = [
+        _as_words(value, f"{before}{key}.") if isinstance(value, Mapping) else f"{before}{key}={value}"
+        for key, value in settings.items()
+    ]
+    return " ".join(words)
+
+
+def _in_words(experiment: Mapping[str, Any]) -> str:
+    """What an experiment is about."""
+    data = experiment.get("data", {})
+    known = {
+        "{}": data.get("name"),
+        "{} clients": data.get("clients"),
+        "divided by {}": experiment.get("partition", {}).get("name"),
+        "model {}": experiment.get("model", {}).get("name"),
+        "{} rounds": experiment.get("rounds"),
+    }
+    return ", ".join(text.format(value) for text, value in known.items() if value is not None)
 
 
 def _with_deviation(mean: float | None, deviation: float | None, digits: int) -> str:

@@ -46,7 +46,7 @@ def resume(
     else:
         from sartor.runs.resume import resume
 
-        summary = resume(run, rounds=rounds, progress=sys.stderr.isatty()).summary
+        summary = resume(run, rounds=rounds, progress=True).summary
     if as_json:
         print(to_json(summary))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,7 +83,7 @@ def run(
         return
     from sartor.runs.execute import execute  # after the experiment is known to be right
 
-    result = execute(experiment, out=out, progress=sys.stderr.isatty())
+    result = execute(experiment, out=out, progress=True)
     if as_json:
         print(to_json(result.summary))
     else:
@@ -126,6 +125,8 @@ def print_cells(summary: dict[str, Any]) -> None:
 
 def _print_cost(cost: dict[str, Any]) -> None:
     """What a run would take, a line each."""
+    from sartor.runs.durations import duration
+
     steps, memory = cost["steps_per_client"], cost["memory"]
     rows = [
         ("method", f"{cost['algorithm']} on {cost['data']}, {cost['rounds']} rounds"),
@@ -141,7 +142,7 @@ def _print_cost(cost: dict[str, Any]) -> None:
         for name in ("data", "client_states", "server", "cohort_models")
     ]
     times = {
-        name: _seconds(cost[name]) for name in ("seconds_per_round", "seconds_per_evaluation", "seconds")
+        name: duration(cost[name]) for name in ("seconds_per_round", "seconds_per_evaluation", "seconds")
     }
     rows += [
         ("a round", times["seconds_per_round"]),
@@ -168,12 +169,3 @@ def _bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:,.1f} TB"
-
-
-def _seconds(seconds: float) -> str:
-    """A time in words."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

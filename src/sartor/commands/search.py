@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,6 +67,8 @@ def search(
 ) -> None:
     """Choose hyper-parameters on validation data, with the same number of trials for every method.
 
+    A method whose space is not given is searched over the declared ranges of its numbers.
+
     sartor search experiment.toml --algorithms fedprox,ditto --budget 8
 
     sartor search --algorithms fedavg data.validation=0.2 fedavg.lr=[0.01,0.1] --method grid
@@ -85,7 +86,7 @@ def search(
         seeds=parse_seeds(seeds, experiment.get("search"), seed),
         together=together,
         out=out,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     if as_json:
         print(to_json(result.to_mapping()))

@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from threading import Lock
 from typing import Any, TypeAlias, overload
@@ -26,6 +26,7 @@ from sartor import nests
 from sartor.data.apportion import cut
 from sartor.data.labels import check_labels, listed, other_kind, texts_of
 from sartor.data.moments import Moments, moments_of
+from sartor.data.preprocessing import Preprocessing
 from sartor.data.samples import TARGETS, inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.streams import stream
 from sartor.errors import DataError
@@ -138,6 +139,8 @@ class ClientData:
     labels: tuple[str, ...] | None = None
     public_x: torch.Tensor | None = None
     """Samples without labels that server and clients know, where there are any."""
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    """What was done with the raw rows, so that it can be done with new ones."""
 
     @property
     def clients(self) -> int:
@@ -175,6 +178,11 @@ class ClientData:
         y = self.pooled_y if targets is None else targets(self.pooled_y)
         y = mapped["test"].y if self.pooled_y is self.test.y else y
         return dataclasses.replace(self, pooled_x=x, pooled_y=y, **mapped)
+
+    def preprocessed(self, function: Change, **step: Any) -> ClientData:
+        """The same data with every input mapped, which is noted as a step of the preprocessing."""
+        noted = dataclasses.replace(self.preprocessing, **step)
+        return dataclasses.replace(self.map(function), preprocessing=noted)
 
 
 def from_clients(
@@ -535,19 +543,11 @@ def prepare(
     if isinstance(data.train, LazySplit) and normalise:
         raise DataError(f"{data.name}: lazy clients cannot be normalised here; do it in their fetch function")
     if features is not None:
-        data = data.map(features)
+        data = data.preprocessed(features, features=features)
     if not normalise:
         return data
     moments = moments_of((like or data).train.x) if like is None or isinstance(like, ClientData) else like
-
-    def scaled(path: str, leaf: torch.Tensor) -> torch.Tensor:
-        if not leaf.is_floating_point():
-            return leaf
-        return (
-            moments[path].normalise(leaf[:, None])[:, 0] if leaf.ndim == 1 else moments[path].normalise(leaf)
-        )
-
-    return data.map(lambda x: nests.named(scaled, x, "x"))
+    return data.preprocessed(Preprocessing(moments=moments).scaled, moments=moments)
 
 
 def check_fraction(name: str, fraction: float) -> None:

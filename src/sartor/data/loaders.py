@@ -7,6 +7,7 @@ Data already in memory go through :func:`sartor.data.clients.from_clients`; ever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from sartor import nests
 from sartor.data.apportion import cut
 from sartor.data.clients import SPLITS, ClientData, Pair, Samples, from_clients, relabel
 from sartor.data.partitions import Partition, apply, make_partition
+from sartor.data.preprocessing import NumberColumns, Preprocessing, check_column
 from sartor.data.readers import check_file, check_fits, read_npz
 from sartor.data.samples import inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.schemes import Scheme
 from sartor.data.sources import Source
 from sartor.data.streams import stream
 from sartor.errors import DataError
-from sartor.settings import nearest
 
 
 def from_folder(
@@ -61,7 +62,7 @@ def from_folder(
 
 def read_client(file: Path) -> Samples | Mapping[str, Samples]:
     """What an npz file holds of one client, as :func:`~sartor.data.clients.from_clients` takes it."""
-    held = _nested(read_npz(file))
+    held = nested(read_npz(file))
     if set(held) == {"x", "y"}:
         return held["x"], held["y"]
     known = {f"{split}_{part}" for split in SPLITS for part in "xy"}
@@ -79,7 +80,7 @@ def read_client(file: Path) -> Samples | Mapping[str, Samples]:
     return {split: (held[x], held[y]) for split, (x, y) in given.items()}
 
 
-def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays whose names have dots as dicts of arrays, or as tuples where the names are places."""
     held: dict[str, Any] = {}
     for name, array in arrays.items():
@@ -92,7 +93,7 @@ def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inner(named: dict[str, Any]) -> Any:
-    inner = _nested(named)
+    inner = nested(named)
     if set(inner) == {str(place) for place in range(len(inner))}:
         return tuple(inner[str(place)] for place in range(len(inner)))
     return inner
@@ -119,24 +120,18 @@ def from_table(
     for each row; otherwise the splits are drawn. Clients are in ascending order.
     """
     path = Path(path)
-    columns = _read_table(path, texts=() if labels is None else (label_column,))
+    columns = read_table(path, texts=() if labels is None else (label_column,))
     if not len(next(iter(columns.values()), ())):
         raise DataError(f"{path}: no rows")
     reserved = [column for column in (client_column, label_column, split_column) if column is not None]
     if feature_columns is None:
         feature_columns = [column for column in columns if column not in reserved]
     for column in (*reserved, *feature_columns):
-        if column not in columns:
-            guess = nearest(column, columns)
-            hint = f"did you mean {guess}?" if guess else f"it has {', '.join(columns)}"
-            raise DataError(f"{path}: no column {column}; {hint}")
+        check_column(columns, column, str(path))
     if not feature_columns or set(feature_columns) & set(reserved):
         raise DataError(f"{path}: give at least one feature column besides {', '.join(reserved)}")
-    for column in (*reserved, *feature_columns):
-        if columns[column].null_count:
-            row = int(np.argmax(columns[column].is_null().to_numpy()))
-            raise DataError(f"{path}: column {column} has no value in row {row} (first row is 0)")
-    x = np.column_stack([_numbers(path, column, columns[column]) for column in feature_columns])
+    reader = NumberColumns(tuple(feature_columns))
+    x = reader.samples(columns, str(path)).numpy()
     y = np.asarray(columns[label_column].to_pylist())
     names, owner = np.unique(np.asarray(columns[client_column].to_pylist()), return_inverse=True)
     split = None if split_column is None else np.asarray(columns[split_column].to_pylist()).astype(str)
@@ -159,6 +154,7 @@ def from_table(
         targets=targets,
         name=path.stem,
     )
+    data = replace(data, preprocessing=Preprocessing(table=reader))
     return data if labels is None else relabel(data, labels, str(path))
 
 
@@ -247,7 +243,7 @@ def from_flower_partitioner(
     )
 
 
-def _read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
+def read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
     """The columns of a table, by the ending of its name; some of a CSV file are texts, whatever they hold."""
     import pyarrow
     from pyarrow import csv, parquet
@@ -274,16 +270,6 @@ def _read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
     if unprintable:
         raise DataError(f"{path}: the column name {unprintable[0]!r} is not printable; rename it")
     return {name: table.column(name) for name in names}
-
-
-def _numbers(path: Path, column: str, values: Any) -> npt.NDArray[Any]:
-    """A column as numbers."""
-    array = np.asarray(values.to_numpy())
-    if array.dtype.kind not in "iufb":
-        raise DataError(
-            f"{path}: column {column} does not hold numbers ({values.type}); leave it out of the features"
-        )
-    return array.astype(np.float32)
 
 
 def _collect(dataset: Any, name: str, targets: str) -> Pair:

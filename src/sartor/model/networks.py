@@ -1,25 +1,30 @@
-"""The papers' networks, by name. Each is a frozen dataclass of its settings with ``build(shape, classes)``.
+"""Networks by name: those of the papers, and what makes any of them, or a user's own, into a task.
 
-The initial weights are PyTorch's own initialisation, drawn from the keyed stream (seed, "initial").
+Each is a frozen dataclass of its settings with ``build(shape, classes)``; those for images, sequences and
+tables that people use beside the papers' have modules of their own. The initial weights are PyTorch's own
+initialisation, drawn from the keyed stream (seed, "initial").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from sartor import nests, random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry, call, find_function
 from sartor.memory import free_memory
 from sartor.model.objectives import Classification, Objective
+from sartor.model.sequences import LSTM, Transformer
+from sartor.model.tables import Table
 from sartor.model.task import Task
+from sartor.model.vision import ResNet8, ResNet18, ResNet20, ViT
 from sartor.nests import Nest
 from sartor.settings import setting
 
@@ -89,22 +94,6 @@ class CNNSPFL:
 
 
 @dataclass(frozen=True)
-class ResNet8:
-    """ResNet-8: a 3×3 convolution, three residual blocks of 16, 32 and 64 channels, average pooling."""
-
-    norm: str = setting("group", "normalisation layers", choices=("group", "batch"))
-    head: ClassVar[str | None] = "output"
-
-    def build(self, shape: Shape, classes: int) -> nn.Module:
-        """The module for images of this shape."""
-        if len(shape) != 3:
-            raise SettingError(
-                f"model.name = 'resnet8': needs images [channels, height, width], the data has {list(shape)}"
-            )
-        return _ResNet8(shape[0], classes, self.norm)
-
-
-@dataclass(frozen=True)
 class Custom:
     """A model given in Python: a stored experiment can name it, but not make it."""
 
@@ -128,6 +117,12 @@ MODELS: Registry[type] = Registry(
         "lenet": LeNet,
         "cnn-spfl": CNNSPFL,
         "resnet8": ResNet8,
+        "resnet18": ResNet18,
+        "resnet20": ResNet20,
+        "vit": ViT,
+        "lstm": LSTM,
+        "transformer": Transformer,
+        "table": Table,
         CUSTOM: Custom,
     },
 )
@@ -165,6 +160,11 @@ def register_model(name: str) -> Callable[[Model], Model]:
     return added
 
 
+def about(kind: type) -> str:
+    """What a network is, in a line."""
+    return (inspect.getdoc(kind) or "").partition("\n")[0]
+
+
 def build_task(
     choice: ModelChoice, x: Nest, y: Nest, classes: int | None, seed: int, objective: Objective | None = None
 ) -> Task:
@@ -177,7 +177,9 @@ def build_task(
     shape = nests.mapped(lambda leaf: tuple(leaf.shape[1:]), x)
     outputs = objective.outputs(y, classes)
     if choice.path is None:
-        if not isinstance(shape, tuple) or not all(isinstance(size, int) for size in shape):
+        choice = settled(choice, [x], y)
+        one = isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
+        if not one and not getattr(choice.settings, "nested", False):
             raise SettingError(
                 f"model.name = {choice.name!r}: takes one array, samples are {nests.words(x)}; give a model "
                 "of your own"
@@ -194,10 +196,24 @@ def build_task(
     return Task(made, objective=objective, classes=classes, head=head, name=Path(choice.path).name)
 
 
+def settled(choice: ModelChoice, samples: Sequence[Nest], y: Nest) -> ModelChoice:
+    """The choice with what samples say of settings that were left open, such as how many tokens there are."""
+    if not hasattr(choice.settings, "seen"):
+        return choice
+    return replace(choice, settings=choice.settings.seen(samples, y))
+
+
+def check_told(choice: ModelChoice, why: str) -> None:
+    """Refuse settings that are left to samples where these cannot say it."""
+    for key in getattr(choice.settings, "told", ()):
+        if not getattr(choice.settings, key):
+            raise SettingError(f"model.{key}: say it, as {why}")
+
+
 def make_task(
     name: str,
     settings: Any,
-    shape: Shape,
+    shape: Any,
     outputs: int | None,
     seed: int,
     objective: Objective | None = None,
@@ -207,13 +223,14 @@ def make_task(
 
     ``outputs`` are its classes where no objective says otherwise.
     """
+    shape = shape if isinstance(shape, dict) else tuple(shape)
     if outputs is None:
         raise SettingError(
             f"model.name = {name!r}: classifies, but the data has no classes; give a model of your own, or "
             "name the objective"
         )
-    check_size(name, settings, tuple(shape), outputs)
-    module = seeded(lambda: settings.build(tuple(shape), outputs), seed)
+    check_size(name, settings, shape, outputs)
+    module = seeded(lambda: settings.build(shape, outputs), seed)
     if not isinstance(module, nn.Module):
         raise SettingError(f"model {name}: build() gives a {type(module).__name__}, expected an nn.Module")
     known = outputs if objective is None else classes
@@ -222,7 +239,7 @@ def make_task(
     return task
 
 
-def check_size(name: str, settings: Any, shape: Shape, outputs: int) -> None:
+def check_size(name: str, settings: Any, shape: Any, outputs: int) -> None:
     """Refuse a network of ours that does not fit into memory, before it is made."""
     if not type(settings).__module__.startswith("sartor."):  # whoever adds a network may count on one call
         return
@@ -288,48 +305,6 @@ def _convolutional(
         previous = width_
     layers["output"] = nn.Linear(previous, classes)
     return _named(**layers)
-
-
-def _norm(kind: str, channels: int) -> nn.Module:
-    return nn.GroupNorm(8, channels) if kind == "group" else nn.BatchNorm2d(channels)
-
-
-class _Block(nn.Module):
-    """Two 3×3 convolutions and a shortcut, a 1×1 convolution where the shape changes."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
-        super().__init__()
-        self.convolution1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.norm1 = _norm(norm, outputs)
-        self.convolution2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = _norm(norm, outputs)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = _named(
-                convolution=nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm=_norm(norm, outputs)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.convolution1(x)))
-        return F.relu(self.norm2(self.convolution2(y)) + self.shortcut(x))
-
-
-class _ResNet8(nn.Module):
-    def __init__(self, channels: int, classes: int, norm: str) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
-        self.norm = _norm(norm, 16)
-        self.block1, self.block2, self.block3 = (
-            _Block(16, 16, 1, norm),
-            _Block(16, 32, 2, norm),
-            _Block(32, 64, 2, norm),
-        )
-        self.output = nn.Linear(64, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.block3(self.block2(self.block1(F.relu(self.norm(self.convolution(x))))))
-        scores: Tensor = self.output(y.mean(dim=(2, 3)))
-        return scores
 
 
 @dataclass(frozen=True, kw_only=True)

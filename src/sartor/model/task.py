@@ -476,7 +476,7 @@ class Task:
     def _given(self, buffers: Tensor | None, w: Tensor) -> Tensor:
         return self.initial_buffers(w.device) if buffers is None else buffers
 
-    def _arguments(self, x: Nest) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, x: Nest) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """How the module is called with a sample of this form."""
         if isinstance(x, tuple):
             return x, {}
@@ -504,7 +504,7 @@ class Task:
         previous = getattr(_context, "mode", None)
         _context.mode = mode
         try:
-            result = functional_call(module, named, *self._arguments(x), strict=False)
+            result = functional_call(module, named, *self.arguments(x), strict=False)
         finally:
             _context.mode = previous
         if mode.training:

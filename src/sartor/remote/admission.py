@@ -22,6 +22,7 @@ from sartor.data.clients import SPLITS, ClientData, Split
 from sartor.data.expect import unexpected
 from sartor.data.labels import check_labels, listed, other_kind
 from sartor.data.moments import Moments
+from sartor.data.preprocessing import Preprocessing
 from sartor.data.public import hash_of
 from sartor.data.samples import MOST_CLASSES
 from sartor.errors import DataError
@@ -405,6 +406,15 @@ def received_moments(numbers: Mapping[str, int], tensors: Mapping[str, torch.Ten
     }
 
 
+def common_moments(met: Mapping[int, Introduction]) -> dict[str, Moments] | None:
+    """How the samples of all nodes lie together; None where they are not normalised."""
+    told = [introduction.moments for introduction in met.values() if introduction.moments is not None]
+    common: dict[str, Moments] | None = None
+    for part in sorted(told, key=lambda part: sum(each.number for each in part.values())):
+        common = {path: common[path] + part[path] for path in part} if common else part
+    return common
+
+
 def _wrong(text: str) -> Failed:
     return Failed("malformed", f"its introduction: {text}")
 
@@ -551,4 +561,5 @@ def assemble(introductions: Mapping[int, Introduction], labels: tuple[str, ...] 
         hash=hashlib.sha256(repr(hashes).encode()).hexdigest(),
         name="own",
         labels=labels,
+        preprocessing=Preprocessing(moments=common_moments(introductions)),
     )

@@ -121,11 +121,21 @@ class Journal:
                 entry.path.unlink(missing_ok=True)
         return kept
 
-    def go_back(self, exchange: int, without: Iterable[int] = (), keep: Iterable[int] = ()) -> None:
-        """Forget everything after an exchange, and these before it; these stay if they are staged."""
-        gone, staying = set(without), set(keep)
+    def go_back(
+        self,
+        exchange: int,
+        without: Iterable[int] = (),
+        keep: Iterable[int] = (),
+        counted: Iterable[int] = (),
+    ) -> None:
+        """Forget everything after an exchange, and these before it; of those to keep, what is staged stays,
+        and what was used if it is among those that are known to count.
+
+        Told the same twice, as by a server that was stopped in between, a journal goes back no further.
+        """
+        gone, staying, used = set(without), set(keep), set(keep) & set(counted)
         for number, entry in list(self._entries.items()):
-            if number in staying and entry.kind == "staged":
+            if number in used or (number in staying and entry.kind == "staged"):
                 continue
             if number > exchange or (number in gone and entry.kind != "base"):
                 if entry.kind == "base":

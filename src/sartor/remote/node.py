@@ -54,6 +54,7 @@ from sartor.remote.admission import form_of, moments_like, received_moments, sen
 from sartor.remote.audit import Audit, answered, introduced
 from sartor.remote.form import check_form
 from sartor.remote.journal import Journal, rows_of
+from sartor.remote.keeping import OPENED, Evaluated, keep_models
 from sartor.remote.messages import BadMessage, Groups, Parts, decode, encode, readable, spec_of, version
 from sartor.remote.policy import Policy, Refused
 from sartor.runs import experiment as experiments
@@ -75,7 +76,7 @@ log = logging.getLogger(__name__)
 
 Load = Callable[[Experiment], ClientData]
 """Gives a node's clients: their raw samples, split as the experiment says."""
-OPENED, DECLARED = "opened.json", "declared.tensors"
+DECLARED = "declared.tensors"
 METHOD = "method.txt"
 OPEN_KEYS = ("run", "clients", "numbers", "classes", "labels", "number", "groups", "entries")
 COMMON = (shared_model, own_buffers)
@@ -89,11 +90,18 @@ class Closed(SartorError):
 class Hosted:
     """The clients of this node in a run: where they are trained, and what they keep.
 
-    They stand here in the node's own order, and have the numbers of the whole federation outside.
+    They stand here in the node's own order, and have the numbers of the whole federation outside. ``dealt``
+    is what the server has said of who has which model.
     """
 
     def __init__(
-        self, experiment: Experiment, task: Task, data: ClientData, numbers: np.ndarray, device: str
+        self,
+        experiment: Experiment,
+        task: Task,
+        data: ClientData,
+        numbers: np.ndarray,
+        device: str,
+        dealt: Mapping[str, Any],
     ) -> None:
         engine = replace(experiment.engine, device=device)
         algorithm = registered()[experiment.algorithm](experiment.hyper)
@@ -102,6 +110,7 @@ class Hosted:
         origins = Origins(numbers, np.full(len(numbers), settings.seed))
         self.engine = make_engine(resolved.engine.name, task, data, settings, origins)
         self.policy, self.numbers = settings.buffers, numbers
+        self.task, self.data, self.dealt = task, data, dealt
         self.transforms = Transforms(settings.transforms)
         self.groups = task.groups
         of = None if task.groups is None else task.groups.of
@@ -175,6 +184,7 @@ class Node:
         self._run = ""
         self._hosted: Hosted | None = None
         self._journal = Journal(None)
+        self._evaluated = Evaluated(None)
         self._hypers: dict[str, Any] = {}
         self._process = secrets.token_hex(8)
         self.done = False
@@ -301,12 +311,15 @@ class Node:
                 task, experiment.models, of, x, y, data.classes, experiment.seed, entries=entries
             )
         data = with_public(data, experiment)
-        hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device)
+        dealt = {key: header[key] for key in ("groups", "entries")} if experiment.models else {}
+        hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device, dealt)
         if run != self._run or self._folder is not None:
             self._check_method(run, experiment.algorithm)
             self._journal = Journal(None if self._folder is None else self._folder / run)
         self._run = run
-        self._journal.go_back(int(header["at"]), header["without"], header["keep"])
+        counted = [exchange for exchange, used in header["settled"] if used]
+        self._evaluated = Evaluated(None if self._folder is None else self._folder / run)
+        self._journal.go_back(int(header["at"]), header["without"], header["keep"], counted)
         self._settle(header)
         self._fill(hosted.states)
         self._remember(header, groups)
@@ -329,23 +342,10 @@ class Node:
         if type(header["rounds"]) is list and len(header["rounds"]) != len(numbers):
             raise BadMessage("malformed", "its rounds are not one for each client")
         places = hosted.places(numbers.tolist())
-        group = hosted.group(places)
         self.round = int(header["round"])
-        here = {
-            group: {name: value.to(hosted.engine.device) for name, value in groups.get(group, {}).items()}
-            for group in ("shared", "each", "buffers")
-        }
-        work = Work(
-            function=self._around(self._function(header), header),
-            hyper=self._hyper(header["algorithm"], header["hyper"]),
-            numbers=places,
-            rounds=np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy(),
-            shared=here["shared"],
-            own=here["each"],
-            buffers=here["buffers"].get("buffers", hosted.buffers(group)),
-            round=self.round,
-        )
-        outcome = hosted.run(work)
+        function = self._function(header)
+        outcome = self._run_at(self._around(function, header), header, groups)
+        self._evaluated.note(header, groups, function, hosted.group(places), outcome.sent)
         kept = dict(outcome.kept)
         groups = {"sent": outcome.sent}
         averaged = outcome.buffers is not None and hosted.policy == "average"
@@ -363,10 +363,57 @@ class Node:
             self._journal.stage(int(header["exchange"]), rows_of(torch.from_numpy(numbers), kept))
         return {"exchange": header["exchange"]}, groups
 
+    def _run_at(self, function: ClientFunction, header: Mapping[str, Any], groups: Groups) -> Outcome:
+        """Have the clients that a request names run a function."""
+        hosted = self._hosted
+        assert hosted is not None
+        numbers = np.array(header["numbers"], dtype=np.int64)
+        places = hosted.places(numbers.tolist())
+        here = {
+            part: {name: value.to(hosted.engine.device) for name, value in groups.get(part, {}).items()}
+            for part in ("shared", "each", "buffers")
+        }
+        work = Work(
+            function=function,
+            hyper=self._hyper(header["algorithm"], header["hyper"]),
+            numbers=places,
+            rounds=np.broadcast_to(np.array(header["rounds"], dtype=np.int64), len(numbers)).copy(),
+            shared=here["shared"],
+            own=here["each"],
+            buffers=here["buffers"].get("buffers", hosted.buffers(hosted.group(places))),
+            round=int(header["round"]),
+        )
+        return hosted.run(work)
+
+    def _keep_models(self) -> None:
+        """Keep the models of the clients here, for their own use; the run ends also where that fails."""
+        if self._folder is None or self._hosted is None:
+            return
+        assert self._experiment is not None
+        try:
+            keep_models(
+                self._folder / self._run,
+                self._evaluated,
+                find_function,
+                self._run_at,
+                self._experiment,
+                self._told,
+                self._hosted.task,
+                self._hosted.data,
+                self._hosted.numbers,
+                self._hosted.dealt,
+            )
+        except (SartorError, OSError, SafetensorError) as error:
+            log.warning("the models of this node's clients are not kept: %s", error)
+
     def _end(self, header: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], Groups]:
         """Everything is said."""
+        if header["run"] != self._run:  # started anew since, and not asked again
+            with contextlib.suppress(SartorError):
+                self.recall()
         if header["run"] == self._run:
             self._settle(header)
+            self._keep_models()
         self.done = True
         return {}, {}
 

@@ -23,6 +23,7 @@ from sartor.errors import DataError, SartorError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.files import OWNER_ALONE, write
+from sartor.model.networks import check_told
 from sartor.model.task import Task
 from sartor.remote.addresses import is_loopback
 from sartor.remote.admission import (
@@ -124,13 +125,15 @@ def serve(
 
 
 def require_deployable(experiment: Experiment) -> None:
-    """Refuse a method that needs the data of all clients in one place, before anybody joins."""
+    """Refuse, before anybody joins, what would need the data of all clients in one place."""
     name = experiment.algorithm
     if not registered()[name].deployable:
         raise SettingError(
             f"{name}: needs the data of all clients in one place, so it cannot be deployed; "
             f"`sartor run {name}` simulates it where the data are"
         )
+    for choice in (experiment.model, *(group.choice for group in experiment.models)):
+        check_told(choice, "the server sees no samples")
 
 
 def listen(service: Service, *, anew: bool = True) -> SuperLink:

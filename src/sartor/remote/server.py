@@ -30,7 +30,6 @@ from torch import Tensor
 
 from sartor import nests
 from sartor.data.clients import ClientData, Split
-from sartor.data.moments import Moments
 from sartor.engines.loop import LoopEngine
 from sartor.errors import SartorError
 from sartor.federation.clock import EventQueue, Job
@@ -47,6 +46,7 @@ from sartor.remote.admission import (
     Admission,
     Introduction,
     Owners,
+    common_moments,
     listed_names,
     sent_moments,
     unknown_label,
@@ -129,12 +129,7 @@ class RemoteEngine(Distant):
         self._known = dict(met)
         for node, introduction in met.items():
             self._hosts |= {self._number[name]: node for name in introduction.names}
-        moments = [introduction.moments for introduction in met.values() if introduction.moments is not None]
-        self._moments: dict[str, Moments] | None = None
-        for part in sorted(moments, key=lambda part: sum(each.number for each in part.values())):
-            self._moments = (
-                {path: self._moments[path] + part[path] for path in part} if self._moments else part
-            )
+        self._moments = common_moments(met)
         self._admission = Admission(self.requests, experiment, owners)
         self._silent: dict[int, Silence] = {}
         """Nodes that have left requests unanswered."""

@@ -14,6 +14,7 @@ from sartor.report.figures import figures as make_figures
 from sartor.report.html import page
 from sartor.report.images import write_figures
 from sartor.report.runs import read
+from sartor.report.sites import site_figures, sites_of
 
 __all__ = ["write_report"]
 
@@ -38,7 +39,8 @@ def write_report(
     True
     """
     material = read([runs] if isinstance(runs, (str, Path)) else runs)
-    drawn = make_figures(material)
+    sites = sites_of(material)
+    drawn = [*([] if sites is None else site_figures(sites)), *make_figures(material)]
     path = Path(out)
     _write(path, page(material, drawn))
     if figures is not None:

@@ -18,6 +18,7 @@ from sartor.errors import SartorError
 from sartor.report.figures import Choice, Figure
 from sartor.report.interactive import spec
 from sartor.report.runs import Material, flat
+from sartor.report.sites import site_tables, sites_of
 from sartor.report.style import variables
 from sartor.report.tables import Entry, Table, comparison, own_models, participation, settings, statistics
 from sartor.runs.record import environment, to_json
@@ -60,18 +61,20 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
         tables += statistics(compared)
     heard = participation(material)
     tables += [] if heard is None else [heard]
+    sites = sites_of(material)
+    tables = tables if sites is None else [*site_tables(sites), *tables]
     sections = [_table_section(f"table-{number}", table) for number, table in enumerate(tables)]
     links = [(f"table-{number}", table.title) for number, table in enumerate(tables)]
     sections += [_figure_section(figure) for figure in figures]
     links += [(figure.name, figure.title) for figure in figures]
     sections.append(_settings_section(material))
     links.append(("settings", "Settings and environment"))
-    scripts = [_plotly(), _own("page.js")]
-    style = _style()
+    scripts = [_plotly(), own_file("page.js")]
+    style = style_of()
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{html.escape(_policy(scripts))}">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy(scripts))}">'),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
         element("meta", name="generator", content=f"sartor {environment()['sartor']}"),
@@ -85,6 +88,7 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
             "header",
             element("h1", title),
             element("p", _overview(material), class_="quiet"),
+            _answers([] if sites is None else sites.sentences()),
             _notes(material.notes),
             element(
                 "nav",
@@ -140,6 +144,13 @@ def _notes(notes: Sequence[str]) -> Markup:
         return Markup("")
     items = [element("li", note) for note in notes]
     return element("div", element("strong", "Note"), element("ul", *items), class_="notes", role="note")
+
+
+def _answers(sentences: Sequence[str]) -> Markup:
+    """What it comes to, on top."""
+    if not sentences:
+        return Markup("")
+    return element("ul", *(element("li", sentence) for sentence in sentences), class_="answers")
 
 
 def _table_section(name: str, table: Table) -> Markup:
@@ -284,14 +295,16 @@ def _safe_json(value: Any) -> str:
     return to_json(value).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _style() -> str:
+def style_of() -> str:
+    """The style of a page of ours, light and dark."""
+
     def block(theme: str) -> str:
         return ":root{" + "".join(f"{name}:{value};" for name, value in variables(theme).items()) + "}"
 
-    return f"{block('light')}\n@media (prefers-color-scheme: dark){{{block('dark')}}}\n{_own('page.css')}"
+    return f"{block('light')}\n@media (prefers-color-scheme: dark){{{block('dark')}}}\n{own_file('page.css')}"
 
 
-def _own(name: str) -> str:
+def own_file(name: str) -> str:
     """A file of this package."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
@@ -305,7 +318,8 @@ def _plotly() -> str:
     return script.replace("</script", "<\\/script")
 
 
-def _policy(scripts: Sequence[str]) -> str:
+def policy(scripts: Sequence[str]) -> str:
+    """A content security policy that lets these scripts run and nothing be asked for."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
         for script in scripts

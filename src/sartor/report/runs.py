@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +15,8 @@ import numpy as np
 
 from sartor.data.partitions import Partition
 from sartor.errors import SartorError
-from sartor.runs.record import CONFIG, PARTITION, RunFolder
+from sartor.runs.outputs import Outputs, read_outputs
+from sartor.runs.record import CONFIG, OUTPUTS, PARTITION, RunFolder
 from sartor.studies.comparison import FILE as COMPARISON
 
 OWN = "own"
@@ -45,6 +48,8 @@ class Run:
     """None for a run that has not finished."""
     label: str | None = None
     """What a comparison calls it."""
+    outputs: dict[str, Outputs] = field(default_factory=dict)
+    """What its final models say of every sample, by split, where that is stored."""
 
     @property
     def algorithm(self) -> str:
@@ -188,7 +193,16 @@ def read_run(path: Path, label: str | None = None) -> Run:
         partition=Partition.load(stored) if stored.is_file() else None,
         summary=folder.summary if folder.finished else None,
         label=label,
+        outputs=_outputs(folder),
     )
+
+
+def _outputs(folder: RunFolder) -> dict[str, Outputs]:
+    content = folder.outputs
+    try:
+        return {} if content is None else read_outputs(content)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise SartorError(f"{folder.path / OUTPUTS}: damaged ({error}); remove it, or run it anew") from None
 
 
 def cell_of(evaluation: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

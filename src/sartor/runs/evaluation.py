@@ -232,7 +232,7 @@ def model_of(function: ClientFunction) -> ClientFunction:
 
 
 def _ask(federation: Federation, call: Call, clients: np.ndarray, split: str, what: Measured) -> Cell:
-    return _cell(_answers(federation, call, clients, split, what), what)
+    return cell_of(_answers(federation, call, clients, split, what), what)
 
 
 def _pooled(federation: Federation, call: Call, one: np.ndarray, what: Measured) -> Cell:
@@ -244,7 +244,7 @@ def _pooled(federation: Federation, call: Call, one: np.ndarray, what: Measured)
     if federation.engine.pools:
         return _ask(federation, call, one, "pooled", what)
     answers = _answers(federation, call, np.arange(federation.clients), "test", what)
-    return _cell({name: values.sum(axis=0, keepdims=True) for name, values in answers.items()}, what)
+    return cell_of({name: values.sum(axis=0, keepdims=True) for name, values in answers.items()}, what)
 
 
 def _answers(
@@ -281,7 +281,8 @@ def _possible(answers: dict[str, np.ndarray], samples: np.ndarray, per_sample: b
     return good
 
 
-def _cell(answers: dict[str, np.ndarray], what: Measured) -> Cell:
+def cell_of(answers: dict[str, np.ndarray], what: Measured) -> Cell:
+    """A cell of what clients have counted, one row each."""
     n = answers["n"]
     loss = answers["loss"] / np.maximum(n, 1)
     extra = _always(answers["confusion"]) if "confusion" in answers else {}

@@ -24,16 +24,17 @@ from sartor.runs.observers import (
     Interrupting,
     Observer,
     ObserverFailed,
-    ProgressBar,
     Recording,
     Saving,
     Several,
     check_observers,
+    shown_progress,
 )
 from sartor.runs.record import STATES, RunFolder
 from sartor.runs.result import Result
 from sartor.runs.run import Run
 from sartor.runs.setup import Opened, Setup, open_federation, set_up_everywhere
+from sartor.runs.signature import Signature
 from sartor.runs.stopping import EarlyStop
 from sartor.runs.tracking import Tracking
 from sartor.runs.tracking import check as check_trackers
@@ -76,7 +77,8 @@ def execute_setup(
     """:func:`execute` of what is set up already; ``interrupted`` says whether to end after the round."""
     if not store or distributed.rank() != 0:
         return carry_out(setup, None, progress, None, opened, observers, interrupted)
-    folder = RunFolder.create(out, setup.experiment, setup.partition)
+    signature = Signature.of(setup.data).to_mapping()
+    folder = RunFolder.create(out, setup.experiment, setup.partition, signature)
     with folder.alone():
         try:
             return carry_out(setup, folder, progress, None, opened, observers, interrupted)
@@ -146,7 +148,7 @@ def _keeping(
     if folder is not None:
         yield Recording(folder)
     if progress:
-        yield ProgressBar()
+        yield shown_progress()
     yield Tracking(experiment.tracking.loggers, None if folder is None else folder.path)
     yield Interrupting(interrupted)
     if folder is not None:

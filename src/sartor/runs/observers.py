@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sartor.errors import SartorError, SettingError
 from sartor.runs import checkpoint
+from sartor.runs.durations import duration, left
+from sartor.runs.outputs import final_outputs
 from sartor.runs.record import RunFolder
 from sartor.runs.run import Run
 
@@ -182,6 +185,9 @@ class Recording(Observer):
         """Write models and summary, of a run that has come to its end."""
         if summary is not None:
             self._folder.write_models(run.final)
+            outputs = final_outputs(run)
+            if outputs is not None:
+                self._folder.write_outputs(outputs)
             self._folder.close()
             self._folder.write_summary(summary)
 
@@ -235,6 +241,40 @@ class Interrupting(Observer):
             run.leave(KeyboardInterrupt())
 
 
+def shown_progress() -> Observer:
+    """A bar in a terminal or a notebook; elsewhere, as in a log file, a line for every evaluation."""
+    console = Console(stderr=True)
+    return ProgressBar() if console.is_terminal or console.is_jupyter else Lines()
+
+
+class Lines(Observer):
+    """A line on standard error for every evaluation: the round, the headline, and the time left."""
+
+    def start(self, run: Run) -> None:
+        """Note where the run stands and when."""
+        self._first, self._begin = run.round, time.monotonic()
+
+    def evaluation(self, run: Run, cells: Mapping[str, Mapping[str, Any]]) -> None:
+        """Print the line."""
+        rounds, taken = run.experiment.rounds, time.monotonic() - self._begin
+        rest = left(taken, run.round - self._first, rounds - self._first)
+        value = main_value(cells, run.headline)
+        end = "" if not rest else f", about {duration(rest)} left"
+        print(
+            f"{run.experiment.algorithm}: round {run.round} of {rounds}{value and ', '}{value}{end}",
+            file=sys.stderr,
+        )
+
+
+def main_value(cells: Mapping[str, Mapping[str, Any]], headline: str) -> str:
+    """The headline of the personal models, or else of the shared one, in words; empty without one."""
+    for name in ("personal_local", "shared_local"):
+        value = cells.get(name, {}).get(headline)
+        if value is not None:
+            return f"{name} {headline} {value:.3f}"
+    return ""
+
+
 class ProgressBar(Observer):
     """A bar on standard error with the round, the headline, clients per second and the time left."""
 
@@ -259,11 +299,8 @@ class ProgressBar(Observer):
 
     def evaluation(self, run: Run, cells: Mapping[str, Mapping[str, Any]]) -> None:
         """Note the headline."""
-        for name in ("personal_local", "shared_local"):
-            value = cells.get(name, {}).get(run.headline)
-            if value is not None:
-                self._value = f"{name} {value:.3f}, "
-                break
+        value = main_value(cells, run.headline)
+        self._value = f"{value}, " if value else self._value
 
     def round(self, run: Run, row: Mapping[str, Any]) -> None:
         """Go one step further."""

@@ -4,10 +4,12 @@
 config.toml         the experiment, every setting written out
 environment.json    versions, platform, device, the time the run started, and the hashes of imported code
 partition.npz       which client holds which samples, where the data was partitioned
+signature.json      what the model takes and gives, and the preprocessing; see :mod:`sartor.runs.signature`
 rounds.jsonl        one line per round, written as the run goes
 clients.parquet     one row per client and evaluation
 summary.json        the result; written last, so a folder that has one is of a finished run
 models.safetensors  the final models
+outputs.npz         what they say of every test sample, in simulations; see :mod:`sartor.runs.outputs`
 checkpoints/        the last states of the run, to continue from; see :mod:`sartor.runs.checkpoint`
 clients.arrow       the client rows while the run goes on, until ``clients.parquet`` is written
 states/             client states that are too large for memory
@@ -68,14 +70,16 @@ if TYPE_CHECKING:
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 PARTITION = "partition.npz"
+SIGNATURE = "signature.json"
 ROUNDS = "rounds.jsonl"
 CLIENTS = "clients.parquet"
 SUMMARY = "summary.json"
 MODELS = "models.safetensors"
+OUTPUTS = "outputs.npz"
 GROWING_CLIENTS = "clients.arrow"
 STATES = "states"
 """The folder of client states that are too large for memory."""
-FILES = (CONFIG, ENVIRONMENT, PARTITION, ROUNDS, CLIENTS, SUMMARY, MODELS)
+FILES = (CONFIG, ENVIRONMENT, PARTITION, SIGNATURE, ROUNDS, CLIENTS, SUMMARY, MODELS)
 BEGINNING = f"{UNFINISHED}run"
 """Lies in a folder until all is written that a run begins with; then another run may have the folder."""
 
@@ -100,7 +104,13 @@ class RunFolder:
         self._rounds: IO[bytes] | None = None
 
     @classmethod
-    def create(cls, path: Path | str | None, experiment: Experiment, partition: Any = None) -> RunFolder:
+    def create(
+        cls,
+        path: Path | str | None,
+        experiment: Experiment,
+        partition: Any = None,
+        signature: Mapping[str, Any] | None = None,
+    ) -> RunFolder:
         """A new folder with what a run begins with; no folder of another run is touched.
 
         Without a path it is ``runs/<algorithm>-<data>-s<seed>-<fingerprint>`` under the current folder, with
@@ -108,7 +118,7 @@ class RunFolder:
         """
         for folder in _default_folders(experiment) if path is None else [Path(path)]:
             run = cls(folder)
-            held = run._begin(experiment, partition)
+            held = run._begin(experiment, partition, signature)
             if held is None:
                 return run
         raise SartorError(f"{folder}: already holds a run ({held}); give another folder or remove it")
@@ -133,7 +143,9 @@ class RunFolder:
         """Whether a run may begin in a folder: it is not there, holds no run, or one that never began."""
         return cls(folder)._held() is None
 
-    def _begin(self, experiment: Experiment, partition: Any) -> str | None:
+    def _begin(
+        self, experiment: Experiment, partition: Any, signature: Mapping[str, Any] | None
+    ) -> str | None:
         """Write what a run begins with, the experiment last; or the file that tells of another run here."""
         with writing(self.path):
             if self.path.exists() and not self.path.is_dir():
@@ -146,16 +158,20 @@ class RunFolder:
                 with self.alone():
                     held = self._held()  # another process may have begun a moment ago
                     if held is None:
-                        self._write_beginning(experiment, partition)
+                        self._write_beginning(experiment, partition, signature)
                     return held
             except Busy:  # it is about to
                 return CONFIG
 
-    def _write_beginning(self, experiment: Experiment, partition: Any) -> None:
+    def _write_beginning(
+        self, experiment: Experiment, partition: Any, signature: Mapping[str, Any] | None
+    ) -> None:
         (self.path / BEGINNING).touch()
         self._store(ENVIRONMENT, _json_bytes(self._about(experiment)))
         if partition is not None:
             self.write_partition(partition)
+        if signature is not None:
+            self._store(SIGNATURE, _json_bytes(signature))
         self._store(CONFIG, to_toml(experiment).encode())
         (self.path / BEGINNING).unlink()
 
@@ -301,7 +317,7 @@ class RunFolder:
     def withdraw(self) -> None:
         """Take back what :meth:`create` made, of a run that was refused before its first round."""
         with contextlib.suppress(OSError):  # what is not ours stays
-            for name in (*FILES, BEGINNING):
+            for name in (*FILES, OUTPUTS, BEGINNING):
                 (self.path / name).unlink(missing_ok=True)
             for empty in (self.path / STATES, self.path):
                 with contextlib.suppress(OSError):
@@ -327,6 +343,15 @@ class RunFolder:
                 save_file(separate(tensors), temporary, metadata)
             except SafetensorError as error:  # how it reports a full disk
                 raise OSError(str(error)) from None
+
+    def write_outputs(self, content: bytes) -> None:
+        """Store what the final models say of every sample."""
+        self._store(OUTPUTS, content)
+
+    @property
+    def outputs(self) -> bytes | None:
+        """What :meth:`write_outputs` stored; None where there is nothing."""
+        return self._read_bytes(OUTPUTS) if (self.path / OUTPUTS).is_file() else None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Store the result; the last thing a run does."""
@@ -378,6 +403,11 @@ class RunFolder:
         if not is_whole(self._read_text(SUMMARY).encode()):
             raise SartorError(f"{self.path / SUMMARY}: damaged, its seal does not fit; {self._anew()}")
         return {key: value for key, value in summary.items() if key != KEY}
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What the model takes and gives, as it was stored."""
+        return self._read_object(SIGNATURE)
 
     @property
     def finished(self) -> bool:

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from sartor.errors import SartorError, SettingError
 from sartor.model.task import Task
+from sartor.runs.card import card_of
+from sartor.runs.experiment import Experiment
 from sartor.runs.participation import by_round
+from sartor.runs.predictor import Predictor, kind_of
+from sartor.runs.record import SIGNATURE, RunFolder
+from sartor.runs.signature import Signature
 from sartor.settings import unknown
 
 MOST_NAMES = 10_000
@@ -56,6 +61,10 @@ class Result:
     """Whether what makes up the personal models is here, where the method has them."""
     names: Sequence[str] = ()
     """The clients, by number."""
+    experiment: Experiment | None = None
+    """All settings."""
+    signature: Signature | None = None
+    """What the model takes and gives, and the preprocessing."""
 
     @property
     def participants(self) -> dict[int, list[int]]:
@@ -82,6 +91,45 @@ class Result:
         """
         task, w, buffers = self._vectors(client, model)
         return task.module(w, buffers)
+
+    def predictor(self, client: int | str | None = None) -> Predictor:
+        """The model of a client in use: with preprocessing, label names and a model card.
+
+        It is the client's own where the method gives one, else the shared one, which it is without a client.
+        """
+        assert self.signature is not None
+        assert self.experiment is not None
+        place = None if client is None else number_of(client, self.names)
+        personal = place is not None and self.summary["last"].get("personal_local") is not None
+        task, w, buffers = self._vectors(place if personal else None, None)
+        name = None if place is None else self.names[place]
+        return Predictor(
+            signature=self.signature,
+            kind=kind_of(task),
+            card=card_of(self.summary, self.clients, self.experiment, self.signature, name, personal),
+            outputs=lambda x: task.outputs(w, x, buffers),
+            module=lambda: task.module(w, buffers),
+            arguments=task.arguments,
+        )
+
+    def predict(self, client: int | str | None, table: Any) -> dict[str, Any]:
+        """What the model of a client says of new rows, as columns; see :meth:`predictor`.
+
+        ``table`` is what the run was given: a mapping of columns, a data frame or an Arrow table with the
+        columns of a run on a table, arrays otherwise. ``pandas.DataFrame(...)`` takes the result as it is.
+
+        >>> import sartor, torch
+        >>> x = torch.randn(40, 3)
+        >>> data = {"Oslo": (x, ["ill", "well"] * 20), "Bergen": (-x, ["well", "ill"] * 20)}
+        >>> result = sartor.run("separate", data=data, rounds=1, store=False)
+        >>> list(result.predict("Oslo", torch.randn(2, 3)))
+        ['prediction', 'probability_ill', 'probability_well']
+        """
+        return self.predictor(client).predict(table)
+
+    def export(self, client: int | str | None, path: Path | str, format: str | None = None) -> Path:
+        """Write the model of a client to one file that needs no Sartor: PyTorch's ``.pt2``, or ``.onnx``."""
+        return self.predictor(client).save(Path(path), format)
 
     def _vectors(self, client: int | str | None, model: int | None) -> tuple[Task, Tensor, Tensor | None]:
         """A model and the float buffers that go with it, and the task that they are of."""
@@ -119,6 +167,59 @@ class PersonalModels(Tensor):
 
     def __getitem__(self, key: Any) -> Tensor:
         return super().__getitem__(number_of(key, self.names) if isinstance(key, str) else key)
+
+
+def rows_of_clients(
+    tensors: Mapping[str, Tensor], name: str, task: Task
+) -> Tensor | list[Tensor | None] | None:
+    """What is stored of the clients' own, a row each; a list where they have models of their own."""
+    groups = task.groups
+    if groups is None:
+        return tensors.get(name)
+    rows: list[Tensor | None] = [None] * len(groups.of)
+    for group in range(len(groups.tasks)):
+        stored = tensors.get(f"{name}@{group}")
+        members = groups.members(group).tolist()
+        for number, row in zip(members, [] if stored is None else stored, strict=stored is not None):
+            rows[number] = row
+    return rows if any(row is not None for row in rows) else None
+
+
+def personal_rows(
+    tensors: Mapping[str, Tensor], task: Task, names: Sequence[str]
+) -> PersonalModels | list[Tensor | None] | None:
+    """The personal models, where they are stored."""
+    rows = rows_of_clients(tensors, "personal", task)
+    return PersonalModels.of(rows, names) if isinstance(rows, Tensor) else rows
+
+
+def read_result(path: Path | str, task: Task | None = None) -> Result:
+    """The result of a finished run from its folder alone, without its data.
+
+    ``task`` is the model where it was given in Python.
+    """
+    folder = RunFolder.open(path)
+    if not folder.finished:
+        raise SartorError(f"{folder.path}: the run has not finished; `sartor resume {folder.path}` first")
+    experiment, summary, tensors = folder.experiment, folder.summary, folder.models
+    signature = Signature.from_mapping(folder.signature, str(folder.path / SIGNATURE))
+    task = signature.task(experiment) if task is None else task
+    has_personal = summary["last"].get("personal_local") is not None
+    return Result(
+        summary=summary,
+        rounds=folder.rounds,
+        clients=folder.clients,
+        task=task,
+        w=None if summary["shared_model"] is None else tensors[summary["shared_model"]],
+        personal=personal_rows(tensors, task, signature.names),
+        buffers=tensors.get("buffers"),
+        personal_buffers=rows_of_clients(tensors, "personal_buffers", task),
+        folder=folder.path,
+        personal_stored=not has_personal or any(name.startswith("personal") for name in tensors),
+        names=signature.names,
+        experiment=experiment,
+        signature=signature,
+    )
 
 
 def number_of(client: int | str, names: Sequence[str]) -> int:

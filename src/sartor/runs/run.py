@@ -27,8 +27,9 @@ from sartor.runs.evaluation import (
 )
 from sartor.runs.metrics import more_is_better
 from sartor.runs.record import RunFolder, hash_of
-from sartor.runs.result import PersonalModels, Result
+from sartor.runs.result import Result, personal_rows, rows_of_clients
 from sartor.runs.setup import Setup
+from sartor.runs.signature import Signature
 
 SMALL_OBSERVATION = 256
 """What a method lets be recorded is kept every round up to so many numbers, else at evaluations."""
@@ -234,9 +235,7 @@ class Run:
                 models = {name: value.cpu() for name, value in part.values.items()}
                 if len(part) < len(members):  # whoever is gone has not told its model
                     places = np.searchsorted(members, part.clients)
-                    models = {
-                        name: _spread_out(value, places, len(members)) for name, value in models.items()
-                    }
+                    models = {name: spread_out(value, places, len(members)) for name, value in models.items()}
                 end = "" if groups is None else f"@{group}"
                 named = {"w": "personal", "buffers": "personal_buffers"}
                 named = {name: named.get(name, f"personal.{name}") + end for name in models}
@@ -244,43 +243,42 @@ class Run:
         buffers = federation.mean_buffers
         if buffers is not None:
             tensors["buffers"] = buffers
+        w = algorithm.shared(server)
+        if w is not None and self._shared_name(tensors) is None:
+            tensors["shared"] = w
         return tensors
+
+    def _shared_name(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """What the shared model is called among the stored tensors; None where it is none of them."""
+        w = self.algorithm.shared(self.server)
+        if w is None:
+            return None
+        if "shared" in tensors:  # made of the server's state whenever it is asked for
+            return "shared"
+        place = (w.data_ptr(), w.shape, w.stride())
+        named = (name for name, own in tensors.items() if (own.data_ptr(), own.shape, own.stride()) == place)
+        return next(named, None)
 
     def result(self, summary: dict[str, Any]) -> Result:
         """What a run gives back."""
         w, buffers = self.algorithm.shared(self.server), self.final.get("buffers")
+        task = self.federation.task
         call = self.algorithm.personalize(self.server, np.arange(1))
         return Result(
             summary=summary,
             rounds=self.rows,
             clients=self.clients,
-            task=self.federation.task,
+            task=task,
             w=None if w is None else w.cpu(),
-            personal=self._personal_models(),
+            personal=personal_rows(self.final, task, self.data.names),
             buffers=None if buffers is None else buffers.cpu(),
-            personal_buffers=self._personal("personal_buffers"),
+            personal_buffers=rows_of_clients(self.final, "personal_buffers", task),
             folder=self.folder,
             personal_stored=call is None or any(name.startswith("personal") for name in self.final),
             names=self.data.names,
+            experiment=self.experiment,
+            signature=Signature.of(self.data),
         )
-
-    def _personal_models(self) -> PersonalModels | list[Tensor | None] | None:
-        """The personal models, where they are stored."""
-        rows = self._personal("personal")
-        return PersonalModels.of(rows, self.data.names) if isinstance(rows, Tensor) else rows
-
-    def _personal(self, name: str) -> Tensor | list[Tensor | None] | None:
-        """What is stored of the clients' own, a row each; a list where they have models of their own."""
-        groups = self.federation.task.groups
-        if groups is None:
-            return self.final.get(name)
-        rows: list[Tensor | None] = [None] * len(groups.of)
-        for group in range(len(groups.tasks)):
-            stored = self.final.get(f"{name}@{group}")
-            members = groups.members(group).tolist()
-            for number, row in zip(members, [] if stored is None else stored, strict=stored is not None):
-                rows[number] = row
-        return rows if any(row is not None for row in rows) else None
 
     def summary(self) -> dict[str, Any]:
         """What is told of a run that has come to its end."""
@@ -308,6 +306,7 @@ class Run:
             "best_on_test": {name: self._best(name, validated=False) for name in CELLS},
             "notes": self._notes(last),
             "model_sha256": hash_of(self.final),
+            "shared_model": self._shared_name(self.final),
             "bytes_down": federation.traffic.down,
             "bytes_up": federation.traffic.up,
             "seconds": seconds,
@@ -360,7 +359,7 @@ def models_told(task: Task) -> dict[str, Any]:
     return {"model": ", ".join(task.groups.names), "parameters": largest, "models": models}
 
 
-def _spread_out(rows: Tensor, places: np.ndarray, count: int) -> Tensor:
+def spread_out(rows: Tensor, places: np.ndarray, count: int) -> Tensor:
     """Rows at these places, nan (of whole numbers: 0) at the others."""
     missing = math.nan if rows.is_floating_point() else 0
     spread_out = rows.new_full((count, *rows.shape[1:]), missing)

@@ -29,6 +29,15 @@ class Evaluate:
     metrics: tuple[str, ...] = setting(
         (), "what is measured besides the loss, as in roc_auc; left out: what the objective has by default"
     )
+    outputs: str = setting(
+        "auto",
+        "whether what the final models say of every test and validation sample is stored with a simulated "
+        "run, for intervals and curves of each client; auto: where it is not too much",
+        choices=("auto", "yes", "no"),
+    )
+    by: str | None = setting(
+        None, "column of an own table, or leaf of the samples, by whose values results are shown apart"
+    )
     headline: str | None = setting(
         None,
         "the metric that is shown, compared, searched for and plotted; left out: the objective's, of classes "

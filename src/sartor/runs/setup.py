@@ -19,6 +19,7 @@ from sartor.data.expect import check_expected, check_range
 from sartor.data.moments import Moments
 from sartor.data.named import read_data
 from sartor.data.partitions import Partition, apply, make_partition
+from sartor.data.preprocessing import Preprocessing
 from sartor.data.public import read_public
 from sartor.data.samples import is_class
 from sartor.data.settings import OWN_DATA
@@ -30,11 +31,12 @@ from sartor.federation import Federation
 from sartor.federation.clock import Conditions
 from sartor.federation.settings import FederationSettings
 from sartor.model.groups import assign, build_groups
-from sartor.model.networks import build_task
+from sartor.model.networks import ModelChoice, build_task, check_told, settled
 from sartor.model.objectives import Objective, chosen_objective
 from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.metrics import measured
+from sartor.runs.outputs import values_of
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +108,7 @@ def set_up(
     if task is None:
         objective = chosen_objective(experiment.objective)
         x, y = data.train.x, data.train.y
+        experiment = replace(experiment, model=settled_for(experiment.model, data))
         task = build_task(experiment.model, x, y, data.classes, experiment.seed, objective)
     data = fitted(data, task, normalise=normalise)
     check_targets(data, task)
@@ -113,10 +116,21 @@ def set_up(
     if experiment.models:
         of, x, y = assign(experiment.models, data.names), data.train.x, data.train.y
         task = build_groups(task, experiment.models, of, x, y, data.classes, experiment.seed, own)
+    held = data.test.count.sum() == nests.length(data.test.y)  # else samples are elsewhere
+    if experiment.evaluate.by is not None and held:
+        values_of(data, experiment.evaluate.by, data.test)  # what cannot be is said before the run
     data = with_public(data, experiment)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
+
+
+def settled_for(choice: ModelChoice, data: ClientData) -> ModelChoice:
+    """The network with what all samples say of its settings that were left open."""
+    if isinstance(data.train, LazySplit):
+        check_told(choice, "samples are fetched when they are needed")
+    splits = [getattr(data, name) for name in SPLITS if getattr(data, name) is not None]
+    return settled(choice, [split.x for split in splits], data.train.y)
 
 
 def with_public(data: ClientData, experiment: Experiment) -> ClientData:
@@ -165,20 +179,17 @@ def fitted(
     Whole numbers stay what they are where the model takes them so, as an embedding does; one that takes
     floats alone gets them as numbers like others. ``like`` is as for :func:`~sartor.data.clients.prepare`.
     """
-    numbers = task.numbers(data.train.x)
+    numbers = tuple(sorted(task.numbers(data.train.x)))
     if numbers:
-
-        def as_float(path: str, leaf: torch.Tensor) -> torch.Tensor:
-            return leaf.float() if path in numbers else leaf
-
-        data = data.map(lambda x: nests.named(as_float, x, "x"))
+        data = data.preprocessed(Preprocessing(numbers=numbers).as_floats, numbers=numbers)
     data = prepare(data, normalise=normalise, like=like)
     leaves = nests.leaves((data.train.x, data.train.y))
     if all(leaf.dtype == task.dtype for leaf in leaves if leaf.is_floating_point()):
         return data
     # A number beyond the model's type becomes inf, which would only be seen as a loss that is not finite.
     _check_finite(data, task.dtype)
-    return data.map(task.typed, task.typed)
+    noted = replace(data.preprocessing, dtype=str(task.dtype).removeprefix("torch."))
+    return replace(data.map(task.typed, task.typed), preprocessing=noted)
 
 
 def _check_finite(data: ClientData, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ format, sartor         1, and the version of Sartor
 experiment             the settings all methods share, every one written out
 seeds                  the seeds, in the order of every list below that has one entry per seed
 score                  what methods are judged by: the headline metric of its runs, such as ``accuracy``
+more_is_better         whether more of it is better
 target, against        as asked for; null if not
 methods                for each method ``label``, ``algorithm``, ``hyper``, ``reference`` (whether it was
                        added as one), ``main`` (the cell of its main number) and its numbers, each with
@@ -44,6 +45,7 @@ import numpy as np
 from sartor.algorithms import registered
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import function_file
+from sartor.runs.durations import duration
 from sartor.runs.evaluation import CELLS
 from sartor.runs.experiment import Experiment, fingerprint, from_mapping, to_mapping
 from sartor.runs.inputs import Given, Inputs, RunSettings, gather
@@ -197,6 +199,8 @@ class Comparison:
     pairs: tuple[Pair, ...]
     ranking: RankingResult | None
     failed: tuple[Failure, ...]
+    more_is_better: bool = True
+    """Whether more of the score is better."""
 
     def method(self, label: str) -> MethodResult:
         """The numbers of one method."""
@@ -450,14 +454,17 @@ def _run_all(
                 failed.append(run)
             else:
                 made[method.label].append(run)
-            tell(runs, f"{number} of {len(seeds) * len(methods)}: {method.label}, seed {seed}", run)
+            total = len(seeds) * len(methods)
+            tell(runs, f"{number} of {total}: {method.label}, seed {seed}", run, total - number)
     return made, failed
 
 
-def tell(runs: Runs, what: str, run: KeptRun | Failure) -> None:
-    """Say on standard error how a run among many went, where progress is shown."""
+def tell(runs: Runs, what: str, run: KeptRun | Failure, more: int) -> None:
+    """Say on standard error how a run among many went, and how long ``more`` of them will take."""
     if runs.progress:
         end = f"failed: {run.message}" if isinstance(run, Failure) else "reused" if run.reused else "done"
+        rest = runs.time_left(more)
+        end += f"; about {duration(rest)} left" if rest else ""
         print(f"{what}: {end}", file=sys.stderr)
 
 
@@ -512,6 +519,7 @@ def _comparison(
         pairs=_pairs(labels, blocks, chosen, seeds[0]),
         ranking=_ranking(labels, np.concatenate(blocks)) if len(labels) > 1 else None,
         failed=tuple(failed),
+        more_is_better=sign > 0,
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,6 +21,7 @@ from typing import Any
 from sartor.engines.lockstep import fit_together
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.runs.checkpoint import latest
+from sartor.runs.durations import left
 from sartor.runs.execute import execute, execute_setup
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.inputs import Inputs
@@ -88,7 +91,12 @@ class Runs:
             raise SartorError(f"{out}: holds a run ({CONFIG}); give another folder to hold many runs")
         self.out = out
         self.progress = progress
+        """Whether it is told how the runs go."""
+        self.bars = progress and sys.stderr.isatty()
+        """Whether every run shows its rounds; in a log file a line for each run is enough."""
         self.together = together
+        self.made, self.seconds = 0, 0.0
+        """How many runs were made, and how long that took."""
         self._hashes: dict[int, str] = {}
         self._changed: set[tuple[str, str | None]] = set()
         self._made: dict[str, tuple[Path, SartorError | None]] = {}
@@ -102,19 +110,30 @@ class Runs:
         """
         experiment = inputs.experiment
         made = self._made.pop(fingerprint(experiment), None)
+        begin = time.monotonic()
         if made is None:
             folder = self._folder(inputs)
             if not RunFolder.is_free(folder):
                 run = RunFolder.open(folder)
                 reused = run.finished
                 if not reused:
-                    resume(folder, data=inputs.data, progress=self.progress)
+                    resume(folder, data=inputs.data, progress=self.bars)
+                    self._count(1, begin)
                 return _read(run, experiment, reused)
+            before = len(self._made)
             made = self._make(inputs, folder, later)
+            self._count(1 + len(self._made) - before, begin)
         folder, error = made
         if error is not None:
             raise error
         return _read(RunFolder.open(folder), experiment, reused=False)
+
+    def _count(self, runs: int, begin: float) -> None:
+        self.made, self.seconds = self.made + runs, self.seconds + time.monotonic() - begin
+
+    def time_left(self, runs: int) -> float | None:
+        """How long so many more runs will take, of which some may be made already; None before the first."""
+        return left(self.seconds, self.made, self.made + max(0, runs - len(self._made)))
 
     def attempt(self, inputs: Inputs, label: str, later: Iterable[Inputs] = ()) -> KeptRun | Failure:
         """:meth:`get`, or how the run failed; what the settings or the data are at fault for is raised."""
@@ -129,16 +148,16 @@ class Runs:
         """Make a run, and other seeds with it where that is faster."""
         if self.together == "no" or not may_share(inputs.experiment):
             data, task, own = inputs.data, inputs.task, inputs.own
-            execute(inputs.experiment, data=data, task=task, own=own, out=folder, progress=self.progress)
+            execute(inputs.experiment, data=data, task=task, own=own, out=folder, progress=self.bars)
             return folder, None
         setups = [set_up(inputs.experiment, data=inputs.data, task=inputs.task)]
         missing = ((other, place) for other in later if RunFolder.is_free(place := self._folder(other)))
         wanted = [(inputs, folder), *islice(missing, seeds_at_once(setups[0], self.together) - 1)]
         setups += [set_up(each.experiment, data=each.data, task=each.task) for each, _ in wanted[1:]]
         if len(setups) == 1 or not fit_together([(setup.task, setup.data) for setup in setups]):
-            execute_setup(setups[0], out=folder, progress=self.progress)
+            execute_setup(setups[0], out=folder, progress=self.bars)
             return folder, None
-        outcomes = execute_together(setups, [place for _, place in wanted], progress=self.progress)
+        outcomes = execute_together(setups, [place for _, place in wanted], progress=self.bars)
         for (each, place), outcome in zip(wanted, outcomes, strict=True):
             error = outcome if isinstance(outcome, SartorError) else None
             self._made[fingerprint(each.experiment)] = (place, error)

@@ -8,6 +8,7 @@ run before is found again.
 
 A number lies *within a band* if it is at most two standard deviations from the band's mean, or half a point
 (of a hundred) where that is more: the paper's band where it prints deviations, ours where we have measured.
+With settings of one's own a number is of another experiment, and is not held against either band.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from sartor.studies.library import Failure
 
 FILE = "reproduction.json"
 SCALES = ("small", "paper")
+HOW = ("engine", "checkpoint", "tracking")
+"""Settings that say how something is run and leave its numbers alone."""
 LEAST_BAND = 0.005
 """Half the width of the narrowest band: numbers are printed with few digits, and of few seeds."""
 
@@ -93,6 +96,7 @@ class Setting:
     experiment: dict[str, Any]
     columns: tuple[Column, ...]
     methods: dict[str, Row]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,6 @@ class Entry:
     title: str
     paper: str
     place: str
-    note: str
     same_as: str
     cannot: str
     cell: str
@@ -156,6 +159,7 @@ class _File:
 class _Small:
     """The keys of ``small``."""
 
+    note: str = ""
     preset: str = ""
     experiment: dict[str, Any] = field(default_factory=dict)
     hyper: dict[str, Any] = field(default_factory=dict)
@@ -192,7 +196,7 @@ def entry(name: str) -> Entry:
     methods = {label: build(Row, table, f"{name}.methods.{label}") for label, table in file.methods.items()}
     scales: dict[str, Setting] = {}
     if methods:
-        scales["paper"] = Setting(_experiment(file.preset, file.experiment), columns, methods)
+        scales["paper"] = Setting(_experiment(file.preset, file.experiment), columns, methods, file.note)
     if file.small:
         small = build(_Small, file.small, f"{name}.small")
         for label in [*small.methods, *small.hyper]:
@@ -205,7 +209,7 @@ def entry(name: str) -> Entry:
         }
         chosen = _columns(small.columns, f"{name}.small.columns") or columns
         experiment = _experiment(small.preset, small.experiment)
-        scales["small"] = Setting(experiment, chosen, rows)
+        scales["small"] = Setting(experiment, chosen, rows, small.note)
     measured = {}
     for scale, table in file.measured.items():
         kept = build(_Measured, table, f"{name}.measured.{scale}")
@@ -217,7 +221,6 @@ def entry(name: str) -> Entry:
         title=file.title,
         paper=file.paper,
         place=file.place,
-        note=file.note,
         same_as=file.same_as,
         cannot=file.cannot,
         cell=file.cell,
@@ -285,9 +288,10 @@ class Number:
     paper: float | None
     paper_deviation: float | None
     difference: float | None
-    """Ours minus the paper's; None in the small setting, where the two do not compare in size."""
+    """Ours minus the paper's; None where the two do not compare in size: in the small setting, and with
+    settings of one's own."""
     within_paper: bool | None
-    """None where the paper prints no deviation."""
+    """None where the paper prints no deviation, or the two do not compare."""
     measured: float | None
     measured_deviation: float | None
     within_measured: bool | None
@@ -313,6 +317,8 @@ class Reproduction:
     scale: str
     percent: bool
     seeds: tuple[int, ...]
+    settings: dict[str, Any]
+    """Those that were given and win over the entry's."""
     numbers: tuple[Number, ...]
     orders: tuple[Order, ...]
     failed: tuple[Failure, ...]
@@ -353,7 +359,8 @@ def reproduce(
     """Run a table or figure of a paper and put our numbers beside the paper's.
 
     ``scale`` is ``small`` or ``paper``; ``seeds`` a number or a list, left out: as many as the paper has
-    (small: one). ``methods`` and ``columns`` leave it at some of them; ``settings`` win over the entry's.
+    (small: one). ``methods`` and ``columns`` leave it at some of them; ``settings`` win over the entry's, and
+    what they give is stored with them and not held against the bands.
 
     >>> short = {"rounds": 5}
     >>> result = reproduce("comfed/table4", methods=["fedavg"], columns=["5"], settings=short, out="r")
@@ -374,11 +381,13 @@ def reproduce(
     if seeds is None:
         seeds = 1 if scale == "small" else max(1, chosen.seeds)
     folder = Path("reproductions") / f"{chosen.name.replace('/', '-')}-{scale}" if out is None else Path(out)
+    given = dict(settings or {})
+    as_stated = _as_stated(given)
     found: dict[tuple[str, str], Estimate] = {}
     failed: list[Failure] = []
     compared: list[str] = []
     used: tuple[int, ...] = ()
-    for group in _groups(at, settings or {}):
+    for group in _groups(at, given):
         place = folder / group.name
         try:
             result = compare(
@@ -396,9 +405,8 @@ def reproduce(
         compared.append(place.name)
         failed += result.failed
         found.update(_numbers(result, group, chosen))
-    full = chosen.scales[scale]
     made = [
-        _beside(chosen, scale, full, label, column, found[label, column.label])
+        _beside(chosen, scale, label, column, found[label, column.label], as_stated)
         for column in at.columns
         for label in at.methods
         if (label, column.label) in found
@@ -408,6 +416,7 @@ def reproduce(
         scale=scale,
         percent=chosen.percent,
         seeds=used,
+        settings=given,
         numbers=tuple(made),
         orders=tuple(_orders(made, at.columns)),
         failed=tuple(failed),
@@ -416,6 +425,15 @@ def reproduce(
     )
     write_json(folder / FILE, reproduction.to_mapping())
     return reproduction
+
+
+def _as_stated(given: Mapping[str, Any]) -> bool:
+    """Whether settings leave an experiment the one it is.
+
+    >>> _as_stated({"engine": {"name": "loop"}, "data": {"folder": "here"}}), _as_stated({"rounds": 10})
+    (True, False)
+    """
+    return all(key in HOW or (key == "data" and set(value) == {"folder"}) for key, value in given.items())
 
 
 def _some(at: Setting, methods: Iterable[str] | None, columns: Iterable[str] | None) -> Setting:
@@ -430,6 +448,7 @@ def _some(at: Setting, methods: Iterable[str] | None, columns: Iterable[str] | N
         at.experiment,
         tuple(column for column in at.columns if column.label in wanted),
         {label: at.methods[label] for label in at.methods if methods is None or label in set(methods)},
+        at.note,
     )
 
 
@@ -481,8 +500,8 @@ def number_of(rounds: Sequence[Mapping[str, Any]], column: Column, chosen: Entry
     return max(found) if chosen.when == "best" else found[-1]
 
 
-def _beside(chosen: Entry, scale: str, full: Setting, label: str, column: Column, ours: Estimate) -> Number:
-    """A number with what it is compared with."""
+def _beside(chosen: Entry, scale: str, label: str, column: Column, ours: Estimate, as_stated: bool) -> Number:
+    """A number with what it is compared with, and judged by it if it was run as the entry states."""
     paper, deviation = None, None
     same = column.label if scale == "paper" else column.paper
     labels = [each.label for each in chosen.scales["paper"].columns]
@@ -490,20 +509,21 @@ def _beside(chosen: Entry, scale: str, full: Setting, label: str, column: Column
         paper, deviation = chosen.band.at(label, labels.index(same))
     ours_before, ours_deviation = None, None
     if scale in chosen.measured:
-        place = [each.label for each in full.columns].index(column.label)
+        place = [each.label for each in chosen.scales[scale].columns].index(column.label)
         ours_before, ours_deviation = chosen.measured[scale].band.at(label, place)
-    comparable = scale == "paper" and paper is not None and ours.mean is not None
+    in_size = as_stated and scale == "paper"
+    difference = ours.mean - paper if in_size and paper is not None and ours.mean is not None else None
     return Number(
         method=label,
         column=column.label,
         ours=ours,
         paper=paper,
         paper_deviation=deviation,
-        difference=ours.mean - paper if comparable and paper is not None and ours.mean is not None else None,
-        within_paper=within(ours.mean, paper, deviation, chosen.percent) if comparable else None,
+        difference=difference,
+        within_paper=within(ours.mean, paper, deviation, chosen.percent) if in_size else None,
         measured=ours_before,
         measured_deviation=ours_deviation,
-        within_measured=within(ours.mean, ours_before, ours_deviation, chosen.percent),
+        within_measured=within(ours.mean, ours_before, ours_deviation, chosen.percent) if as_stated else None,
     )
 
 
@@ -522,7 +542,10 @@ def within(
 
 
 def _orders(numbers: Sequence[Number], columns: Sequence[Column]) -> Iterable[Order]:
-    """Kendall's τ in every column that has two methods or more with both numbers."""
+    """Kendall's τ in every column that has two methods or more with both numbers.
+
+    Ours have as many digits as the paper prints: what would be printed alike is a tie.
+    """
     from scipy.stats import kendalltau
 
     for column in columns:
@@ -532,6 +555,17 @@ def _orders(numbers: Sequence[Number], columns: Sequence[Column]) -> Iterable[Or
             if number.column == column.label and number.paper is not None and number.ours.mean is not None
         ]
         if len(both) > 1:
-            tau = float(kendalltau(*zip(*both, strict=True)).statistic)
+            digits = max(_digits(paper) for _, paper in both)
+            ours, theirs = zip(*((round(mine, digits), paper) for mine, paper in both), strict=True)
+            tau = float(kendalltau(ours, theirs).statistic)
             place = column.paper or column.label
             yield Order(column.label, place, len(both), None if math.isnan(tau) else tau)
+
+
+def _digits(number: float) -> int:
+    """How many digits a number has behind its point.
+
+    >>> _digits(98.46), _digits(33.1), _digits(90.0)
+    (2, 1, 0)
+    """
+    return len(f"{number:.6f}".rstrip("0").partition(".")[2])

@@ -10,7 +10,8 @@ written as one table for each method, ``every`` standing for all of them::
     [search.fedprox]
     mu = {low = 0.001, high = 1, log = true}       # a range; ``points = 4`` of it make a grid
 
-A hyper-parameter with one value is fixed. The result is stored as ``search.json`` beside the run folders:
+A hyper-parameter with one value is fixed. A method without a table is searched over the declared ranges
+of its numbers (:func:`declared_space`). The result is stored as ``search.json`` beside the run folders:
 
 =====================  ================================================================================
 format, sartor         1, and the version of Sartor
@@ -46,7 +47,7 @@ from sartor.runs.experiment import Experiment, toml_text
 from sartor.runs.inputs import RunSettings, gather
 from sartor.runs.record import environment, write_json, write_text
 from sartor.runs.setup import load_data
-from sartor.settings import build, setting, unknown
+from sartor.settings import Meaning, build, meaning, setting, unknown
 from sartor.studies.comparison import (
     REFERENCES,
     TOGETHER,
@@ -73,6 +74,9 @@ CHOSEN = "chosen.toml"
 FORMAT = 1
 EVERY = "every"
 """The table whose hyper-parameters are searched for all methods."""
+
+GRID_POINTS = 3
+"""Of each number, where a grid is searched over a method's declared ranges."""
 
 DRAWS_PER_TRIAL = 50
 """Points drawn at most for each trial, where a space has so few that they repeat."""
@@ -207,7 +211,8 @@ def search(
     for each in methods:
         done = []
         for number, point in enumerate(points[each.label]):
-            trial, some = _try(plan, each, number, point, chosen_seeds, runs)
+            more = len(trials) - sum(len(tried.trials) for tried in tuned) - number - 1
+            trial, some = _try(plan, each, number, point, chosen_seeds, runs, more)
             done.append(trial)
             score, sign = (score, sign) if some is None else (some.score, some.sign)
         space = {key: asdict(v) if isinstance(v, Range) else list(v) for key, v in spaces[each.label].items()}
@@ -244,13 +249,62 @@ def _methods(plan: Plan, options: SearchSettings, tables: dict[str, dict[str, An
         if label not in tables and "algorithm" not in own and label not in registered():
             raise unknown("algorithm", label, registered(), what="name")
     methods = plan.methods(options.algorithms, merged, "search")
-    for method in methods:
-        if not method.hyper:
-            raise SettingError(
-                f"search.{method.label}: no space; write [search.{method.label}] with lists or ranges, "
-                "as in lr = [0.01, 0.1]"
-            )
-    return methods
+    return [_with_space(method, plan.hyper, options.method) for method in methods]
+
+
+def _with_space(method: Method, given: Mapping[str, Any], how: str) -> Method:
+    """A method with the declared ranges of its numbers for a space, where it was given none."""
+    if method.hyper:
+        return method
+    space = {key: values for key, values in declared_space(method.algorithm).items() if key not in given}
+    if not space:
+        raise SettingError(
+            f"search.{method.label}: no number to search, all are set; write [search.{method.label}] with "
+            "lists or ranges, as in lr = [0.01, 0.1]"
+        )
+    points = {"points": GRID_POINTS} if how == "grid" else {}
+    made = {key: {**asdict(values), **points} for key, values in space.items()}
+    return dataclasses.replace(method, hyper=made)
+
+
+def declared_space(algorithm: str) -> dict[str, Range]:
+    """The numbers of a method, each in a range about its default that its declaration allows.
+
+    From a tenth of the default to ten times as much, evenly in the logarithm; between both ends where two are
+    declared; whole numbers from half to twice. What is 0, None, a word or yes or no stays as it is: it is
+    another variant of the method rather than another strength.
+
+    >>> {key: (values.low, values.high) for key, values in declared_space("ditto").items()}
+    {'lr': (0.01, 1.0), 'lam': (0.1, 10.0)}
+    """
+    cls = registered()[algorithm].Hyper
+    hints = typing.get_type_hints(cls)
+    space = {}
+    for each in dataclasses.fields(cls):
+        default, allowed = each.default, meaning(each)
+        if not each.init or hints[each.name] not in (int, float) or allowed.choices is not None:
+            continue
+        if isinstance(default, bool) or not isinstance(default, (int, float)) or default <= 0:
+            continue
+        found = _declared_range(default, allowed, whole=hints[each.name] is int)
+        if found.low < found.high:
+            space[each.name] = found
+    return space
+
+
+def _declared_range(default: float, allowed: Meaning, whole: bool) -> Range:
+    low = allowed.low if allowed.low is not None else allowed.above
+    high = allowed.high if allowed.high is not None else allowed.below
+    if whole:
+        least, most = max(1, default // 2), 2 * default
+        fits = [value for value in range(int(least), int(most) + 1) if allowed.accepts(value)]
+        return Range(min(fits, default=default), max(fits, default=default))
+    if low is not None and high is not None:
+        inside = 0.05 * (high - low)  # the ends are often another method
+        return Range(min(low + inside, default), max(high - inside, default))
+    ends = [float(f"{default * factor:.12g}") for factor in (0.1, 10)]
+    low = ends[0] if low is None else max(low, ends[0])
+    return Range(low, ends[1] if high is None else min(high, ends[1]), log=True)
 
 
 def _space(method: Method) -> Space:
@@ -386,14 +440,16 @@ def _try(
     point: dict[str, Any],
     seeds: Sequence[int],
     runs: Runs,
+    more: int,
 ) -> tuple[Trial, KeptRun | None]:
-    """A trial on all seeds, and one of its runs, if it has not failed."""
+    """A trial on all seeds, and one of its runs, if it has not failed; ``more`` trials follow."""
     made: list[KeptRun] = []
     tried = dataclasses.replace(method, hyper=point)
     for place, seed in enumerate(seeds):
         later = (plan.inputs(tried, other) for other in seeds[place + 1 :])
         run = runs.attempt(plan.inputs(tried, seed), method.label, later)
-        tell(runs, f"{method.label}, trial {number + 1}, seed {seed}", run)
+        rest = more * len(seeds) + len(seeds) - place - 1
+        tell(runs, f"{method.label}, trial {number + 1}, seed {seed}", run, rest)
         if isinstance(run, Failure):
             return Trial(number, point, None, None, run.message, _runs_of(made)), None
         made.append(run)

@@ -1,0 +1,231 @@
+"""Is it worth it for my site: each client's models on its own samples, with intervals, curves and groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as arrow
+import pytest
+from pyarrow import csv
+
+import sartor
+from sartor.errors import SartorError, SettingError
+from sartor.report import write_report
+from sartor.report.runs import read
+from sartor.report.sites import (
+    SCORES,
+    Part,
+    Site,
+    _reliability,
+    _roc,
+    best_threshold,
+    site_figures,
+    site_tables,
+    sites_of,
+)
+from sartor.runs.outputs import read_outputs
+from sartor.runs.record import RunFolder
+
+NAMES = ("Bergen", "Narvik", "Oslo")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A method and training alone, on tables of three hospitals with a column of groups."""
+    folder = tmp_path_factory.mktemp("hospitals")
+    random = np.random.default_rng(0)
+    rows = 240
+    x = random.normal(0, 1, (rows, 2))
+    sex = random.integers(0, 2, rows)
+    columns = {
+        "hospital": np.array(NAMES)[np.arange(rows) % 3],
+        "a": x[:, 0] + 5,
+        "b": x[:, 1],
+        "sex": sex,
+        "state": np.where(x[:, 0] + x[:, 1] + random.normal(0, 0.5, rows) > 0, "ill", "well"),
+    }
+    csv.write_csv(arrow.table(columns), folder / "all.csv")
+    data = {"path": str(folder / "all.csv"), "client_column": "hospital", "label_column": "state"}
+    data |= {"validation": 0.2}
+    for method in ("ditto", "separate"):
+        settings = {"data": data, "evaluate": {"by": "sex"}, "model": {"name": "softmax"}}
+        sartor.run(method, experiment=settings, rounds=3, out=folder / "runs" / method)
+    return folder / "runs"
+
+
+def site(correct: dict[str, list[int]], **changes: Any) -> Site:
+    """A site with two classes, whose models are right (1) or wrong (0) on these samples."""
+    count = len(next(iter(correct.values())))
+    truth = np.arange(count) % 2
+
+    def outputs(right: list[int]) -> np.ndarray:
+        says = np.where(np.array(right) == 1, truth, 1 - truth)
+        return np.stack([1.0 - says, says], 1)
+
+    models = {name: outputs(right) for name, right in correct.items()}
+    part = Part(truth, models, None)
+    return Site("Oslo", part, None, SCORES["accuracy"], 0, **changes)
+
+
+def test_stored_outputs_are_those_of_the_models(runs: Path) -> None:
+    folder = RunFolder.open(runs / "ditto")
+    stored = read_outputs(folder.outputs or b"")
+    assert set(stored) == {"test", "validation"}
+    test = stored["test"]
+    rows = folder.clients
+    for kind in ("personal", "shared"):
+        right = test.by_model[kind].argmax(1) == test.truth
+        for number, name in enumerate(test.names):
+            wanted = rows[f"{kind}_local_accuracy"][-3:][rows["client"][-3:].index(name)]
+            assert right[test.client == number].mean() == pytest.approx(wanted)
+    assert set(test.group.tolist()) == {"0", "1"}
+
+
+def test_the_groups_are_the_values_of_the_column(runs: Path, tmp_path: Path) -> None:
+    table = {"hospital": ["x", "y"] * 20, "a": list(range(40)), "sex": [1, 1, 2, 2] * 10, "y": [0, 1] * 20}
+    table["split"] = (["train"] * 4 + ["test"] * 4) * 5
+    csv.write_csv(arrow.table(table), tmp_path / "t.csv")
+    from sartor.data.clients import prepare
+    from sartor.data.loaders import from_table
+    from sartor.runs.outputs import values_of
+
+    data = prepare(from_table(tmp_path / "t.csv", "hospital", "y", ["a", "sex"]), normalise=True)
+    raw = from_table(tmp_path / "t.csv", "hospital", "y", ["a", "sex"])
+    wanted = [f"{value:g}" for value in raw.test.x[:, 1].tolist()]
+    assert values_of(data, "sex", data.test).tolist() == wanted
+    with pytest.raises(SettingError, match=r"evaluate\.by = 'sxe': no column of the table.*there are a, sex"):
+        values_of(data, "sxe", data.test)
+    with pytest.raises(SettingError, match="different values, at most 20"):
+        values_of(data, "a", data.train)
+
+
+def test_an_unknown_column_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"evaluate\.by = 'sex'"):
+        sartor.run("fedavg", clients=3, rounds=1, evaluate={"by": "sex"}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_interval_is_that_of_paired_samples() -> None:
+    alone = [1, 1, 1, 0] * 25
+    better = [1, 1, 1, 1] * 10 + [1, 1, 1, 0] * 15  # right in ten more of a hundred, wrong in none
+    one = site({"own": better, "alone": alone})
+    mean, low, high = one.gain() or (0, 0, 0)
+    assert mean == pytest.approx(0.1)
+    # The share of a hundred draws that hit ten of the samples: binomial, whatever the models have in common.
+    deviation = np.sqrt(0.1 * 0.9 / 100)
+    assert low == pytest.approx(0.1 - 1.96 * deviation, abs=0.02)
+    assert high == pytest.approx(0.1 + 1.96 * deviation, abs=0.02)
+    assert one.sentence().startswith("Oslo gains 10.0 points over training alone (95 % ")
+    assert "chance" not in one.sentence()
+    worse = site({"own": alone, "alone": better})
+    assert worse.gain() == pytest.approx((-mean, -high, -low))
+    assert worse.sentence().startswith("Oslo loses 10.0 points over training alone (95 % -")
+    same = site({"own": alone, "alone": alone})
+    assert same.gain() == (0.0, 0.0, 0.0)
+    assert same.sentence() == "Oslo is as well off as training alone (95 % 0.0 to 0.0)"
+    assert site({"own": alone}).sentence() is None
+    unsure = site({"own": [1, 0, 1, 1], "alone": [0, 1, 0, 1]})
+    assert unsure.sentence().endswith("which may be chance")
+
+
+def test_draws_are_the_same_every_time_and_others_for_another_client() -> None:
+    one, again = site({"own": [1, 0] * 20}), site({"own": [1, 0] * 20})
+    assert np.array_equal(one.weights, again.weights)
+    assert (one.weights.sum(1) == 40).all()
+    assert (one.weights[0] == 1).all()
+    assert not np.array_equal(one.weights[1], one.weights[2])
+
+
+def test_scores_are_what_they_are_called() -> None:
+    truth = np.array([0, 0, 0, 1])
+    outputs = np.array([[1.0, 0], [1, 0], [0, 1], [0, 1]])
+    weights = np.array([[1.0, 1, 1, 1], [2, 0, 2, 0]])
+    assert SCORES["accuracy"].of(weights, truth, outputs).tolist() == [0.75, 0.5]
+    # A class that is in no draw has no recall.
+    assert SCORES["balanced_accuracy"].of(weights, truth, outputs).tolist() == pytest.approx([5 / 6, 0.5])
+    numbers, says = np.array([1.0, 3.0]), np.array([[2.0], [1.0]])
+    both = np.array([[1.0, 1.0], [2.0, 0.0]])
+    assert SCORES["rmse"].of(both, numbers, says).tolist() == pytest.approx([np.sqrt(2.5), 1.0])
+    assert SCORES["mae"].of(both, numbers, says).tolist() == pytest.approx([1.5, 1.0])
+
+
+def test_roc_and_calibration_are_those_of_scikit_learn() -> None:
+    from sklearn.metrics import roc_auc_score, roc_curve
+
+    random = np.random.default_rng(0)
+    truth = random.integers(0, 2, 60)
+    outputs = np.round(4 * random.normal(0, 1, (60, 2)) + 4 * np.stack([-truth, truth], 1)) / 4  # ties
+    x, y, area = _roc(truth, outputs)
+    chance = outputs[:, 1] - outputs[:, 0]
+    far, found, _ = roc_curve(truth, chance, drop_intermediate=False)
+    assert np.allclose(x, far)
+    assert np.allclose(y, found)
+    assert area == f"{roc_auc_score(truth, chance):.3f}"
+    assert _roc(np.ones(3), outputs[:3])[2] == "– (one class)"
+    sure = np.array([[0.0, np.log(3.0)]] * 4)  # says 1 with 0.75
+    x, y, error = _reliability(np.array([1, 1, 1, 0]), sure)
+    assert (x.tolist(), y.tolist(), error) == ([pytest.approx(0.75)], [0.75], "0.000")
+    assert _reliability(np.array([1, 0, 0, 0]), sure)[2] == "0.500"
+
+
+def test_a_threshold_parts_the_classes() -> None:
+    truth, chance = np.array([0, 0, 1, 0, 1]), np.array([0.2, 0.3, 0.35, 0.1, 0.4])
+    assert best_threshold(truth, chance) == pytest.approx(0.325)
+    assert best_threshold(np.zeros(3), chance[:3]) is None
+
+
+def test_the_report_answers_for_every_client(runs: Path, tmp_path: Path) -> None:
+    material = read([runs])
+    sites = sites_of(material)
+    assert sites is not None
+    assert sites.alone
+    assert (sites.group.label, sites.by) == ("ditto", "sex")
+    tables = {table.title: table for table in site_tables(sites)}
+    assert list(tables) == ["Is it worth it?", "Thresholds", "By sex"]
+    worth = tables["Is it worth it?"]
+    assert [row[0].text for row in worth.rows] == list(NAMES)
+    assert worth.heads == [
+        "client", "test samples", "own model", "shared model", "trained alone", "gain over alone"
+    ]  # fmt: skip
+    clients = next(run for run in material.runs if run.algorithm == "ditto").clients
+    assert [row[2].value for row in worth.rows] == pytest.approx(clients["personal_local_accuracy"])
+    assert [row[3].value for row in worth.rows] == pytest.approx(clients["shared_local_accuracy"])
+    for row in worth.rows:
+        assert row[5].value == pytest.approx(row[2].value - row[4].value)
+    groups = tables["By sex"]
+    assert [(row[0].text, row[1].text) for row in groups.rows] == [(n, s) for n in NAMES for s in "01"]
+    for name, row in zip(NAMES, worth.rows, strict=True):
+        mine = [each for each in groups.rows if each[0].text == name]
+        assert sum(each[2].value for each in mine) == row[1].value
+    assert {figure.name for figure in site_figures(sites)} == {"roc", "calibration"}
+    page = write_report([runs], tmp_path / "report.html").read_text()
+    told = sites.sentences()
+    assert told[0].startswith("With ditto ")
+    assert len(told) == 4
+    for sentence in told:
+        assert sentence in page
+
+
+def test_one_method_alone_says_what_is_missing(runs: Path) -> None:
+    sites = sites_of(read([runs / "ditto"]))
+    assert sites is not None
+    assert sites.sentences() == []
+    assert "A run of separate beside it" in site_tables(sites)[0].about
+    assert sites_of(read([runs / "separate"])) is None
+
+
+def test_a_damaged_file_is_named(runs: Path, tmp_path: Path) -> None:
+    import shutil
+
+    folder = shutil.copytree(runs / "ditto", tmp_path / "ditto")
+    (folder / "outputs.npz").write_bytes(b"nothing")
+    with pytest.raises(SartorError, match=r"outputs\.npz: damaged"):
+        read([folder])
+
+
+def test_outputs_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    sartor.run("fedavg", clients=3, rounds=1, evaluate={"outputs": "no"}, out=tmp_path / "run")
+    assert not (tmp_path / "run" / "outputs.npz").exists()
+    assert sites_of(read([tmp_path / "run"])) is None
