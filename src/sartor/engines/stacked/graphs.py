@@ -10,6 +10,7 @@ many steps there are is how often these are replayed. All graphs share one pool 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -242,10 +243,13 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
-            given = work()
-            if into:
-                _copy(into, tree_leaves(given))
+        with warnings.catch_warnings(), _no_collection():
+            # A function may have nothing to do before its first scan.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            with torch.cuda.graph(graph, pool=self._pool):
+                given = work()
+                if into:
+                    _copy(into, tree_leaves(given))
         return graph, given
 
 
