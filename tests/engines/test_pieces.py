@@ -23,7 +23,7 @@ from helpers import classification, federation_of, method, play
 from sartor.client.local import Batches, Client
 from sartor.data.clients import ClientData
 from sartor.engines import ways
-from sartor.engines.schedule import plan, usual, usual_lanes
+from sartor.engines.schedule import Usual, plan, usual, usual_lanes
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.engines.stacked.graphs import Graphs
 from sartor.errors import NotStackable
@@ -148,10 +148,13 @@ def test_lanes_are_those_to_be_expected_of_a_cohort() -> None:
     counts = np.array([1, 2, 3, 10])
     pairs = [(a, b) for place, a in enumerate(counts) for b in counts[place + 1 :]]
     longest, total = np.mean([max(pair) for pair in pairs]), 2 * counts.mean()
-    assert usual_lanes(counts, 2) == int(np.ceil(total / longest)) == 2
-    assert usual_lanes(counts, 4) == 2  # 16 steps, of which the longest takes 10
-    assert usual_lanes(np.arange(10**6), 1000) == 501  # of a million clients, at once
-    assert usual_lanes(np.array([5]), 1) == usual_lanes(np.zeros(3), 1) == 1
+    once = np.ones_like(counts)
+    assert usual_lanes(counts, once, 2) == int(np.ceil(total / longest)) == 2
+    assert usual_lanes(counts, once, 4) == 2  # 16 steps, of which the longest takes 10
+    million = usual(Batches(size=1), np.arange(10**6), 1000)
+    assert million == Usual(501, 10**6 - 1, alike=False)
+    assert usual(Batches(size=1), np.array([5]), 1) == Usual(1, 5, alike=True)
+    assert usual(Batches(size=1), np.zeros(3, dtype=np.int64), 2).lanes == 2
 
 
 def test_any_cohort_has_as_many_lanes() -> None:

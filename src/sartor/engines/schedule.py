@@ -84,32 +84,39 @@ class Usual:
 
 def usual(batches: Batches, among: np.ndarray, clients: int) -> Usual:
     """What is usual for so many clients that are drawn among clients with these numbers of samples."""
-    counts = np.asarray(batches.count(among), dtype=np.int64)
+    sizes, how_many = np.unique(among, return_counts=True)  # few, also of a million clients
+    counts = np.asarray(batches.count(sizes), dtype=np.int64)
     # Epochs that are drawn make the longest client longer.
     spread = 1.0 if batches.law is None else batches.law.most / batches.law.mean
-    most = int(among.max(initial=0))
-    return Usual(usual_lanes(counts, clients, spread), most, bool((among == most).all()))
+    most = int(sizes.max(initial=0))
+    return Usual(usual_lanes(counts, how_many, clients, spread), most, len(sizes) == 1)
 
 
-def usual_lanes(counts: np.ndarray, clients: int, spread: float = 1.0) -> int:
+def usual_lanes(counts: np.ndarray, how_many: np.ndarray, clients: int, spread: float = 1.0) -> int:
     """As many lanes as keep busy while the longest of so many clients trains, by what is to be expected.
 
-    ``counts`` are the steps of all clients that they are drawn from, ``spread`` how much longer the longest
-    may be by chance. A lane each if that is nearly as many.
+    They are drawn from clients of which ``how_many`` take so many steps, the fewest first; ``spread`` is how
+    much longer the longest may be by chance. A lane each if that is nearly as many.
 
-    >>> usual_lanes(np.array([10, 10, 20, 40]), 4), usual_lanes(np.full(100, 7), 10)
-    (2, 10)
+    >>> usual_lanes(np.array([10, 20, 40]), np.array([2, 1, 1]), 4)
+    2
     """
-    ordered = np.sort(counts)[::-1]
-    if not len(ordered):
-        return clients
-    # How likely each, from the longest on, is drawn while none before it is.
-    drawn = np.minimum(clients / np.arange(len(ordered), 0, -1), 1.0)
-    before = np.concatenate([[1.0], np.cumprod(1 - drawn[:-1])])
-    longest, total = spread * float((before * drawn * ordered).sum()), clients * float(ordered.mean())
+    everyone = int(how_many.sum())
+    drawn = min(clients, everyone)
+    chance = [_chance(int(below), drawn, everyone) for below in np.cumsum(how_many)]
+    longest = spread * float((np.diff(chance, prepend=0.0) * counts).sum())
+    total = clients * float((counts * how_many).sum()) / max(1, everyone)
     if longest == 0 or total >= 0.8 * clients * longest:
         return clients
-    return min(clients, math.ceil(total / longest))
+    return min(clients, math.ceil(total / longest - 1e-9))
+
+
+def _chance(few: int, drawn: int, everyone: int) -> float:
+    """How likely all who are drawn without replacement are among a few."""
+    if few < drawn:
+        return 0.0
+    parts = (few + 1, everyone - drawn + 1), (few - drawn + 1, everyone + 1)
+    return math.exp(sum(map(math.lgamma, parts[0])) - sum(map(math.lgamma, parts[1])))
 
 
 def plan(
