@@ -1,11 +1,12 @@
 """Milliseconds per round of FedAvg: an expert's sequential PyTorch loop, the loop engine and the stacked
 engine, side by side.
 
-    python bench/engines.py [--device cuda] [--repeats 5] [--only cnn] [--compile] [--json FILE]
+    python bench/engines.py [--device cuda] [--repeats 5] [--only cnn] [--compile] [--ways] [--json FILE]
 
 The expert's loop is what one would write by hand for one workload: a module, its optimizer, the data on the
 device already. Every figure is the best of the repeats, which are interleaved so that a busy machine slows
-all of them alike.
+all of them alike. Beside it stand the first round, all that comes before a steady pace (tracing, compiling,
+capturing), and how long an engine takes for its first 100 rounds on CUDA, or 10 on a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import json
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,15 +26,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from models import OWN
 from sartor.algorithms.references.fedavg import FedAvg, FedAvgHyper
 from sartor.client.settings import Local
 from sartor.data.clients import ClientData, Split
 from sartor.engines import choose_engine, make_federation
 from sartor.model.networks import MODELS, make_task, seeded
+from sartor.model.task import Task
 
 LR = 0.05
-WARM_UP = {"cpu": 1, "cuda": 3}
-"""Rounds before measuring: a CPU traces a step once; on CUDA a call is traced, captured and replayed."""
+WARM_UP = {"cpu": 2, "cuda": 3}
+"""Rounds before measuring of what has nothing to trace or capture."""
+HUNDRED = {"cpu": 10, "cuda": 100}
+"""First rounds of an engine that traces and captures, whose time is told."""
 
 
 class Workload(NamedTuple):
@@ -43,6 +48,21 @@ class Workload(NamedTuple):
     sizes: tuple[int, ...]
     batch: int
     lanes: int = 0
+    cohort: int = 0
+    """How many clients are drawn each round; 0: all."""
+    large: bool = False
+    """Whether it is for a GPU alone."""
+
+    @property
+    def drawn(self) -> int:
+        """How many clients take part in a round."""
+        return self.cohort or len(self.sizes)
+
+
+def unlike(clients: int, alpha: float, total: int) -> tuple[int, ...]:
+    """How many samples clients have where each of ten classes is dealt to them by Dirichlet's law."""
+    shares = np.random.default_rng(0).dirichlet([alpha] * clients, 10).mean(0)
+    return tuple(np.maximum(1, (shares * total).astype(int)).tolist())
 
 
 RAGGED = (10, 40, 120, 250, 330, 332, 410, 800, 1400, 2565)
@@ -53,8 +73,37 @@ WORKLOADS = (
     Workload("lenet", "lenet", (3, 32, 32), (500,) * 40, 100),
     # Ragged clients keep three lanes busy; what equal clients do with as many lanes is their measure.
     Workload("ragged", "cnn", (3, 32, 32), RAGGED, 32),
-    Workload("cnn, 3 lanes", "cnn", (3, 32, 32), (500,) * 10, 32, lanes=3),
+    Workload("cnn, 3 lanes", "cnn", (3, 32, 32), (500,) * 10, 32, lanes=3, large=True),
+    # Ten of a hundred clients each round; equal ones are the measure of those that are not.
+    Workload("sampled mlp", "mlp", (1, 28, 28), unlike(100, 0.3, 60_000), 32, cohort=10),
+    Workload("sampled mlp, equal", "mlp", (1, 28, 28), (600,) * 100, 32, cohort=10),
+    Workload("sampled cnn", "cnn", (1, 28, 28), unlike(100, 0.3, 60_000), 32, cohort=10, large=True),
+    Workload("sampled cnn, equal", "cnn", (1, 28, 28), (600,) * 100, 32, cohort=10, large=True),
+    Workload("long epochs", "cnn", (1, 28, 28), unlike(20, 0.1, 35_000), 10, large=True),
+    Workload("own cnn", "own cnn", (1, 28, 28), (600,) * 20, 32),
+    Workload("resnet18-gn", "resnet18-gn", (3, 32, 32), (500,) * 10, 32, large=True),
+    Workload("resnet18-bn", "resnet18-bn", (3, 32, 32), (500,) * 10, 32, large=True),
+    Workload("vit", "vit", (3, 32, 32), (500,) * 10, 32, large=True),
 )
+
+
+def module_of(workload: Workload) -> nn.Module:
+    if workload.model in OWN:
+        return seeded(lambda: OWN[workload.model](workload.shape, 10), 0)
+    return seeded(lambda: MODELS[workload.model]().build(workload.shape, 10), 0)
+
+
+def task_of(workload: Workload) -> Task:
+    if workload.model in OWN:
+        return Task(module_of(workload), classes=10)
+    return make_task(workload.model, MODELS[workload.model](), workload.shape, 10, 0)
+
+
+def cohorts(workload: Workload) -> Iterator[np.ndarray]:
+    """Who takes part, round by round: the same for all that are measured."""
+    rng, clients = np.random.default_rng(1), len(workload.sizes)
+    while True:
+        yield np.sort(rng.choice(clients, workload.drawn, replace=False))
 
 
 def make_data(workload: Workload) -> ClientData:
@@ -70,17 +119,20 @@ def make_data(workload: Workload) -> ClientData:
 
 def expert_loop(workload: Workload, data: ClientData, device: str) -> Callable[[], None]:
     """FedAvg by hand: a model, an optimizer, a loop over clients and batches."""
-    model = seeded(lambda: MODELS[workload.model]().build(workload.shape, 10), 0).to(device)
+    model = module_of(workload).to(device)
     loss_function = nn.CrossEntropyLoss()
     x, y = data.train.x.to(device), data.train.y.to(device)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=LR)
     clients = list(zip(data.train.start.tolist(), data.train.count.tolist(), strict=True))
+    drawn = cohorts(workload)
 
     def one_round() -> None:
         start = [parameter.detach().clone() for parameter in parameters]
         total = [torch.zeros_like(parameter) for parameter in parameters]
-        for first, count in clients:
+        cohort = [clients[number] for number in next(drawn)]
+        samples = sum(count for _, count in cohort)
+        for first, count in cohort:
             with torch.no_grad():
                 torch._foreach_copy_(parameters, start)
             order = first + torch.randperm(count, device=device)
@@ -89,7 +141,7 @@ def expert_loop(workload: Workload, data: ClientData, device: str) -> Callable[[
                 loss_function(model(x[index]), y[index]).backward()
                 optimizer.step()
             with torch.no_grad():
-                torch._foreach_add_(total, parameters, alpha=count / len(y))
+                torch._foreach_add_(total, parameters, alpha=count / samples)
         with torch.no_grad():
             torch._foreach_copy_(parameters, total)
 
@@ -100,16 +152,16 @@ def engine_round(
     workload: Workload, data: ClientData, device: str, engine: str, **settings: Any
 ) -> Callable[[], None]:
     """FedAvg's own round on one of the engines."""
-    task = make_task(workload.model, MODELS[workload.model](), workload.shape, 10, 0)
+    task = task_of(workload)
     hyper = FedAvgHyper(lr=LR)
     federation = make_federation(
         engine, task, data, local=Local(batch=workload.batch), hyper=hyper, device=device, **settings
     )
-    algorithm, cohort = FedAvg(hyper), np.arange(len(workload.sizes))
+    algorithm, drawn = FedAvg(hyper), cohorts(workload)
     state = {"server": algorithm.start(federation)}
 
     def one_round() -> None:
-        state["server"] = algorithm.round(state["server"], federation, cohort)
+        state["server"] = algorithm.round(state["server"], federation, next(drawn))
         federation.round += 1
 
     return one_round
@@ -147,13 +199,28 @@ def peak_megabytes(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def measure(workload: Workload, device: str, repeats: int, compiled: bool) -> dict[str, Any]:
+def beginning(one_round: Callable[[], None], device: str, rounds: int) -> dict[str, float]:
+    """Seconds of the first round and of the first so many."""
+    first = milliseconds(one_round, device, 1) / 1e3
+    return {
+        "first": first,
+        "rounds": first + (rounds - 1) * milliseconds(one_round, device, rounds - 1) / 1e3,
+    }
+
+
+def measure(
+    workload: Workload, device: str, repeats: int, compiled: bool, ways: bool, slow: bool
+) -> dict[str, Any]:
     data = make_data(workload)
     runs = {
         "expert": expert_loop(workload, data, device),
         "loop": engine_round(workload, data, device, "loop"),
         "stacked": engine_round(workload, data, device, "stacked", lanes=workload.lanes),
     }
+    if not slow:
+        del runs["expert"], runs["loop"]
+    if ways:
+        runs["apart"] = engine_round(workload, data, device, "stacked", lanes=workload.lanes, way="apart")
     if compiled:
         settings = {"lanes": workload.lanes, "compile": True}
         runs["compiled"] = engine_round(workload, data, device, "stacked", **settings)
@@ -165,16 +232,21 @@ def measure(workload: Workload, device: str, repeats: int, compiled: bool) -> di
     peaks, starts = {}, {}
     for name, one_round in runs.items():
         forget_peak(device)
-        begin = time.perf_counter()
-        milliseconds(one_round, device, WARM_UP[device])
-        starts[name] = time.perf_counter() - begin
+        quick = name not in ("expert", "loop")
+        starts[name] = beginning(one_round, device, (HUNDRED if quick else WARM_UP)[device])
         peaks[name] = peak_megabytes(device)
     for _ in range(repeats):
         for name, one_round in runs.items():
             quick = device == "cuda" and name not in ("expert", "loop")
-            figures[name].append(milliseconds(one_round, device, 50 if quick else 1))
+            figures[name].append(
+                milliseconds(
+                    one_round,
+                    device,
+                    max(1, min(50, int(2 / starts[name]["rounds"] * HUNDRED[device]))) if quick else 1,
+                )
+            )
     best = {name: min(values) for name, values in figures.items()}
-    task = make_task(workload.model, MODELS[workload.model](), workload.shape, 10, 0)
+    task, samples = task_of(workload), sum(workload.sizes) / len(workload.sizes) * workload.drawn
     return {
         "workload": workload.name,
         "device": torch.cuda.get_device_name()
@@ -183,10 +255,10 @@ def measure(workload: Workload, device: str, repeats: int, compiled: bool) -> di
         "auto": choose_engine("auto", task, device, data.train.x, data.train.y),
         "milliseconds": best,
         "spread": {name: max(values) / min(values) for name, values in figures.items()},
-        "ratio": {name: best["expert"] / value for name, value in best.items()},
+        "ratio": {name: best.get("expert", np.nan) / value for name, value in best.items()},
         "peak_megabytes": peaks,
-        "warm_up_seconds": starts,
-        "samples_per_second": {name: sum(workload.sizes) / value * 1e3 for name, value in best.items()},
+        "seconds_of_beginning": starts,
+        "samples_per_second": {name: samples / value * 1e3 for name, value in best.items()},
     }
 
 
@@ -198,6 +270,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="names of workloads")
     parser.add_argument("--compile", action="store_true", help="measure the compiled step too")
+    parser.add_argument("--ways", action="store_true", help="measure steps of clients apart too")
+    parser.add_argument("--engine-only", action="store_true", help="leave out the expert and the loop engine")
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args()
     results = []
@@ -208,7 +282,8 @@ def main() -> None:
         "ms / round",
         "ratio",
         "slowest / best",
-        "warm-up, s",
+        "first round, s",
+        "first rounds, s",
         "peak MB",
         "samples / s",
     ):
@@ -216,9 +291,16 @@ def main() -> None:
     for workload in WORKLOADS:
         if arguments.only and workload.name not in arguments.only:
             continue
-        if workload.lanes and arguments.device == "cpu":
-            continue  # lanes are for devices that compute them side by side
-        result = measure(workload, arguments.device, arguments.repeats, arguments.compile)
+        if workload.large and arguments.device == "cpu":
+            continue
+        result = measure(
+            workload,
+            arguments.device,
+            arguments.repeats,
+            arguments.compile,
+            arguments.ways,
+            not arguments.engine_only,
+        )
         results.append(result)
         for name, value in result["milliseconds"].items():
             picked = " (auto)" if name == result["auto"] else ""
@@ -228,7 +310,8 @@ def main() -> None:
                 f"{value:.3g}",
                 f"{result['ratio'][name]:.3g}",
                 f"{result['spread'][name]:.2f}",
-                f"{result['warm_up_seconds'][name]:.1f}",
+                f"{result['seconds_of_beginning'][name]['first']:.2f}",
+                f"{result['seconds_of_beginning'][name]['rounds']:.2f}",
                 f"{result['peak_megabytes'][name]:.0f}",
                 f"{result['samples_per_second'][name]:,.0f}",
             )

@@ -154,8 +154,7 @@ def test_a_rounded_plan_has_room_for_the_exact_one(batches: Batches, sizes: list
     exact, rounded = plan(batches, n).shape, plan(batches, n, rounded=True).shape
     assert rounded.places >= exact.places
     assert rounded.width >= exact.width
-    assert rounded.steps >= exact.steps
-    assert rounded.lanes == exact.lanes
+    assert rounded.lanes >= exact.lanes
 
 
 @given(st.integers(1, 10**9), st.sampled_from([1, 2, 8, 16]))

@@ -147,13 +147,19 @@ def _print_cost(cost: dict[str, Any]) -> None:
     rows += [
         ("a round", times["seconds_per_round"]),
         ("an evaluation", times["seconds_per_evaluation"]),
-        ("the run", f"about {times['seconds']} ({cost['engine']} engine on {cost['device']})"),
+        ("the run", f"about {times['seconds']} ({_where(cost)})"),
     ]
     print_table(("", ""), rows)
     if cost["measured_clients"] < cost["clients"]:
         print(f"drawn out from one round with {cost['measured_clients']} clients")
     if cost["quadratic"]:
         print("the server's work grows with the square of the number of clients")
+
+
+def _where(cost: dict[str, Any]) -> str:
+    """Engine, device and, where clients are stacked on a GPU, how their steps are computed."""
+    way = f", steps {cost['way']}" if cost["engine"] == "stacked" and cost["device"] == "cuda" else ""
+    return f"{cost['engine']} engine on {cost['device']}{way}"
 
 
 def _bytes(count: float) -> str:

@@ -123,11 +123,13 @@ class LoopEngine(LocalEngine):
         self, work: Work, place: int, arguments: dict[str, Tensor], buffers: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         number = int(work.numbers[place])
-        known = number if self.origins is None else int(self.origins.numbers[number])
+        known, seed = number, self.settings.seed
+        if self.origins is not None:
+            known, seed = int(self.origins.numbers[number]), int(self.origins.seeds[number])
         client = Client(
             task=self.task,
             local=self.settings.local,
-            scan=partial(self._scan, number),
+            scan=partial(self._scan, number, seed),
             number=torch.tensor(known, device=self.device),
             round=torch.tensor(int(work.rounds[place]), device=self.device),
             counts={split: samples.count[number] for split, samples in self.samples.items()},
@@ -135,7 +137,7 @@ class LoopEngine(LocalEngine):
             frozen=self.settings.buffers == "freeze",
             evaluation_batch=self.settings.evaluation_batch,
             most={split: int(samples.counts[number]) for split, samples in self.samples.items()},
-            seed=self.settings.seed,
+            seed=seed,
         )
         try:
             with torch.no_grad(), untouched(work.function, arguments):
@@ -151,9 +153,15 @@ class LoopEngine(LocalEngine):
         return reply.sent, reply.kept, trained
 
     def _scan(
-        self, place: int, client: Client, body: Callable[[Any, Batch], Any], carry: Any, batches: Batches
+        self,
+        place: int,
+        seed: int,
+        client: Client,
+        body: Callable[[Any, Batch], Any],
+        carry: Any,
+        batches: Batches,
     ) -> Any:
-        """Carry out a scan of the client that is at this place here."""
+        """Carry out a scan of the client that is at this place here, of a run with this seed."""
         samples = self.samples[batches.split]
         drawn = client.epochs(batches)
         epochs = None if drawn is None else drawn[None].cpu().numpy()
@@ -167,7 +175,7 @@ class LoopEngine(LocalEngine):
         rows = torch.zeros_like(turns)
         table, real = scan_table(
             batches,
-            random.stream(self.settings.seed, batches.stream),
+            random.stream(seed, batches.stream),
             shape.width,
             places,
             client.round,
@@ -181,7 +189,7 @@ class LoopEngine(LocalEngine):
         for turn, (index, count) in enumerate(zip(table, real.tolist(), strict=True)):
             index = index[:count]
             key = (
-                random.stream(self.settings.seed, "layers", client.round, client.number, turns[turn])
+                random.stream(seed, "layers", client.round, client.number, turns[turn])
                 if self.task.draws or batches.augmented
                 else 0
             )

@@ -4,12 +4,19 @@ Clients of one chunk take different numbers of steps. A :class:`Plan` packs them
 every lane works for one client, and a lane whose client is finished takes the next. Idle lanes point at a
 spare row behind the last client. Where all clients take the same number of steps there is a lane for each
 and nothing to look up.
+
+Between two changes of clients lie :attr:`Plan.stretches` of steps in which every lane keeps its client. How
+many lanes there are follows from all clients a cohort may be drawn from, so that a step is of one shape
+whoever is drawn.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,7 +34,7 @@ def bucket(number: int, grain: int = 8) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a captured program depends on: everything of a plan but its tables."""
+    """What a traced step depends on, and how many there are: everything of a plan but its tables."""
 
     lanes: int
     steps: int
@@ -57,6 +64,64 @@ class Plan:
         """Rows and turns in one array, [2, steps, lanes]; None where every lane keeps its client."""
         return None if self.rows is None or self.turns is None else np.stack([self.rows, self.turns])
 
+    @cached_property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """From which step to which every lane has one client, from the first to the last step."""
+        if self.rows is None:
+            return ((0, self.shape.steps),)
+        changes = 1 + np.flatnonzero((self.rows[1:] != self.rows[:-1]).any(axis=1))
+        edges = [0, *changes.tolist(), self.shape.steps]
+        return tuple((first, end) for first, end in itertools.pairwise(edges) if first < end)
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What is to be expected of a cohort, by all clients that it may be drawn from."""
+
+    lanes: int
+    """As many as keep busy while the longest client trains."""
+    most: int
+    """Samples of the largest client of all."""
+    alike: bool
+    """Whether all clients have as many samples."""
+
+
+def usual(batches: Batches, among: np.ndarray, clients: int) -> Usual:
+    """What is usual for so many clients that are drawn among clients with these numbers of samples."""
+    sizes, how_many = np.unique(among, return_counts=True)  # few, also of a million clients
+    counts = np.asarray(batches.count(sizes), dtype=np.int64)
+    # Epochs that are drawn make the longest client longer.
+    spread = 1.0 if batches.law is None else batches.law.most / batches.law.mean
+    most = int(sizes.max(initial=0))
+    return Usual(usual_lanes(counts, how_many, clients, spread), most, len(sizes) == 1)
+
+
+def usual_lanes(counts: np.ndarray, how_many: np.ndarray, clients: int, spread: float = 1.0) -> int:
+    """As many lanes as keep busy while the longest of so many clients trains, by what is to be expected.
+
+    They are drawn from clients of which ``how_many`` take so many steps, the fewest first; ``spread`` is how
+    much longer the longest may be by chance. A lane each if that is nearly as many.
+
+    >>> usual_lanes(np.array([10, 20, 40]), np.array([2, 1, 1]), 4)
+    2
+    """
+    everyone = int(how_many.sum())
+    drawn = min(clients, everyone)
+    chance = [_chance(int(below), drawn, everyone) for below in np.cumsum(how_many)]
+    longest = spread * float((np.diff(chance, prepend=0.0) * counts).sum())
+    total = clients * float((counts * how_many).sum()) / max(1, everyone)
+    if longest == 0 or total >= 0.8 * clients * longest:
+        return clients
+    return min(clients, math.ceil(total / longest - 1e-9))
+
+
+def _chance(few: int, drawn: int, everyone: int) -> float:
+    """How likely all who are drawn without replacement are among a few."""
+    if few < drawn:
+        return 0.0
+    parts = (few + 1, everyone - drawn + 1), (few - drawn + 1, everyone + 1)
+    return math.exp(sum(map(math.lgamma, parts[0])) - sum(map(math.lgamma, parts[1])))
+
 
 def plan(
     batches: Batches,
@@ -64,37 +129,31 @@ def plan(
     lanes: int = 0,
     rounded: bool = False,
     epochs: np.ndarray | None = None,
+    expected: Usual | None = None,
     common: bool = False,
 ) -> Plan:
     """Lay out the steps of clients with these numbers of samples, and ``epochs`` where they are drawn.
 
-    ``lanes`` 0 chooses, ``rounded`` buckets the shape, ``common``: all clients have the same samples.
+    ``lanes`` 0 takes as many as are ``expected``, ``rounded`` buckets the shape, ``common``: all clients have
+    the same samples.
     """
     clients, most = len(sizes), int(sizes.max(initial=0))
+    expected = expected or usual(batches, sizes, clients)
     width = batches.width(most)
     counts = np.asarray(batches.count(sizes, epochs), dtype=np.int64)
-    longest, total = int(counts.max(initial=0)), int(counts.sum())
+    longest = int(counts.max(initial=0))
     passes = -(-counts // np.maximum(batches.per_epoch(sizes, width), 1))
     places = max(1, int((passes * sizes).max(initial=0)))
     if rounded:
         places = bucket(places)
-        if not batches.size:
-            width = bucket(width)
-    full = bool((sizes % width == 0).all())
+        width = min(bucket(width, 2), batches.width(expected.most))
     if not lanes or lanes >= clients:
-        if counts.min(initial=longest) == longest:
-            together = common and not batches.shuffled
+        lanes = expected.lanes
+        if lanes == clients and counts.min(initial=longest) == longest:
+            full, together = expected.alike and expected.most % width == 0, common and not batches.shuffled
             return Plan(Shape(clients, longest, width, places, False, full, together), None, None)
-        # As many lanes as keep busy while the longest client trains; a lane each if that is nearly as many.
-        lanes = -(-total // longest)
-        lanes = clients if total >= 0.8 * clients * longest else lanes
     rows, turns = pack(counts, lanes)
-    if rounded:
-        spare = bucket(len(rows), 16) - len(rows)
-        rows = np.pad(rows, ((0, spare), (0, 0)), constant_values=clients)
-        turns = np.pad(turns, ((0, spare), (0, 0)))
-    full = full and bool((rows < clients).all())
-    return Plan(Shape(lanes, len(rows), width, places, packed=True, full=full), rows, turns)
+    return Plan(Shape(lanes, len(rows), width, places, packed=True, full=False), rows, turns)
 
 
 def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:

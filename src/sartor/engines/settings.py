@@ -19,6 +19,18 @@ class Engine:
     lanes: int = setting(0, "clients of a chunk stepped at once; 0: as many as stay busy", low=0)
     workers: int = setting(0, "clients trained at once by the loop engine on a CPU; 0: one per core", low=0)
     compile: str = setting("auto", "whether the training step is compiled", choices=("auto", "yes", "no"))
+    way: str = setting(
+        "auto",
+        "how a step of many clients is computed: by kernels for all of them, or apart, side by side on a "
+        "GPU; auto: by the size of a step, or as measured",
+        choices=("auto", "together", "apart"),
+    )
+    otherwise: str = setting(
+        "auto",
+        "what becomes of a client function that turns out not to be stackable; auto: the loop engine runs "
+        "it, unless `stacked` was asked for",
+        choices=("auto", "loop", "error"),
+    )
     timeout: int = setting(600, "seconds that the processes of a distributed run wait for each other", low=1)
     precision: str = setting(
         "usual",

@@ -24,6 +24,10 @@ class Cohort:
     fraction: float = setting(1.0, "share of the clients drawn each round", above=0, high=1)
     count: int = setting(0, "number of clients drawn each round; 0: by `fraction`", low=0)
 
+    def size(self, clients: int) -> int:
+        """How many of so many clients are drawn in a round."""
+        return self.count or max(1, int(self.fraction * clients + 0.5))
+
 
 @dataclass(frozen=True, kw_only=True)
 class AvailabilityChoice:
@@ -93,6 +97,10 @@ class FederationSettings:
     chunk: int = 0
     lanes: int = 0
     compile: bool = False
+    way: str = "together"
+    """How the stacked engine has a step's clients computed: ``together`` or ``apart``."""
+    otherwise: str = "error"
+    """What it does with a function that cannot be stacked: ``error``, or run it on the ``loop`` engine."""
     transforms: tuple[Transform, ...] = ()
     fold_bytes: int = 1 << 28
     """Replies of which only sums are asked for are added up in blocks of about so many bytes."""

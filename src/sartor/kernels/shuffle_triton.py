@@ -27,21 +27,22 @@ def _sort_key(key, place, size):
     return ((place // size) << 43) | (word >> 21).to(tl.int64)
 
 
-@triton.jit
-def _shuffle(
-    keys, sizes, result, PLACES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Find where a block of a client's places goes, and write down there which of them it is."""
-    client = (tl.program_id(0) // BLOCKS).to(tl.int64)
+@triton.jit(do_not_specialize=["places", "blocks"])
+def _shuffle(keys, sizes, result, places, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Find where a block of a client's places goes, and write down there which of them it is.
+
+    How many places there are differs from cohort to cohort: it is compiled for a power of two of them.
+    """
+    client = (tl.program_id(0) // blocks).to(tl.int64)
     key = tl.load(keys + client)
     size = tl.maximum(tl.load(sizes + client), 1)
-    mine = (tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    mine = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     other = tl.arange(0, WIDTH).to(tl.int64)
     my_key = _sort_key(key, mine, size)[:, None]
     other_key = _sort_key(key, other, size)[None, :]
     first = (other_key < my_key) | ((other_key == my_key) & (other[None, :] < mine[:, None]))
-    rank = tl.sum((first & (other < PLACES)[None, :]).to(tl.int32), axis=1)
-    tl.store(result + client * PLACES + rank, mine - rank // size * size, mask=mine < PLACES)
+    rank = tl.sum((first & (other < places)[None, :]).to(tl.int32), axis=1)
+    tl.store(result + client * places + rank, mine - rank // size * size, mask=mine < places)
 
 
 def shuffled(keys: Tensor, sizes: Tensor, places: int) -> Tensor:

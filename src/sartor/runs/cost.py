@@ -77,6 +77,7 @@ def estimate(
         **models_told(setup.task),
         "engine": experiment.engine.name,
         "device": experiment.engine.device,
+        "way": experiment.engine.way,
         "steps_per_client": {
             "least": int(steps.min()),
             "mean": float(steps.mean()),

@@ -46,13 +46,8 @@ def go_through(run: Run, deciding: Observer, keeping: Observer) -> dict[str, Any
 
 def draw_cohort(seed: int, round: int, clients: int, settings: Cohort) -> np.ndarray:
     """The clients of a round, sorted: a function of seed and round alone, so every method sees the same."""
-    count = cohort_size(clients, settings)
+    count = settings.size(clients)
     return np.asarray(random.choose(random.stream(seed, "cohort", round), clients, count), dtype=np.int64)
-
-
-def cohort_size(clients: int, settings: Cohort) -> int:
-    """How many of the clients are drawn in a round."""
-    return settings.count or max(1, int(settings.fraction * clients + 0.5))
 
 
 def _start(run: Run, deciding: Observer, keeping: Observer) -> None:

@@ -14,6 +14,7 @@ from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
 from sartor.data.clients import SPLITS, ClientData, LazySplit, prepare, relabel
+from sartor.data.download import user_cache
 from sartor.data.expect import check_expected, check_range
 from sartor.data.moments import Moments
 from sartor.data.named import read_data
@@ -26,6 +27,7 @@ from sartor.data.sources import Source
 from sartor.data.tables import blank
 from sartor.engines import choose_engine, federation_of, make_engine
 from sartor.engines import sharded as distributed
+from sartor.engines.ways import choose_way
 from sartor.errors import DataError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
@@ -283,6 +285,9 @@ def resolve(
     """The experiment with everything that was ``auto`` decided, so that a rerun decides the same."""
     engine = experiment.engine
     name = choose_engine(engine.name, task, engine.device, data.train.x, data.train.y)
+    otherwise = engine.otherwise
+    if otherwise == "auto":
+        otherwise = "loop" if engine.name == "auto" else "error"
     compiled = engine.compile
     if compiled == "auto":
         most = int(data.train.count.max())
@@ -296,19 +301,29 @@ def resolve(
     features = experiment.data.feature_columns if experiment.data.path is None else data.features
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
     local = experiment.local
-    if (
-        local.rounds is not None
-    ):  # a run that is resumed for more rounds keeps the schedule that it began with
+    if local.rounds is not None:  # a run that is resumed for more rounds keeps the schedule it began with
         local = replace(local, schedule_length=local.schedule_length or experiment.rounds)
-    return replace(
+    decided = replace(
         experiment,
         data=replace(experiment.data, labels=data.labels, feature_columns=features),
         columns=data.columns or (),
-        engine=replace(engine, name=name, compile=compiled),
+        engine=replace(engine, name=name, compile=compiled, otherwise=otherwise),
         local=local,
         evaluate=replace(experiment.evaluate, headline=what.headline, every=_every(experiment)),
         model=replace(experiment.model, buffers=buffers),
     )
+    return replace(decided, engine=replace(decided.engine, way=_way(decided, task, data)))
+
+
+def _way(experiment: Experiment, task: Task, data: ClientData) -> str:
+    """How the stacked engine has steps of this run's cohorts computed; all its processes do the same."""
+    engine = experiment.engine
+    if engine.way != "auto":
+        return engine.way
+    if engine.name != "stacked" or distributed.world() > 1:
+        return "together"
+    cohort = experiment.cohort.size(data.clients)
+    return choose_way(task, data, federation_settings(experiment), cohort, user_cache())
 
 
 def _every(experiment: Experiment) -> int | str:
@@ -360,5 +375,7 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         chunk=engine.chunk,
         lanes=engine.lanes,
         compile=engine.compile == "yes",
+        way=engine.way,
+        otherwise=engine.otherwise,
         transforms=experiment.transforms,
     )

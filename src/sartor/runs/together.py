@@ -19,7 +19,6 @@ from sartor.kernels.device import free_bytes
 from sartor.model.task import Task
 from sartor.runs.execute import execute_setup, interruptions
 from sartor.runs.experiment import Experiment
-from sartor.runs.loop import cohort_size
 from sartor.runs.result import Result
 from sartor.runs.setup import Setup, federation_settings
 
@@ -63,7 +62,7 @@ def seeds_at_once(setup: Setup, wanted: str) -> int:
     if wanted == "auto" and engine.device != "cpu":
         return 1
     if wanted == "auto":
-        clients = cohort_size(data.clients, experiment.cohort)
+        clients = experiment.cohort.size(data.clients)
         if experiment.evaluate.every:
             clients = max(clients, experiment.evaluate.clients or data.clients)
         width = Batches("train", experiment.local.batch).width(int(data.train.count.max()))

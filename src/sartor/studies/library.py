@@ -233,10 +233,12 @@ def _settled(inputs: Inputs) -> Inputs:
 def _decided(asked: Experiment, stored: Experiment) -> Experiment:
     """The experiment with what it leaves to ``auto`` decided as a stored run of it decided."""
     engine, model = asked.engine, asked.model
-    if engine.name == "auto":
-        engine = replace(engine, name=stored.engine.name)
-    if engine.compile == "auto":
-        engine = replace(engine, compile=stored.engine.compile)
+    decided = {
+        name: getattr(stored.engine, name)
+        for name in ("name", "compile", "way", "otherwise")
+        if getattr(engine, name) == "auto"
+    }
+    engine = replace(engine, **decided)
     if model.buffers == "auto":
         model = replace(model, buffers=stored.model.buffers)
     data = asked.data if asked.data.labels is not None else replace(asked.data, labels=stored.data.labels)

@@ -2,8 +2,9 @@
 
 A call is made in chunks of clients that fit into memory. Between the scans of a client function it is the
 whole chunk's (:mod:`~sartor.engines.stacked.trace`); a scan is carried out here, in lanes and steps laid out
-by ``schedule.py``. On CUDA the whole call, from the shuffling of the samples to the replies, is captured as
-one CUDA graph per shape and replayed (:mod:`~sartor.engines.stacked.graphs`).
+by ``schedule.py``. On CUDA it is captured and replayed (:mod:`~sartor.engines.stacked.graphs`): the whole
+call, from the shuffling of the samples to the replies, where a short one of its shape comes again; else the
+parts between scans, and single steps in graphs of several, which serve any cohort and any number of steps.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from sartor.client.law import Law
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
-from sartor.engines.schedule import Plan, bucket, plan, scan_table
+from sartor.engines.loop import LoopEngine
+from sartor.engines.schedule import Plan, Usual, bucket, plan, scan_table, usual
 from sartor.engines.stacked.graphs import Graphs
-from sartor.engines.stacked.trace import Checked, Fixed, Program, Rows, Tracer
-from sartor.federation.exchange import NOBODY, ClientError, Outcome, Work
+from sartor.engines.stacked.trace import Checked, Fixed, Kind, Program, Rows, Tracer
+from sartor.errors import NotStackable
+from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Outcome, Work
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels.device import digits, free_bytes, to_device
@@ -42,6 +45,8 @@ MOST_PLANS = 1024
 
 CACHED = 1 << 23
 """Bytes of samples that a CPU is given at once where nothing is trained."""
+WHOLE = 128
+"""Steps of a call that is captured as a whole; one with more is made of captured steps."""
 
 MOST_COHORTS = 64
 """Cohorts whose client numbers stay on the device."""
@@ -51,7 +56,9 @@ class StackedEngine(LocalEngine):
     """Runs client functions for many clients at once, in chunks that fit into memory.
 
     Of its settings, ``chunk`` and ``lanes`` limit how many clients are held and stepped at once (0: as many
-    as fit), ``compile`` puts the traced step through ``torch.compile``, ``graphs`` captures calls on CUDA.
+    as fit), ``compile`` puts the traced step through ``torch.compile``, ``graphs`` captures calls on CUDA,
+    ``way`` has a step's clients computed together or apart, and ``otherwise`` says what becomes of a function
+    that turns out not to be stackable.
     """
 
     name = "stacked"
@@ -60,6 +67,8 @@ class StackedEngine(LocalEngine):
         self, task: Task, data: ClientData, settings: FederationSettings, origins: Origins | None = None
     ) -> None:
         super().__init__(task, data, settings, origins)
+        self._given = data
+        self._others: set[ClientFunction] = set()
         self.chunk = settings.chunk
         self.graphs = Graphs(self.device, settings.graphs)
         self.programs: dict[Hashable, Program] = {}
@@ -70,6 +79,7 @@ class StackedEngine(LocalEngine):
         if origins is not None:
             self._origins = to_device(np.stack([origins.numbers, origins.seeds]), self.device)
         self._plans: dict[Hashable, Plan] = {}
+        self._expected: dict[tuple[Batches, int], Usual] = {}
         self._cohorts: dict[bytes, Tensor] = {}
         self._counted: dict[int, Tensor] = {}
         self._known: tuple[Any, str] | None = None
@@ -89,6 +99,23 @@ class StackedEngine(LocalEngine):
 
     def run(self, work: Work) -> Outcome:
         """Run the function at all these clients, as many at once as memory allows."""
+        if work.function in self._others:
+            return self._loop.run(work)
+        try:
+            return self._stacked(work)
+        except NotStackable as error:
+            if self.settings.otherwise != "loop":
+                raise
+            self._others.add(work.function)
+            log.warning("%s runs on the loop engine: %s", name_of(work.function), error)
+            return self._loop.run(work)
+
+    @cached_property
+    def _loop(self) -> LoopEngine:
+        """Where functions run that turn out not to be stackable, if nobody asked for this engine."""
+        return LoopEngine(self.task, self._given, self.settings, self.origins)
+
+    def _stacked(self, work: Work) -> Outcome:
         with torch.no_grad(), digits(self.settings.precision):
             try:
                 return self._run(work)
@@ -173,7 +200,9 @@ class StackedEngine(LocalEngine):
             buffers = () if work.buffers is None else (next(given),)
             return self._execute(program, work, plans, header, shared, own, buffers, list(given))
 
-        shape = None if plans is None else (key, tuple(plan.shape for plan in plans))
+        shape = None
+        if plans is not None and sum(plan.shape.steps for plan in plans) <= WHOLE:
+            shape = (key, tuple((plan.shape, plan.stretches) for plan in plans))
         return self.graphs.call(shape, call, numbers, work.rounds, others)
 
     def _described(self, hyper: Any) -> str:
@@ -224,7 +253,7 @@ class StackedEngine(LocalEngine):
         scans: list[Batches] = []
         waiting = iter(tables)
         while True:
-            batches, result = self._tracer.advance(program, fixed, rows, memo)
+            batches, result = self._advance(program, fixed, rows, memo)
             if batches is None:
                 program.scans = scans
                 finished: Checked = result
@@ -236,7 +265,8 @@ class StackedEngine(LocalEngine):
             if (packed := scan_plan.table) is not None:
                 table = next(waiting) if plans is not None else to_device(packed, self.device)
             run = partial(self._scan, program, len(scans), batches)
-            if work.keeps or self.device.type != "cpu" or scan_plan.shape.packed or batches.shuffled:
+            trains = work.keeps or scan_plan.shape.packed or batches.shuffled
+            if trains or self.device.type != "cpu" or self._tracer.apart:
                 memo.append(run(scan_plan, table, fixed, rows, memo, result))
             else:
                 memo.append(self._in_parts(run, scan_plan, batches.split, work, fixed, (rows, memo, result)))
@@ -265,6 +295,17 @@ class StackedEngine(LocalEngine):
             seen = fixed if first is None else fixed._replace(data={**fixed.data, split: data})
             carries.append(run(replace(plan, shape=part), None, seen, rows, memo, carry))
         return tree_map(lambda *parts: torch.cat(parts), *carries)
+
+    def _advance(
+        self, program: Program, fixed: Fixed, rows: Rows, memo: list[Any]
+    ) -> tuple[Batches | None, Any]:
+        """Run the function up to its next scan, or to its end."""
+        if program.scans is None or not self.graphs.pieces:
+            return self._tracer.advance(program, fixed, rows, memo)
+        fixed = fixed._replace(data={})  # which lies where it is, and is not read here
+        part = partial(self._tracer.advance, program)
+        batches, result = self.graphs.part((id(program), len(memo)), part, (fixed, rows, memo))
+        return batches, result
 
     def _bring(self, split: str, numbers: np.ndarray) -> bool:
         """Have these clients' samples on the device; whether they lie in other tensors than before."""
@@ -298,12 +339,11 @@ class StackedEngine(LocalEngine):
             turns = self._counting(shape.steps)[:, None].expand(shape.steps, clients)
         else:
             lanes, turns = table[0], table[1]
-            # One more row, for idle lanes to work on.
-            carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
         places = self._counting(shape.places)
         size = rows.counts[batches.split]
         number, seed = rows.origins or (None, self.settings.seed)
-        index, real = self._samples(
+        # Tables of packed clients are of many shapes, and each would be compiled anew.
+        index, real = (self._samples if table is None else scan_table)(
             batches,
             random.stream(seed, batches.stream),
             shape.width,
@@ -316,16 +356,41 @@ class StackedEngine(LocalEngine):
             turns,
             number,
         )
-        for turn in range(shape.steps):
-            lane = () if table is None else (lanes[turn],)
-            arguments = (fixed, rows, memo, carry, lane, index[turn], real[turn], turns[turn])
-            after = self._tracer.step(program, position, batches, plan, arguments)
-            if table is None:
-                carry = after
-            else:
-                for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
-                    whole.index_copy_(0, lanes[turn], part)
-        return carry if table is None else tree_map(lambda value: value[:clients], carry)
+        key = (position, shape.lanes, shape.width, shape.full, shape.common, shape.in_a_row, len(memo))
+
+        def advance(rows: Rows, memo: list[Any], carry: Any, first: int, end: int) -> Any:
+            turn = (index[first:end], real[first:end], turns[first:end])
+            return self._steps(program, key, batches, plan, (fixed, rows, memo), carry, turn)
+
+        if table is None:
+            return advance(rows, memo, carry, 0, shape.steps)
+        # One more row, for idle lanes to work on.
+        carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
+        for first, end in plan.stretches:
+            whose = lanes[first]
+            client = whose.clamp(max=clients - 1)
+            their_rows, their_memo = self._tracer.some(program, key, fixed, (rows, memo), client)
+            own = tree_map(lambda value: value[whose], carry)  # noqa: B023
+            after = advance(their_rows, their_memo, own, first, end)
+            for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
+                whole.index_copy_(0, whose, part)
+        return tree_map(lambda value: value[:clients], carry)
+
+    def _steps(
+        self,
+        program: Program,
+        key: Kind,
+        batches: Batches,
+        plan: Plan,
+        given: tuple[Fixed, Rows, list[Any]],
+        carry: Any,
+        turns: tuple[Tensor, Tensor, Tensor],
+    ) -> Any:
+        """Some steps in which every lane keeps its client; all that is given has a row per lane."""
+        steps = partial(self._tracer.steps, program, key, batches, plan)
+        if self.graphs.pieces and (plan.shape.packed or plan.shape.steps > WHOLE):
+            return self.graphs.steps((id(program), key), steps, given, carry, turns)
+        return steps(given, carry, turns)
 
     # Plans ----------------------------------------------------------------------------------------
 
@@ -337,8 +402,16 @@ class StackedEngine(LocalEngine):
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[key] = plan(batches, sizes, self.settings.lanes, self.graphs.wanted, epochs, common)
+            expected, rounded = self._usual(batches, len(sizes)), self.graphs.wanted
+            self._plans[key] = plan(batches, sizes, self.settings.lanes, rounded, epochs, expected, common)
         return self._plans[key]
+
+    def _usual(self, batches: Batches, clients: int) -> Usual:
+        """What is to be expected of so many clients, whoever they are."""
+        key = (batches, clients)
+        if key not in self._expected:
+            self._expected[key] = usual(batches, self.samples[batches.split].counts, clients)
+        return self._expected[key]
 
     def _epochs(self, law: Law, work: Work) -> np.ndarray:
         """The epochs that are drawn for these clients in their rounds."""

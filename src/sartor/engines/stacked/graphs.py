@@ -1,14 +1,18 @@
-"""CUDA graphs: whole calls of the engine, captured once per shape and replayed.
+"""CUDA graphs: captured once, replayed as often as one likes.
 
-A shape that never comes again is not worth a capture, so the first call of a shape is made in the ordinary
-way. All graphs share one pool of memory.
+A call of the engine is captured as a whole, once per shape, when a shape comes the second time. Cohorts of
+ragged clients hardly ever have the shape of another, and long calls take long to capture. Those are made of
+pieces that any cohort can use: each part of a client function before, between and after its scans is a
+graph, and so are 1, 4, 16 and 64 steps in a row, whose samples and clients lie in tensors on the device. How
+many steps there are is how often these are replayed. All graphs share one pool of memory.
 """
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from sartor.engines.stacked.trace import Checked
 from sartor.kernels.device import to_device
 
+STRIDES = (64, 16, 4, 1)
+"""How many steps are captured as one graph."""
+
+MOST_SHAPES = 1024
+"""Shapes of calls that are remembered."""
+
 MOST_GRAPHS = 64
-"""CUDA graphs kept per federation; the one unused for longest goes first."""
+"""Captured calls kept per federation; the one unused for longest goes first."""
 
 
 @dataclass
@@ -52,15 +63,90 @@ class Graph:
         return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
 
 
+@dataclass
+class Part:
+    """What lies between two scans, captured: from tensors in their place to tensors in theirs."""
+
+    graph: Any
+    inputs: list[Tensor]
+    outputs: Any
+
+    def replay(self, inputs: list[Tensor]) -> Any:
+        """The outputs for other inputs, which the next replay will write over."""
+        _copy(self.inputs, inputs)
+        self.graph.replay()
+        return self.outputs
+
+
+class Steps:
+    """A step of every lane, captured several times in a row.
+
+    What it reads lies in tensors of its own: arguments, the carry, and the samples of as many turns as a
+    graph has steps.
+    """
+
+    def __init__(self, graphs: Graphs, step: Step, given: Any, carry: Any) -> None:
+        self._graphs, self._step = graphs, step
+        fixed, rows, memo = given
+        self._data = fixed.data
+        leaves, self._spec = tree_flatten((fixed._replace(data={}), rows, memo))
+        self._given = [leaf.clone() for leaf in leaves]
+        self._carry = tree_map(torch.clone, carry)
+        self._captured: dict[int, tuple[Any, list[Tensor]]] = {}
+
+    def run(self, given: Any, carry: Any, turns: Sequence[Tensor]) -> Any:
+        """The carry after so many turns, which the next run will write over."""
+        fixed, rows, memo = given
+        _copy(self._given, tree_flatten((fixed._replace(data={}), rows, memo))[0])
+        _copy(tree_leaves(self._carry), tree_leaves(carry))
+        first, left = 0, len(turns[0])
+        for stride in STRIDES:
+            for _ in range(left // stride):
+                self._replay(stride, [turn[first : first + stride] for turn in turns])
+                first += stride
+            left %= stride
+        return self._carry
+
+    def _replay(self, stride: int, turns: list[Tensor]) -> None:
+        if stride not in self._captured:
+            self._captured[stride] = self._capture([turn.clone() for turn in turns])
+        graph, places = self._captured[stride]
+        _copy(places, turns)
+        graph.replay()
+
+    def _capture(self, turns: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        def take(turns: list[Tensor]) -> Any:
+            fixed, rows, memo = tree_unflatten(self._given, self._spec)
+            return self._step((fixed._replace(data=self._data), rows, memo), self._carry, turns)
+
+        if not self._captured:  # whatever a first step brings with it, as a kernel that is compiled
+            self._graphs.aside(lambda: take([turn[:1] for turn in turns]))
+        graph, _ = self._graphs.capture(lambda: take(turns), into=tree_leaves(self._carry))
+        return graph, turns
+
+
+Step = Callable[[Any, Any, Sequence[Tensor]], Any]
+"""Some steps: from what is given, the carry and the turns to the carry after them."""
+
+
 class Graphs:
-    """The captured calls of one engine: none where they are not ``wanted`` or there is no CUDA device."""
+    """What one engine has captured: nothing where that is not ``wanted`` or there is no CUDA device."""
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
         self.wanted = wanted and device.type == "cuda"
         self.captured: OrderedDict[Hashable, Graph | None] = OrderedDict()
-        """By shape, the one used last at the end; None where the shape was met once."""
+        """Calls by shape, the one used last at the end; None where the shape was met once."""
+        self.parts: dict[Hashable, Part | None] = {}
+        self.taken: dict[Hashable, Steps] = {}
+        """Steps by what they were traced for."""
         self._device = device
         self._pool: Any = None
+        self._whole = False
+
+    @property
+    def pieces(self) -> bool:
+        """Whether the call under way is made of pieces: not while it is captured as a whole."""
+        return self.wanted and not self._whole
 
     def call(
         self,
@@ -72,49 +158,99 @@ class Graphs:
     ) -> Checked:
         """Make a call with these inputs: client numbers, their rounds and all others.
 
-        One without a shape is made in the ordinary way: what it will do is not known yet.
+        One without a shape is not captured as a whole: what it will do is not known yet, or too much.
         """
 
         def inputs() -> list[Tensor]:
             return [numbers, to_device(rounds, self._device), *others]
 
-        if not self.wanted or shape is None:
+        if not self.wanted:
             return call(inputs())
-        if shape not in self.captured:
-            self.captured[shape] = None
-            return call(inputs())
-        captured = self.captured[shape] or self._capture(shape, call, inputs())
+        if shape is None or shape not in self.captured:
+            if shape is not None:
+                self.captured[shape] = None
+                self._drop(MOST_SHAPES, lambda entry: entry is None)
+            sent, kept, after, norms = call(inputs())
+            return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
+        captured = self.captured[shape] or self._captured_call(shape, call, inputs())
         self.captured.move_to_end(shape)
         return captured.replay(numbers, rounds, others)
+
+    def part(self, key: Hashable, part: Callable[..., Any], arguments: Any) -> Any:
+        """What a part of a client function gives for these arguments, as plain values and tensors."""
+        if key not in self.parts:
+            self.parts[key] = None
+            return part(*arguments)
+        inputs, spec = tree_flatten(arguments)
+        known = self.parts[key]
+        if known is None:
+            static = [value.clone() for value in inputs]
+            self.aside(lambda: part(*tree_unflatten(static, spec)))
+            graph, outputs = self.capture(lambda: part(*tree_unflatten(static, spec)))
+            known = self.parts[key] = Part(graph, static, outputs)
+        return known.replay(inputs)
+
+    def steps(self, key: Hashable, step: Step, given: Any, carry: Any, turns: Sequence[Tensor]) -> Any:
+        """The carry after some steps: ``given`` is what they read, ``turns`` have a row for each."""
+        if key not in self.taken:
+            self.taken[key] = Steps(self, step, given, carry)
+        return self.taken[key].run(given, carry, turns)
 
     def forget(self) -> None:
         """Drop all graphs, and give their memory back."""
         self.captured.clear()
+        self.parts.clear()
+        self.taken.clear()
         self._pool = None
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _capture(
+    def _captured_call(
         self, shape: Hashable, call: Callable[[list[Tensor]], Checked], inputs: list[Tensor]
     ) -> Graph:
         """Capture a call. Whatever it touched is kept: a graph finds its tensors by address."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         static = [value.clone() for value in inputs]
+        self._whole = True
+        try:
+            self.aside(lambda: call(static))
+            graph, outputs = self.capture(lambda: call(static))
+        finally:
+            self._whole = False
+        captured = self.captured[shape] = Graph(graph, static, outputs, call)
+        self._drop(MOST_GRAPHS, lambda entry: entry is not None)
+        return captured
+
+    def _drop(self, most: int, kind: Callable[[Graph | None], bool]) -> None:
+        """Keep at most so many shapes of this kind, those that were used last."""
+        known = [shape for shape, entry in self.captured.items() if kind(entry)]
+        for old in known[: max(0, len(known) - most)]:
+            del self.captured[old]
+
+    def aside(self, work: Callable[[], Any]) -> None:
+        """Do something on a stream of its own, as what will be captured must have been done once."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            call(static)
+            work()
         torch.cuda.current_stream().wait_stream(side)
+
+    def capture(self, work: Callable[[], Any], into: Sequence[Tensor] = ()) -> tuple[Any, Any]:
+        """A graph of what is done, and the tensors that it gives: each replay writes them anew.
+
+        With ``into``, it ends by copying what it gives to these places.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
-            outputs = call(static)
-        captured = self.captured[shape] = Graph(graph, static, outputs, call)
-        living = [known for known, entry in self.captured.items() if entry is not None]
-        for old in living[: max(0, len(living) - MOST_GRAPHS)]:
-            del self.captured[old]
-        return captured
+        with warnings.catch_warnings(), _no_collection():
+            # A function may have nothing to do before its first scan.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            with torch.cuda.graph(graph, pool=self._pool):
+                given = work()
+                if into:
+                    _copy(into, tree_leaves(given))
+        return graph, given
 
 
 @contextmanager
@@ -132,3 +268,14 @@ def _no_collection() -> Iterator[None]:
 
 def _cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in values.items()}
+
+
+def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Put values in their places, in as few launches as it takes."""
+    pairs = [
+        (place, value)
+        for place, value in zip(places, values, strict=True)
+        if place is not value and place.numel()
+    ]
+    if pairs:
+        torch._foreach_copy_([place for place, _ in pairs], [value for _, value in pairs])

@@ -14,16 +14,17 @@ CPU the first ones are taken as they stand, by the same operations.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from sartor import nests, random
 from sartor.client.local import Batches, Client
@@ -39,8 +40,8 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import products
-from sartor.kernels.gpu import has_tensor_cores
+from sartor.kernels import pooling, products
+from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.model.task import Batch, Task
 from sartor.nests import Nest
 
@@ -50,8 +51,25 @@ Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], dict[str, Tensor]]
 """That of a chunk, and where a graph computes them along with it, the norms of all of it."""
 
-Traced = Callable[[list[Tensor]], Any]
-"""A traced function: from its flattened arguments to its result."""
+
+@dataclass
+class Traced:
+    """A traced function: from its flattened arguments to its result; and which arguments it reads."""
+
+    run: Callable[[list[Tensor]], list[Tensor]]
+    result: TreeSpec
+    reads: list[bool]
+
+    def __call__(self, inputs: list[Tensor]) -> Any:
+        """The result for such arguments."""
+        return tree_unflatten(self.run(inputs), self.result)
+
+
+log = logging.getLogger(__name__)
+
+Kind = tuple[int, int, int, bool, bool, bool, int]
+"""What a step is traced for: the place of its scan, lanes, width, whether batches are full, whether lanes have
+the same samples or theirs in a row, scans before."""
 
 IN_PLACE = ("is not possible because there exists a Tensor", "doesn't match the broadcast shape")
 """What PyTorch says where a client's own numbers are written into what is the same for all."""
@@ -98,8 +116,8 @@ class Program:
     round: int = 0
     """The server's round of the call under way, for messages."""
     scans: list[Batches] | None = None
-    steps: dict[Hashable, Traced] = field(default_factory=dict)
-    taken: Counter[Hashable] = field(default_factory=Counter)
+    steps: dict[Kind, Traced] = field(default_factory=dict)
+    taken: Counter[Kind] = field(default_factory=Counter)
     """Steps of every kind that were taken before one was traced."""
     parts: dict[int, tuple[Batches | None, Traced]] = field(default_factory=dict)
     """Where it is compiled, what lies before and after its scans, with the scan that follows."""
@@ -114,6 +132,7 @@ class Tracer:
     def __init__(self, task: Task, settings: FederationSettings, most: dict[str, int], norms: bool) -> None:
         self.task, self.settings, self.most, self.norms = task, settings, most, norms
         self.device = torch.device(settings.device)
+        self.apart = settings.way == "apart"
 
     def advance(
         self, program: Program, fixed: Fixed, rows: Rows, memo: list[Any]
@@ -149,23 +168,43 @@ class Tracer:
         batches, run = program.parts[len(memo)]
         return batches, run(inputs)
 
-    def step(self, program: Program, position: int, batches: Batches, plan: Plan, arguments: Any) -> Any:
-        """One step of every lane, traced once such a step is worth it."""
-        key = (
-            position,
-            plan.shape.lanes,
-            plan.shape.width,
-            plan.shape.packed,
-            plan.shape.full,
-            plan.shape.common,
-            plan.shape.in_a_row,
-            len(arguments[2]),
-        )
+    def steps(
+        self,
+        program: Program,
+        key: Kind,
+        batches: Batches,
+        plan: Plan,
+        given: tuple[Fixed, Rows, list[Any]],
+        carry: Any,
+        turns: Sequence[Tensor],
+    ) -> Any:
+        """The carry of every lane after some turns in which it keeps its client.
+
+        The lanes take their steps together, or apart: one after the other, and side by side in a graph.
+        """
+        step = self._step_of(program, batches, plan)
+
+        def taken(given: tuple[Any, ...], carry: Any, turns: Sequence[Tensor]) -> Any:
+            for turn in zip(*turns, strict=True):
+                carry = self._one(program, key, step, (*given, carry, *turn))
+            return carry
+
+        if not self.apart:
+            return taken(given, carry, turns)
+        after = []
+        fixed, *rows = given
+        for lane, beside in enumerate(side_by_side(plan.shape.lanes, self.device)):
+            with beside:
+                own, start = tree_map(lambda value: value[lane], (rows, carry))  # noqa: B023
+                after.append(taken((fixed, *own), start, [turn[:, lane] for turn in turns]))
+        return tree_map(lambda *lanes: torch.stack(lanes), *after)
+
+    def _one(self, program: Program, key: Kind, step: Callable[..., Any], arguments: Any) -> Any:
+        """One step, traced once such a step is worth it."""
         inputs, spec = tree_flatten(arguments)
         traced = program.steps.get(key)
         if traced is not None:
             return traced(inputs)
-        step = self._step_of(program, batches, plan)
         program.taken[key] += 1
         if self.device.type == "cpu" and not self.settings.compile and program.taken[key] <= UNTRACED:
             try:
@@ -175,8 +214,18 @@ class Tracer:
         traced = program.steps[key] = self._traced(program, step, inputs, spec)
         return traced(inputs)
 
+    def some(self, program: Program, key: Kind, fixed: Fixed, every: Any, rows: Tensor) -> Any:
+        """These rows of what there is for every client; of what a step does not read, any so many."""
+        leaves, spec = tree_flatten(every)
+        traced, skipped = program.steps.get(key), len(tree_leaves(fixed))
+        reads = [True] * len(leaves) if traced is None else traced.reads[skipped:]
+        return tree_unflatten(
+            [leaf[rows] if read else leaf[: len(rows)] for leaf, read in zip(leaves, reads, strict=False)],
+            spec,
+        )
+
     def _step_of(self, program: Program, batches: Batches, plan: Plan) -> Callable[..., Any]:
-        """A step of every lane as it stands."""
+        """A step as it stands: of every lane, or of one where they are apart."""
         draws = self.task.draws or batches.augmented
 
         def lane(
@@ -208,21 +257,17 @@ class Tracer:
             rows: Rows,
             memo: list[Any],
             carry: Any,
-            lanes: tuple[Tensor, ...],
             index: Tensor,
             real: Tensor,
             turn: Tensor,
         ) -> Any:
             dims: tuple[int | None, ...] = (0, 0, 0, 0, 0, 0, 0)
-            if plan.shape.common:  # one product for all lanes, and no copies of the samples
+            every = partial(lane, fixed=fixed)
+            if plan.shape.common and not self.apart:  # one product for all lanes, no copies of the samples
                 index, real, dims = index[0], real[0], (0, 0, 0, None, None, None, 0)
             pick = _laid_out if plan.shape.in_a_row else _picked
             x, y = nests.mapped(lambda leaf: pick(leaf, index), fixed.data[batches.split])
-            if lanes:
-                client = lanes[0].clamp(max=len(rows.number) - 1)
-                rows, memo = tree_map(lambda value: value[client], (rows, memo))
-                carry = tree_map(lambda value: value[lanes[0]], carry)
-            return torch.vmap(partial(lane, fixed=fixed), dims)(rows, memo, carry, x, y, real, turn)
+            return (every if self.apart else torch.vmap(every, dims))(rows, memo, carry, x, y, real, turn)
 
         return step
 
@@ -248,18 +293,38 @@ class Tracer:
             # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
             if node.op == "get_attr":
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
-        if has_tensor_cores(self.device):
+        if has_tensor_cores(self.device) and not self.apart:
             products.specialise(graph)
-        run: Callable[[list[Tensor]], list[Tensor]] = graph
-        if self.settings.compile:
-            # Keyed draws are products of numbers that wrap, of which the compiler's algebra knows nothing.
-            wrapping: dict[str, Any] = {"constant_and_index_propagation": False}
-            run = torch.compile(
-                graph,
-                dynamic=False,
-                options=wrapping if self.task.draws or self.settings.local.augment else None,
-            )
-        return lambda inputs: tree_unflatten(run(inputs), result_spec[0])
+        if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
+            pooling.specialise(graph)
+        reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
+        run = self._compiled(graph) if self.settings.compile else graph
+        return Traced(run, result_spec[0], reads)
+
+    def _compiled(self, graph: fx.GraphModule) -> Callable[[list[Tensor]], list[Tensor]]:
+        """The graph compiled; as it stands if the compiler, which only makes it faster, fails."""
+        # Keyed draws are products of numbers that wrap, of which the compiler's algebra knows nothing.
+        wrapping: dict[str, Any] = {"constant_and_index_propagation": False}
+        run: Callable[[list[Tensor]], list[Tensor]] = torch.compile(
+            graph, dynamic=False, options=wrapping if self.task.draws or self.settings.local.augment else None
+        )
+        plain = False
+
+        def either(inputs: list[Tensor]) -> list[Tensor]:
+            nonlocal plain
+            if not plain:
+                try:
+                    return run(inputs)
+                except (torch.OutOfMemoryError, MemoryError):
+                    raise
+                except Exception as error:  # what is wrong with the step itself shows when it runs plainly
+                    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                    log.warning("model %s: a step is not compiled (%s)", self.task.name, first)
+                    plain = True
+            result: list[Tensor] = graph(inputs)
+            return result
+
+        return either
 
     def _explained(self, program: Program, error: Exception) -> Exception:
         """An error of vmap or tracing in a user's words.

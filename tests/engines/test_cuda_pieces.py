@@ -1,0 +1,101 @@
+"""Captured pieces on CUDA: sampled cohorts of ragged clients, clients apart, and a run that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers import classification, federation_of, method, play, resnet18
+from sartor.engines.stacked.engine import StackedEngine
+from sartor.federation import Federation
+from sartor.model.task import Task
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+SIZES = (5, 17, 33, 64, 7, 16, 90, 2, 41, 20)
+COHORTS = [[0, 3, 5, 6], [1, 2, 4, 9], [3, 6, 7, 8], [0, 1, 2, 7], [4, 5, 8, 9], [2, 3, 6, 9]]
+
+
+@pytest.fixture(autouse=True)
+def _full_precision() -> Iterator[None]:
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, 4))
+
+
+def groups() -> nn.Module:
+    return resnet18(lambda channels: nn.GroupNorm(4, channels), 8, 1, 4)
+
+
+def federation(
+    build: Callable[[], nn.Module],
+    engine: str,
+    device: str,
+    dtype: torch.dtype = torch.float64,
+    **settings: Any,
+) -> Federation:
+    data = classification(SIZES, shape=(1, 8, 8), classes=4, dtype=dtype)
+    task = Task(build().to(dtype), classes=4)
+    return federation_of(engine, task, data, local={"batch": 8}, device=device, **settings)
+
+
+def weights(made: Federation, name: str = "fedavg", cohorts: list[list[int]] = COHORTS) -> Tensor:
+    w: Tensor = play(method(name, made), made, cohorts).w
+    return w.cpu()
+
+
+@pytest.mark.parametrize("way", ["together", "apart"])
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto"])
+def test_sampled_cohorts_equal_the_loop(name: str, way: str) -> None:
+    expected = weights(federation(convolutions, "loop", "cpu"), name)
+    made = federation(convolutions, "stacked", "cuda", way=way)
+    torch.testing.assert_close(weights(made, name), expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("way", ["together", "apart"])
+def test_a_deep_network_equals_the_loop(way: str) -> None:
+    expected = weights(federation(groups, "loop", "cpu"), cohorts=COHORTS[:3])
+    made = federation(groups, "stacked", "cuda", way=way)
+    torch.testing.assert_close(weights(made, cohorts=COHORTS[:3]), expected, rtol=1e-7, atol=1e-7)
+
+
+def test_no_cohort_needs_a_capture_of_its_own() -> None:
+    made = federation(convolutions, "stacked", "cuda", torch.float32)
+    assert isinstance(made.engine, StackedEngine)
+    weights(made)
+    graphs = made.engine.graphs
+    known = [len(steps._captured) for steps in graphs.taken.values()], dict(graphs.parts)
+    weights(made, cohorts=COHORTS[::-1])
+    assert ([len(steps._captured) for steps in graphs.taken.values()], dict(graphs.parts)) == known
+    assert len(graphs.taken) == 1
+
+
+def test_going_on_gives_the_same_to_the_bit() -> None:
+    """Rounds in a new process have nothing captured yet, and whole calls come only later."""
+    whole = federation(groups, "stacked", "cuda", torch.float32)
+    algorithm = method("fedavg", whole)
+    server = algorithm.start(whole)
+    servers = []
+    for cohort in COHORTS * 2:
+        servers.append(server)
+        server = algorithm.round(server, whole, torch.tensor(cohort).numpy())
+        whole.round += 1
+    again = federation(groups, "stacked", "cuda", torch.float32)
+    algorithm.start(again)
+    again.round = whole.round - 3
+    resumed = servers[-3]
+    for cohort in (COHORTS * 2)[-3:]:
+        resumed = algorithm.round(resumed, again, torch.tensor(cohort).numpy())
+        again.round += 1
+    assert torch.equal(resumed.w, server.w)
