@@ -68,8 +68,8 @@ class Traced:
 log = logging.getLogger(__name__)
 
 Kind = tuple[int, int, int, bool, bool, bool, int]
-"""What a step is traced for: the place of its scan, lanes, width, whether batches are full, whether lanes have
-the same samples or theirs in a row, scans before."""
+"""What a step is traced for: the place of its scan, lanes, width, whether batches are full, whether lanes
+have the same samples or theirs in a row, scans before."""
 
 IN_PLACE = ("is not possible because there exists a Tensor", "doesn't match the broadcast shape")
 """What PyTorch says where a client's own numbers are written into what is the same for all."""
