@@ -289,6 +289,25 @@ def test_categories_for_an_embedding_are_numbers() -> None:
     assert blank(columns)["categories"].tolist() == [[2]]
 
 
+def test_the_words_of_a_column_are_found_again_in_samples() -> None:
+    columns = read_columns(
+        {
+            "age": "number",
+            "ward": {"kind": "category", "code": "index", "values": ["a", "b"]},
+            "sex": {"kind": "category", "values": ["f", "m"], "missing": "place", "indicator": True},
+            "stage": {"kind": "ordinal", "values": ["I", "II", "III"]},
+        }
+    )
+    words = {"ward": ["b", "a", "z"], "sex": ["m", None, "f"], "stage": ["III", "I", "II"]}
+    raw = {name: np.array(values, dtype=object) for name, values in words.items()} | {"age": np.arange(3.0)}
+    columns = agreed(columns, statistics_of(columns, raw))
+    x, reader = encode(columns, raw), SchemaColumns(columns)
+    assert reader.values(x, "ward") == ["b", "a", "unknown"]
+    assert reader.values(x, "sex") == ["m", "unknown", "f"]
+    assert reader.values(x, "stage") == words["stage"]
+    assert reader.values(x, "age") is None
+
+
 def test_words_are_hashed_alike_and_case_does_not_matter() -> None:
     columns = read_columns({"note": {"kind": "text", "size": 16, "missing": "place"}})
     x = encode(columns, {"note": np.array(["Fever, cough", "cough fever", None], dtype=object)})

@@ -44,6 +44,10 @@ class TableReader(Protocol):
         """The samples of all rows; ``where`` is the place that an error names."""
         ...
 
+    def values(self, x: Nest, column: str) -> list[str] | None:
+        """A column as words, from samples that were read; None where these do not tell."""
+        ...
+
     def to_mapping(self) -> dict[str, Any]:
         """All of it as JSON; ``from_mapping`` makes the same of it."""
         ...
@@ -74,6 +78,14 @@ class NumberColumns:
         return torch.from_numpy(
             np.column_stack([_numbers(where, column, table[column]) for column in self.columns])
         )
+
+    def values(self, x: Nest, column: str) -> list[str] | None:
+        """Numbers as they are, where no features were made of them."""
+        if not isinstance(x, torch.Tensor) or x.shape[1:] != (len(self.columns),):
+            return None
+        return [
+            f"{value:g}" for value in x[:, self.columns.index(column)].double().round(decimals=4).tolist()
+        ]
 
     def to_mapping(self) -> dict[str, Any]:
         """Their names."""

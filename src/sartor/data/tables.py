@@ -186,6 +186,30 @@ class SchemaColumns:
         held = {name: _whole(table[name]) for name in table}
         return encode(seen, _values_of(held, seen, where))
 
+    def values(self, x: Nest, column: str) -> list[str] | None:
+        """The words of a category or an ordinal in samples that were read; None for a column of another kind.
+
+        >>> reader = SchemaColumns(read_columns({"sex": {"kind": "category", "values": ["f", "m"]}}))
+        >>> reader.values(torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]), "sex")
+        ['m', 'unknown']
+        """
+        (found,) = (each for each in features(self.schema) if each.name == column)
+        words = [str(value) for value in found.values or ()]
+        numbers, categories = (x["numbers"], x["categories"]) if isinstance(x, dict) else (x, x)
+        if found in numbered(self.schema):
+            place = [each.name for each in numbered(self.schema)].index(column)
+            return [["unknown", *words][number] for number in categories[:, place].tolist()]
+        names = feature_names(self.schema)
+        if found.kind == "ordinal":
+            places = numbers[:, names.index(column)] * max(len(words) - 1, 1)
+            return [[*words, "unknown"][number] for number in places.round().long().tolist()]
+        if found.kind != "category":
+            return None
+        first = names.index(f"{column} = {words[0]}")
+        return [
+            [*words, "unknown"][place] for place in numbers[:, first:][:, : len(words) + 1].argmax(1).tolist()
+        ]
+
     def to_mapping(self) -> dict[str, Any]:
         """The columns as an experiment has them."""
         return {"columns": columns_mapping(features(self.schema))}

@@ -127,6 +127,10 @@ class TextColumn:
             )
         return list if self.tokens == "characters" else words
 
+    def values(self, x: Nest, column: str) -> list[str] | None:
+        """Texts are no groups."""
+        return None
+
     def to_mapping(self) -> dict[str, Any]:
         """All of it as JSON; a function is stored by its name, where it has one."""
         tokens = self.tokens if isinstance(self.tokens, str) else OWN

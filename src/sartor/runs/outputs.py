@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sartor import nests
 from sartor.data.clients import ClientData, LazySplit
+from sartor.data.preprocessing import NumberColumns, TableReader
 from sartor.errors import SettingError
 from sartor.runs.predictor import kind_of
 from sartor.runs.result import personal_rows, rows_of_clients
@@ -151,22 +152,11 @@ def values_of(data: ClientData, by: str, split: Any) -> np.ndarray:
 
     Columns of a table are as they were before they were scaled.
     """
-    table, moments = data.preprocessing.table, data.preprocessing.moments
-    leaves: Mapping[str, Tensor] = nests.paths(split.x, "x")
-    flat = list(leaves) == ["x"] and table is not None and leaves["x"].shape[1:] == (len(table.columns),)
-    if table is not None and by in table.columns and hasattr(table, "values"):
-        return np.array(table.values(split.x, by))  # a reader whose columns are not one number each
-    if table is not None and by in table.columns and flat:
-        place = list(table.columns).index(by)
-        values = leaves["x"][:, place].double()
-        if moments is not None:
-            own = moments["x"]
-            deviation = float((own.squares[place] / max(own.number, 1)).sqrt())
-            values = values * (deviation or 1.0) + float(own.mean[place])
-        found = values.round(decimals=4) + 0.0  # no value is minus 0
+    table = data.preprocessing.table
+    if table is not None and by in table.columns:
+        texts = np.array(_column(data, table, by, split.x))
     else:
-        if table is not None and by in table.columns:
-            raise SettingError(f"evaluate.by = {by!r}: is not one number in the samples of this table")
+        leaves: Mapping[str, Tensor] = nests.paths(split.x, "x")
         path = by if by in leaves else f"x.{by}"
         if path not in leaves or leaves[path].dim() != 1:
             known = [*(table.columns if table is not None else ()), *(name for name in leaves if name != "x")]
@@ -174,11 +164,23 @@ def values_of(data: ClientData, by: str, split: Any) -> np.ndarray:
                 f"evaluate.by = {by!r}: no column of the table, nor a leaf of the samples with a value each; "
                 f"there are {', '.join(known) or 'none'}"
             )
-        found = leaves[path]
-    texts = np.array([f"{value:g}" for value in found.tolist()])
+        texts = np.array([f"{value:g}" for value in leaves[path].tolist()])
     if len(set(texts.tolist())) > MOST_VALUES:
         raise SettingError(
             f"evaluate.by = {by!r}: {len(set(texts.tolist()))} different values, at most {MOST_VALUES}; "
             "name a column of groups"
         )
     return texts
+
+
+def _column(data: ClientData, table: TableReader, by: str, x: Any) -> list[str]:
+    """A column of a table, of its numbers before they were scaled."""
+    words = table.values(x, by)
+    if words is None:
+        raise SettingError(f"evaluate.by = {by!r}: is neither a category nor one number in this table")
+    if data.preprocessing.moments is None or not isinstance(table, NumberColumns):
+        return words
+    own, place = data.preprocessing.moments["x"], list(table.columns).index(by)
+    deviation = float((own.squares[place] / max(own.number, 1)).sqrt())
+    values = x[:, place].double() * (deviation or 1.0) + float(own.mean[place])
+    return [f"{value:g}" for value in (values.round(decimals=4) + 0.0).tolist()]  # no value is minus 0
