@@ -176,7 +176,7 @@ def round_off(value: float) -> float:
 
 @pytest.fixture
 def jitter() -> Any:
-    @sartor.register_augmentation("jitter")
+    @sartor.register_augmentation("shaken")
     def jitter(x: Tensor) -> Tensor:
         return x + 0.1 * torch.randn_like(x)
 
@@ -189,16 +189,16 @@ def jitter() -> Any:
             return batch._replace(x=batch.x + self.by)
 
     yield jitter
-    AUGMENTATIONS.remove("jitter")
+    AUGMENTATIONS.remove("shaken")
     AUGMENTATIONS.remove("shift")
 
 
 @pytest.mark.usefixtures("jitter")
 def test_a_function_of_ones_own_draws_from_the_keyed_streams() -> None:
     torch.manual_seed(1)
-    loop = left("loop", ["jitter", {"name": "shift", "by": 0.5}])
+    loop = left("loop", ["shaken", {"name": "shift", "by": 0.5}])
     torch.manual_seed(2)
-    stacked = left("stacked", ["jitter", {"name": "shift", "by": 0.5}])
+    stacked = left("stacked", ["shaken", {"name": "shift", "by": 0.5}])
     assert torch.allclose(loop["w"], stacked["w"], rtol=1e-9, atol=1e-11)
     assert torch.equal(once({"name": "shift", "by": 0.5}, PICTURES).x, PICTURES + 0.5)
 

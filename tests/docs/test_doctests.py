@@ -11,7 +11,7 @@ import pytest
 
 import sartor
 
-NEEDS_TRITON = {f"sartor.kernels.{kind}_triton" for kind in ("convolution", "products", "shuffle")}
+NEEDS_TRITON = {f"sartor.kernels.{kind}_triton" for kind in ("convolution", "pooling", "products", "shuffle")}
 MODULES = ["sartor", *(module.name for module in walk_packages(sartor.__path__, "sartor."))]
 
 

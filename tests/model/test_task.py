@@ -71,7 +71,7 @@ def own(layer: nn.Module | None = None, seed: int = 0, **settings: Any) -> Share
 # Loss, gradient, predictions -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"custom"}))
+@pytest.mark.parametrize("name", sorted(SHAPES))
 def test_loss_and_gradient_are_those_of_the_module(name: str) -> None:
     module = module_of(name, SHAPES[name], CLASSES)
     task = Task(module, classes=CLASSES)
@@ -91,7 +91,7 @@ def test_loss_and_gradient_are_those_of_the_module(name: str) -> None:
         assert close(task.losses(w, Batch(x, y)), F.cross_entropy(module(x), y, reduction="none"))
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"custom"}))
+@pytest.mark.parametrize("name", sorted(SHAPES))
 def test_padding_changes_neither_loss_nor_gradient(name: str) -> None:
     module = module_of(name, SHAPES[name], CLASSES)
     task = Task(module, classes=CLASSES)
@@ -230,7 +230,7 @@ def test_put_replaces_a_part_in_vectors_and_matrices() -> None:
     assert torch.equal(w, before)
 
 
-@pytest.mark.parametrize("name", sorted(name for name, model in MODELS.items() if model.head))
+@pytest.mark.parametrize("name", sorted(name for name in SHAPES if MODELS[name].head))
 def test_features_are_the_input_of_the_head(name: str) -> None:
     module = module_of(name, SHAPES[name], CLASSES)
     task = Task(module, classes=CLASSES, head=MODELS[name].head)

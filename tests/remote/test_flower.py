@@ -286,11 +286,15 @@ def test_personal_models_stay_at_their_nodes(nursery: Nursery, folder: Path) -> 
     federation = Federation(nursery, "separate", *settings, nodes=0, options=options)
     federation.server.wait_for("waiting for 6 clients")
     key, ca = ("--key", keys / "north.key"), ("--ca", keys / "ca.crt")
+    words: dict[str, tuple[Any, ...]] = {
+        "with a key that it made itself": ca,
+        "with a key of others": ("--key", others / "node-1.key", *ca),
+        "who trusts another server": (*key, "--ca", others / "ca.crt"),
+        "who speaks in the open": key,
+    }
     strangers = {
-        "with a key that it made itself": federation.join(0, *ca, "--patience", 1),
-        "with a key of others": federation.join(0, "--key", others / "node-1.key", *ca, "--patience", 1),
-        "who trusts another server": federation.join(0, *key, "--ca", others / "ca.crt", "--patience", 1),
-        "who speaks in the open": federation.join(0, *key, "--patience", 1),
+        who: federation.join(0, *said, "--patience", 1, "--state", folder / f"stranger {place}")
+        for place, (who, said) in enumerate(words.items())
     }
     unknown = "the server does not know this node's key, which must be among its --nodes"
     for who, stranger in strangers.items():

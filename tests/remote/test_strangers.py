@@ -373,11 +373,11 @@ def test_counts_of_an_evaluation_are_those_of_the_samples(tmp_path: Path) -> Non
     def changed(node: int, parts: Parts) -> Parts:
         header, groups = decode(parts)
         sent = groups.get("sent", {})
-        if node == 2 and "confusion" in sent:
-            sent["confusion"] = torch.eye(4).expand_as(sent["confusion"]) * 1e6
-        if node == 3 and "n" in sent:
-            sent["n"] = sent["n"] * 1000
-            sent["loss"] = sent["loss"] * 0
+        if node == 2 and "test.confusion" in sent:
+            sent["test.confusion"] = torch.eye(4).expand_as(sent["test.confusion"]) * 1e6
+        if node == 3 and "test.n" in sent:
+            sent["test.n"] = sent["test.n"] * 1000
+            sent["test.loss"] = sent["test.loss"] * 0
         return encode(header, groups)
 
     grid = HereGrid(nodes_of(data, model_task("mlp", data), BLOCKS), changed)
@@ -400,7 +400,9 @@ def test_a_run_in_which_nobodys_reply_counts_fails(tmp_path: Path) -> None:
     def changed(node: int, parts: Parts) -> Parts:
         header, groups = decode(parts)
         if "exchange" in header:
-            wrong = {name: value * torch.nan for name, value in groups["sent"].items() if name != "n"}
+            wrong = {
+                name: value * torch.nan for name, value in groups["sent"].items() if not name.endswith(".n")
+            }
             groups["sent"] = {**groups["sent"], **wrong}
         return encode(header, groups)
 

@@ -20,7 +20,7 @@ from sartor.federation.exchange import Call, Work
 from sartor.federation.federation import Federation
 from sartor.model.task import Task
 from sartor.runs.cadence import FREE, SHARE, STEPS, Cadence, fixed
-from sartor.runs.evaluation import Cell, _answers, _cell, _each, evaluate, measured_in, shared_model
+from sartor.runs.evaluation import Cell, _answers, cell_of, each_model, evaluate, measured_in, shared_model
 from sartor.runs.record import RunFolder
 from sartor.runs.settings import Evaluate
 from sartor.studies.comparison import compare
@@ -54,7 +54,7 @@ def alone(algorithm: Any, server: Any, federation: Federation, client: int, spli
     """The personal model of one client on a split, asked for nothing else and of nobody else."""
     call = algorithm.personalize(server, np.array([client]))
     what = measured_in(federation, Evaluate())
-    return _cell(_answers(federation, call, np.array([client]), (split,), what)[split], what)
+    return cell_of(_answers(federation, call, np.array([client]), (split,), what)[split], what)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -76,7 +76,7 @@ def test_every_cell_is_what_each_model_has_alone(name: str, engine: str) -> None
     for place, w in enumerate(models if models.dim() == 2 else [models]):
         one = _answers(federation, Call(shared_model, {"w": w}), np.arange(1), ("pooled",), what)["pooled"]
         each = cells["shared_pooled"].extra.get("each", {"loss": cells["shared_pooled"].loss.tolist()})
-        same(each["loss"][place], _cell(one, what).loss[0])
+        same(each["loss"][place], cell_of(one, what).loss[0])
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_several_models_share_a_pass() -> None:
     federation = federation_for(make(registered()["fedavg"]), "loop")
     what = measured_in(federation, Evaluate())
     rows = torch.stack([federation.initial(), -federation.initial()])
-    found = _each(
+    found = each_model(
         _answers(federation, Call(shared_model, {"w": rows}), np.arange(3), ("test",), what)["test"]
     )
     for w, counted in zip(rows, found, strict=True):

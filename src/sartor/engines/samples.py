@@ -18,9 +18,8 @@ class Samples:
     def __init__(self, split: Split, device: torch.device) -> None:
         self.x, self.y = nests.mapped(lambda leaf: leaf.to(device), (split.x, split.y))
         self.counts = np.array(split.count, dtype=np.int64)
-        self.start = torch.from_numpy(np.array(split.start, dtype=np.int64)).to(device)
-        self.count = torch.from_numpy(self.counts).to(device)
         self._starts = np.array(split.start, dtype=np.int64)
+        self.start, self.count = (torch.from_numpy(of).to(device) for of in (self._starts, self.counts))
 
     def common(self, numbers: np.ndarray) -> bool:
         """Whether several clients have the very same samples, as of the pooled test data."""

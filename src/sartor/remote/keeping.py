@@ -25,7 +25,15 @@ from sartor.files import OWNER_ALONE, write
 from sartor.model.task import Task
 from sartor.remote.messages import Groups
 from sartor.runs import experiment as experiments
-from sartor.runs.evaluation import CELLS, cell_of, evaluation_of, model_of, shared_model
+from sartor.runs.evaluation import (
+    CELLS,
+    cell_of,
+    each_model,
+    evaluation_of,
+    model_of,
+    rank,
+    shared_model,
+)
 from sartor.runs.experiment import Experiment
 from sartor.runs.metrics import measured
 from sartor.runs.record import hash_of, separate
@@ -145,7 +153,10 @@ def _measured(
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """What this node has measured: a summary as a run has it, and a row for each of its clients."""
     what = measured(task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline)
-    cells = {f"{kind}_local": cell_of(dict(answers), what) for kind, answers in counted.items()}
+    cells = {}
+    for kind, answers in counted.items():  # of several shared models the one that is best here
+        tried = [cell_of(each, what) for each in each_model(dict(answers))]
+        cells[f"{kind}_local"] = max(tried, key=rank)
     last = {name: cells[name].summary() if name in cells else None for name in CELLS}
     rows: dict[str, list[Any]] = {
         "round": [rounds] * data.clients,

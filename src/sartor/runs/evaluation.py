@@ -126,7 +126,7 @@ def _shared_cells(models: Tensor, clients: np.ndarray, tried: Tried) -> dict[str
     # Buffers that clients keep to themselves are no part of a model that is tried on all data.
     statistics = federation.mean_buffers if federation.policy == "local" else None
     asked, pooled = _on_pooled(models, statistics, clients, tried)
-    best = max(range(len(pooled)), key=lambda place: (_rank(pooled[place]), -place))
+    best = max(range(len(pooled)), key=lambda place: (rank(pooled[place]), -place))
     one, splits = models.dim() == 1, _validated(federation)
     cells = {"shared_pooled": pooled[best] if one else _best_of(pooled, best)}
     local = {}
@@ -134,14 +134,14 @@ def _shared_cells(models: Tensor, clients: np.ndarray, tried: Tried) -> dict[str
         shared = Call(shared_model, {"w": models if one else models[best]})
         local = _answers(federation, shared, clients, ("test", *splits) if one else ("test",), what)
     else:  # every client has counted on its own test data already
-        local["test"] = {name: rows[clients] for name, rows in _each(asked)[best].items()}
+        local["test"] = {name: rows[clients] for name, rows in each_model(asked)[best].items()}
     cells["shared_local"] = cell_of(local["test"], what)
     if splits:
         # The best by its own: which one is best on test data must not be seen here.
         if "validation" not in local:
             local = _answers(federation, Call(shared_model, {"w": models}), clients, splits, what)
-        judged = [cell_of(each, what) for each in _each(local["validation"])]
-        cells["shared_validation"] = max(judged, key=_rank)
+        judged = [cell_of(each, what) for each in each_model(local["validation"])]
+        cells["shared_validation"] = max(judged, key=rank)
     return cells
 
 
@@ -156,11 +156,11 @@ def _on_pooled(
     federation, what = tried.federation, tried.what
     call = Call(shared_model, {"w": models, **({} if statistics is None else {"statistics": statistics})})
     if federation.engine.pools:
-        found = _each(_answers(federation, call, clients[:1], ("pooled",), what)["pooled"])
+        found = each_model(_answers(federation, call, clients[:1], ("pooled",), what)["pooled"])
         tried.add(models, federation.buffers if statistics is None else statistics, found)
         return None, [cell_of(each, what) for each in found]
     counted = _answers(federation, call, np.arange(federation.clients), ("test",), what)["test"]
-    found = _each({name: values.sum(axis=0, keepdims=True) for name, values in counted.items()})
+    found = each_model({name: values.sum(axis=0, keepdims=True) for name, values in counted.items()})
     return counted, [cell_of(each, what) for each in found]
 
 
@@ -296,7 +296,7 @@ def shared_model(client: Client, hyper: Any, w: Tensor, statistics: Tensor | Non
     return Reply(w=w)
 
 
-def _rank(cell: Cell) -> float:
+def rank(cell: Cell) -> float:
     """What models are ranked by: the headline, turned so that more is better."""
     values = cell.values(cell.headline)
     here = (cell.n > 0) & np.isfinite(values)
@@ -419,7 +419,7 @@ def _believed(
     return filled
 
 
-def _each(answers: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+def each_model(answers: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     """What was counted with each model, where everyone has tried several; else what was counted."""
     if answers["loss"].ndim == 1:
         return [answers]
@@ -432,7 +432,7 @@ def _each(answers: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 def _possible(answers: dict[str, np.ndarray], samples: np.ndarray, per_sample: bool) -> np.ndarray:
     """Which clients have counted as many samples as they have, each once."""
     good: np.ndarray = answers["n"] == samples
-    for counted in _each(answers):
+    for counted in each_model(answers):
         for name, rows in counted.items():
             good &= possible(name, rows, samples, per_sample)
     return good

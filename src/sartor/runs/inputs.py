@@ -137,9 +137,7 @@ class Given:
         )
         if own_data is not None:
             own_data = prepare(own_data, features=experiment.features.settings)
-            # They are normalised where that is said; else they are as whoever gives them wants them.
-            said = isinstance(chosen.get("data"), Mapping) and chosen["data"].get("normalise") is True
-            experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA, normalise=said))
+            experiment = replace(experiment, data=replace(experiment.data, name=OWN_DATA))
         return Inputs(experiment, own_data, task, own if any(own) else ())
 
 
@@ -181,7 +179,10 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
             raise SettingError(f"clients: {clients}, but the data has {there} clients; leave it out")
         clients = there
     if isinstance(data, (ClientData, Mapping, Source)) or is_dataset(data):
-        _put(given, "data", name=OWN_DATA)
+        # They are normalised where that is said; else they are as whoever gives them wants them.
+        stated = given.get("data")
+        said = stated.get("normalise", False) if isinstance(stated, Mapping) else False
+        _put(given, "data", name=OWN_DATA, normalise=said)
     else:
         _put(given, "data", **{named_by(data): data})
         data = None
