@@ -50,8 +50,10 @@ def test_a_factory_is_built_anew_under_every_seed(model: Any) -> None:
 
 
 def test_a_function_in_a_file_is_too(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(5, 3)\n")
-    starts = [start(f"{tmp_path}/net.py:build", seed) for seed in (0, 1)]
+    (tmp_path / "own_start.py").write_text(
+        "from torch import nn\n\ndef build():\n    return nn.Linear(5, 3)\n"
+    )
+    starts = [start(f"{tmp_path}/own_start.py:build", seed) for seed in (0, 1)]
     assert not torch.equal(starts[0].w, starts[1].w)
 
 
