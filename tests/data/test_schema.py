@@ -43,6 +43,7 @@ from sartor.errors import DataError, SettingError
 from sartor.remote.admission import Admission
 from sartor.remote.audit import Audit
 from sartor.remote.join import loader
+from sartor.remote.keeping import read_kept
 from sartor.remote.messages import Parts, decode
 from sartor.remote.messages import encode as message
 from sartor.remote.node import Node
@@ -525,10 +526,13 @@ def test_categories_for_an_embedding_are_agreed_on_at_nodes_too(folder: Path, tm
     experiment = from_mapping(mapping)
     data = replace(experiment.data, path=str(folder))
     expected = execute(replace(experiment, data=data), store=False)
-    grid = HereGrid(nodes_of(folder, lambda path: Node(loader(path, None, None, None))))
+    grid = HereGrid(nodes_of(folder, lambda path: Node(loader(path, None, None, None), tmp_path / path.stem)))
     found = serve_on(grid, experiment, Service(deadline=20), out=tmp_path / "there")
     assert torch.equal(found.w, expected.w)
     assert RunFolder.open(tmp_path / "there").experiment.model.settings.categories == (4,)
+    kept = read_kept(tmp_path / "oslo")  # which knows of the place, too, without a server
+    assert torch.equal(kept.w, expected.w)
+    assert kept.task.size == len(expected.w)
 
 
 def greet(node: Node, experiment: Experiment, change: Any = None) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from sartor.runs.metrics import measured
 from sartor.runs.record import hash_of, separate
 from sartor.runs.result import Result, personal_rows, rows_of_clients
 from sartor.runs.run import models_told, spread_out
+from sartor.runs.setup import settled_for
 from sartor.runs.signature import Signature
 
 OPENED = "opened.json"
@@ -138,8 +140,12 @@ def keep_models(
         return
     summary, clients = _measured(experiment, task, data, counted, rounds)
     summary |= {"model_sha256": hash_of(tensors), "shared_model": "shared" if "shared" in tensors else None}
+    mapping = json.loads(told)
+    if experiment.columns:  # what the schema says of the network is needed to build it again
+        settled = replace(experiment, model=settled_for(experiment.model, data))
+        mapping["model"] = experiments.to_mapping(settled)["model"]
     content = {
-        "experiment": json.loads(told),
+        "experiment": mapping,
         "signature": Signature.of(data).to_mapping(),
         "summary": summary,
         "clients": clients,
