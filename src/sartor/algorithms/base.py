@@ -8,14 +8,16 @@ device, no files. Its server state is one frozen value: ``round`` returns a new 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from inspect import isabstract
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin
 
 import numpy as np
 from torch import Tensor
 
-from sartor.client.local import refuse
+from sartor.client.local import Batches, refuse
 from sartor.client.settings import Local
 from sartor.errors import SartorError
 from sartor.extensions import Registry
@@ -96,6 +98,8 @@ class Algorithm(ABC, Generic[H, S]):
     """Keys of ``[local]`` with which it would not be what it is, each with the reason; see ``refuse``."""
     sums_only: ClassVar[bool] = False
     """Whether the server needs nothing of the replies but sums weighted by what it knows of the clients."""
+    unprotected: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """By mode of ``[privacy]`` why it has no guarantee there; ``central`` takes ``sums_only`` besides."""
     Hyper: ClassVar[type] = Hyper
     """The dataclass of the hyper-parameters, as the class's first argument has it."""
     _arguments: ClassVar[tuple[Any, ...]]
@@ -119,6 +123,14 @@ class Algorithm(ABC, Generic[H, S]):
         """Refuse local settings with which it would not be what it is."""
         for key, why in self.refuses:
             refuse(local, self.name, why, key)
+
+    def exchanges(self) -> int:
+        """How often a round asks its cohort for something that is sent; the cost of privacy goes by it."""
+        return 1
+
+    def gradients(self, local: Local, n: Any) -> Any:
+        """How many gradients a client with n samples takes in a round, at most; for privacy of samples."""
+        return Batches("train", local.batch, local.most_epochs, local.steps).count(n)
 
     def start(self, federation: Federation) -> S:
         """The server's first state; declares the clients' states."""

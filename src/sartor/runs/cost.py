@@ -25,7 +25,6 @@ from sartor.model.task import Task
 from sartor.runs.cadence import Cadence
 from sartor.runs.evaluation import evaluate
 from sartor.runs.experiment import Experiment
-from sartor.runs.loop import draw_cohort
 from sartor.runs.run import models_told, tensors_of
 from sartor.runs.setup import Setup, open_federation, set_up
 
@@ -57,7 +56,7 @@ def estimate(
     setup = set_up(experiment, data=data, task=task)
     experiment, data = setup.experiment, setup.data
     clients, size = data.clients, max(task.size for task in tasks_of(setup.task))
-    cohort = len(draw_cohort(experiment.seed, 1, clients, experiment.cohort))
+    cohort = experiment.cohort.size(clients)
     steps = _steps(experiment, data.train.count)
     whole = float(steps.mean()) * cohort
     last, before = _measure(setup, cohort)

@@ -52,6 +52,7 @@ from sartor.federation.transforms import TRANSFORMS, Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
+from sartor.privacy.settings import Privacy
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 
@@ -94,6 +95,7 @@ class Experiment:
     availability: AvailabilityChoice
     delay: DelayChoice
     replies: Replies
+    privacy: Privacy
     evaluate: Evaluate
     stop: Stop
     checkpoint: Checkpoints
@@ -175,6 +177,7 @@ _SECTIONS: dict[str, type] = {
     "availability": AvailabilityChoice,
     "delay": DelayChoice,
     "replies": Replies,
+    "privacy": Privacy,
     "evaluate": Evaluate,
     "stop": Stop,
     "checkpoint": Checkpoints,

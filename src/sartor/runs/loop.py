@@ -46,8 +46,10 @@ def go_through(run: Run, deciding: Observer, keeping: Observer) -> dict[str, Any
 
 def draw_cohort(seed: int, round: int, clients: int, settings: Cohort) -> np.ndarray:
     """The clients of a round, sorted: a function of seed and round alone, so every method sees the same."""
-    count = settings.size(clients)
-    return np.asarray(random.choose(random.stream(seed, "cohort", round), clients, count), dtype=np.int64)
+    key = random.stream(seed, "cohort", round)
+    if settings.sampling == "poisson":
+        return np.flatnonzero(random.uniform(key, clients).numpy() < settings.rate(clients)).astype(np.int64)
+    return np.asarray(random.choose(key, clients, settings.size(clients)), dtype=np.int64)
 
 
 def _start(run: Run, deciding: Observer, keeping: Observer) -> None:
