@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sartor.client.augment import Augmentation, register_augmentation
     from sartor.client.local import Client
     from sartor.data.named import register_data
-    from sartor.federation import Call, Reply, personal
+    from sartor.federation import Call, Reply, changes, personal
     from sartor.federation.transforms import Transform, register_transform
     from sartor.model.adapters import with_adapters
     from sartor.model.networks import Factory, register_model
@@ -62,6 +62,7 @@ _HOMES = {
     "register_augmentation": "sartor.client.augment",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
+    "changes": "sartor.federation",
     "personal": "sartor.federation",
     "Transform": "sartor.federation.transforms",
     "register_transform": "sartor.federation.transforms",
@@ -83,6 +84,7 @@ __all__ = [
     "Result",
     "Task",
     "Transform",
+    "changes",
     "compare",
     "personal",
     "register",

@@ -325,7 +325,7 @@ def test_lines_of_the_house_cross_no_room_and_lead_down(drawn: ElementTree.Eleme
 
 NAMED = re.compile(
     r"`((?:src/sartor|docs|tests|bench|measurements|examples|results|algorithms|client|commands|data|engines|"
-    r"federation|kernels|model|remote|report|runs|studies)/[\w/.-]*)`"
+    r"federation|kernels|model|remote|report|runs|studies|transforms)/[\w/.-]*)`"
     r"|python ((?:docs|bench|measurements|examples)/\w+\.py)"
 )
 

@@ -48,13 +48,14 @@ from sartor.errors import SettingError
 from sartor.extensions import Code, code_name, function_file, import_code, imported, installed_code, is_file
 from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
-from sartor.federation.transforms import TRANSFORMS, Transforms
+from sartor.federation.transforms import Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
 from sartor.privacy.settings import Privacy
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
+from sartor.transforms import TRANSFORMS
 
 if sys.version_info >= (3, 11):
     import tomllib
