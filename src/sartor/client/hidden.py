@@ -1,9 +1,9 @@
 """Gradients that tell little of any one sample: DP-SGD (Abadi et al. 2016) inside a client's local loop.
 
 Every sample's gradient is scaled down to a norm of C, they are added up, and noise of deviation z·C is added
-before the sum is divided by the number of samples. Each batch is drawn anew among all of the client's samples,
-so many of them, which is what the account goes by. A method that trains that way is handed a :class:`Covered`
-batch, of which it can have such a gradient and nothing else.
+before the sum is divided by the number of samples. Each batch is drawn anew among all of the client's
+samples, so many of them, which is what the account goes by. A method that trains that way is handed a
+:class:`Covered` batch, of which it can have such a gradient and nothing else.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Covered:
 def unseen(what: str) -> SettingError:
     """The error where a method would see samples past the noise."""
     return SettingError(
-        f"privacy.mode = 'samples': the method {what}, which noised gradients do not cover; take one of those "
-        "that `sartor algorithms --private samples` lists"
+        f"privacy.mode = 'samples': the method {what}, which noised gradients do not cover; take one of "
+        "those that `sartor algorithms --private samples` lists"
     )
 
 

@@ -196,7 +196,8 @@ class Client:
 
         ``carry`` is a tensor or a tuple or dict of tensors.
         """
-        if self._noise is not None and self.watched and not batches.anew:
+        own = batches.split in ("train", "union") or (self.watched and batches.split != "public")
+        if self._noise is not None and own and not batches.anew:
             raise unseen(f"goes through the {batches.split} samples as they are")
 
         def of_augmented(carry: Carry, batch: Batch) -> Carry:

@@ -23,7 +23,6 @@ from sartor.federation.transforms import (
     JOINT,
     PLACES,
     TURN,
-    Transform,
     Transforms,
     inner_function,
     plain_shapes,
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
 class Passage:
     """The transforms of a federation, with what the server keeps for them."""
 
-    def __init__(self, transforms: tuple[Transform, ...], federation: Federation) -> None:
-        self.transforms = Transforms(transforms)
+    def __init__(self, transforms: Transforms, federation: Federation) -> None:
+        self.transforms = transforms
         self._federation = federation
         self._states: dict[str, Tensor] = {}
         self._likes: dict[tuple[Any, ...], dict[str, Tensor]] = {}
@@ -110,8 +109,7 @@ class Passage:
             chosen = federation.hyper if hyper is None else hyper
             rounds = np.full(1, federation.round, dtype=np.int64)
             work = Work(function, chosen, numbers[:1], rounds, given, first, federation.buffers, keeps=False)
-            work = work if elsewhere else federation.states.attached(work, federation.policy)
-            self._likes[key] = federation.engine.shapes(work)
+            self._likes[key] = federation.shapes(work)
         states = transforms.states_for(function, self._likes[key])
         for name, initial in states.items():
             if name not in (self._told_of if elsewhere else federation.states):

@@ -1,20 +1,20 @@
 """What ``[privacy]`` does to replies, and what that costs: a guard between clients and a method.
 
-``central``: the server scales each reply down to a norm of C, over all that a client sends at once and after
-whatever happened to it on the way, adds the replies up, and adds noise of deviation z·C to every number of the
-sum, once. A method is given those sums (:class:`Noised`), and never a row. It divides by the number of clients
-that were to be drawn, whoever came, so that nobody's presence shows.
+``central``: the server scales each reply down to a norm of C, over all that a client sends at once and
+after whatever happened to it on the way, adds the replies up, and adds noise of deviation z·C to every number
+of the sum, once. A method is given those sums (:class:`Noised`), and never a row. It divides by the number of
+clients that were to be drawn, whoever came, so that nobody's presence shows.
 
 ``local``: a client does so to its own reply (:class:`Hidden`, the first transform on the way up); what comes
-later is made of noised values alone. ``samples``: clients noise their gradients (:mod:`sartor.client.hidden`),
-and here it is counted how many.
+later is made of noised values alone. ``samples``: clients noise their gradients
+(:mod:`sartor.client.hidden`), and here it is counted how many.
 
 Clients' numbers of samples are 1 to a method in every mode: they are told to nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +27,7 @@ from sartor.client.hidden import SECRET
 from sartor.errors import SartorError, SettingError
 from sartor.federation.exchange import ClientFunction, Outcome, Replies, Work
 from sartor.federation.functions import name_of
-from sartor.federation.transforms import Key, Transform
+from sartor.federation.transforms import GRADIENTS, Key, Transform, Transforms
 from sartor.privacy.account import Account, CentralAccount, LocalAccount, SampleAccount
 from sartor.privacy.settings import Privacy
 from sartor.settings import setting
@@ -35,9 +35,6 @@ from sartor.settings import setting
 if TYPE_CHECKING:
     from sartor.federation.federation import Federation
     from sartor.federation.settings import FederationSettings
-
-GRADIENTS = "privacy__gradients"
-"""How many noised gradients are behind a reply, sent with it."""
 
 
 def clip_factors(values: Mapping[str, Tensor], norm: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -63,8 +60,8 @@ def refuse_whole(values: Mapping[str, Tensor]) -> None:
     whole = [name for name, value in values.items() if not value.is_floating_point()]
     if whole:
         raise SettingError(
-            f"privacy: a reply has {whole[0]!r}, whole numbers, to which no noise is added; the method has no "
-            "guarantee (`sartor algorithms --private central` lists those that have one)"
+            f"privacy: a reply has {whole[0]!r}, whole numbers, to which no noise is added; the method has "
+            "no guarantee (`sartor algorithms --private central` lists those that have one)"
         )
 
 
@@ -77,10 +74,13 @@ class Hidden(Transform):
     secret: bool = setting(False, "whether the noise is drawn from the machine")
 
     joint: ClassVar[bool] = True
+    clips: ClassVar[bool] = True
 
     def apply_joint(self, key: Key, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """min(1, C / ‖all values‖) · value + N(0, (z C)²)."""
         refuse_whole(values)
+        if not values:
+            return {}
         key = random.fold(key, SECRET) if self.secret else key
         factor = clip_factors({name: value[None] for name, value in values.items()}, self.clip)[0][0]
         sent = {}
@@ -223,10 +223,10 @@ class Protection:
 
     def nothing(
         self, function: ClientFunction, shared: dict[str, Tensor], each: dict[str, Tensor], hyper: Any
-    ) -> Replies | None:
+    ) -> Replies:
         """Replies of nobody, whose sum is noise alone: that nobody was drawn does not show."""
         if not self.central:
-            return None
+            return self._nobody({})
         federation, name = self._federation, name_of(function)
         if name not in self._likes:
             row = {key: value.new_zeros((1, *value.shape[1:])) for key, value in each.items()}
@@ -236,10 +236,11 @@ class Protection:
             self._likes[name] = {key: value[None] for key, value in federation.shapes(work).items()}
         nobody = {key: value[:0] for key, value in self._likes[name].items()}
         refuse_whole(nobody)
-        return Replies(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), nobody, **self._kind())
+        return self._nobody(nobody)
 
-    def _kind(self) -> dict[str, Any]:
-        return {"device": self._federation.engine.device, "dtype": self._federation.task.dtype}
+    def _nobody(self, values: dict[str, Tensor]) -> Replies:
+        clients, federation = np.zeros(0, dtype=np.int64), self._federation
+        return Replies(clients, clients, values, federation.engine.device, federation.task.dtype)
 
     def _key(self, function: ClientFunction) -> Key:
         """A key of its own for every exchange."""
@@ -249,7 +250,7 @@ class Protection:
         return random.fold(key, self.secret) if self.privacy.secret else key
 
     def _follow(self, function: ClientFunction, expected: int, key: Key) -> None:
-        """C ← C · exp(−η (b − γ)), b the noised share of replies below it (Andrew et al. 2021, algorithm 1)."""
+        """C ← C · exp(−η (b − γ)), b the noised share of replies below it (Andrew et al. 2021, line 8)."""
         below, self._below = self._below, []
         quantile = self.privacy.quantile
         if quantile is None:
@@ -288,8 +289,9 @@ def _account(privacy: Privacy, settings: FederationSettings, federation: Federat
     return SampleAccount(privacy, counts, settings.local.batch, taken)
 
 
-def hidden_first(privacy: Privacy, transforms: Sequence[Transform]) -> tuple[Transform, ...]:
-    """The transforms of an experiment with what ``local`` privacy puts before them."""
-    if privacy.mode != "local":
-        return tuple(transforms)
-    return (Hidden(clip=privacy.clip, noise=privacy.multiplier, secret=privacy.secret), *transforms)
+def transforms_of(settings: FederationSettings) -> Transforms:
+    """The transforms of an experiment, with what privacy has clients do before them."""
+    privacy, first = settings.privacy, ()
+    if privacy.mode == "local":
+        first = (Hidden(clip=privacy.clip, noise=privacy.multiplier, secret=privacy.secret),)
+    return Transforms((*first, *settings.transforms), watched=privacy.mode == "samples")

@@ -45,8 +45,9 @@ from sartor.extensions import imported, installed
 from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
+from sartor.federation.protection import transforms_of
 from sartor.federation.states import StateStore, grouped_name
-from sartor.federation.transforms import Transforms, read_shapes
+from sartor.federation.transforms import read_shapes
 from sartor.files import OWNER_ALONE, private_folder, write
 from sartor.model.groups import build_groups, tasks_of
 from sartor.model.networks import build_task
@@ -114,7 +115,7 @@ class Hosted:
         self.engine = make_engine(resolved.engine.name, task, data, settings, origins)
         self.policy, self.numbers = settings.buffers, numbers
         self.task, self.data, self.dealt = task, data, dealt
-        self.transforms = Transforms(settings.transforms)
+        self.transforms = transforms_of(settings)
         self.groups = task.groups
         of = None if task.groups is None else task.groups.of
         self.states = StateStore(len(numbers), self.engine.device, settings.states, of)

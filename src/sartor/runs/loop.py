@@ -12,6 +12,7 @@ from sartor import random
 from sartor.engines import sharded as distributed
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.settings import Cohort
+from sartor.privacy.account import BudgetSpent
 from sartor.runs.observers import Observer
 from sartor.runs.participation import written
 from sartor.runs.run import Run
@@ -64,10 +65,14 @@ def _play(run: Run) -> dict[str, Any]:
     started, before = federation.engine.seconds(), replace(federation.traffic)
     federation.round, federation.answered = federation.round + 1, 0
     cohort = draw_cohort(experiment.seed, run.round, federation.clients, experiment.cohort)
+    federation.drawn = cohort
     try:
         run.server = run.algorithm.round(run.server, federation, cohort)
     except NobodyAnswered:
         federation.answered = 0
+    except BudgetSpent as spent:
+        federation.answered = 0
+        run.stop(str(spent))
     if run.cadence.due(run.round):
         _make_ready(run)
     run.wait()
@@ -81,6 +86,7 @@ def _play(run: Run) -> dict[str, Any]:
         "bytes_down": federation.traffic.down - before.down,
         "bytes_up": federation.traffic.up - before.up,
         **federation.notes,
+        **({} if federation.protection is None else federation.protection.account.row()),
     }
     row.update(run.observe(run.cadence.due(run.round)))
     return row

@@ -32,9 +32,13 @@ def refuse_unprotected(experiment: Experiment, algorithm: Algorithm[Any, Any]) -
             f"`sartor algorithms --private {mode}` lists"
         )
     if experiment.models:
-        raise SettingError("privacy: clients with models of their own ([[models]]) are not covered; leave it out")
+        raise SettingError(
+            "privacy: clients with models of their own ([[models]]) are not covered; leave it out"
+        )
     if experiment.privacy.secret and distributed.world() > 1:
-        raise SettingError("privacy.secret: several processes of a run must draw the same noise; set it to false")
+        raise SettingError(
+            "privacy.secret: several processes of a run must draw the same noise; set it to false"
+        )
     if mode == "central":
         _refuse_comparison(experiment)
     if mode == "samples":
@@ -46,14 +50,14 @@ def _refuse_comparison(experiment: Experiment) -> None:
     """Refuse what lets one reply decide on another: its noise hides what one client adds, not that."""
     if experiment.replies.largest_ratio:
         raise SettingError(
-            "replies.largest_ratio: which replies are left out depends on others' replies, which noise does not "
-            "hide; set it to 0 with privacy.mode = 'central', where privacy.clip bounds replies"
+            "replies.largest_ratio: which replies are left out depends on others' replies, which noise does "
+            "not hide; set it to 0 with privacy.mode = 'central', where privacy.clip bounds replies"
         )
     for transform in experiment.transforms:
         if transform.place == "server" and type(transform).apply_all is not Transform.apply_all:
             raise SettingError(
-                f"transforms: {type(transform).__name__.lower()} at the server makes a reply depend on others', "
-                "which the noise of privacy.mode = 'central' does not hide; leave it out"
+                f"transforms: {type(transform).__name__.lower()} at the server makes a reply depend on "
+                "others', which the noise of privacy.mode = 'central' does not hide; leave it out"
             )
 
 
@@ -69,8 +73,8 @@ def refuse_buffers(experiment: Experiment, task: Task) -> None:
         )
     if privacy.mode == "samples" and buffers != "freeze":
         raise SettingError(
-            f"model.buffers = {buffers!r}: BatchNorm mixes the samples of a batch, so that no gradient is one "
-            "sample's; set it to 'freeze', or take a network without it"
+            f"model.buffers = {buffers!r}: BatchNorm mixes the samples of a batch, so that no gradient is "
+            "one sample's; set it to 'freeze', or take a network without it"
         )
 
 
@@ -91,7 +95,9 @@ def planned(
     rounds, cohort, exchanges = experiment.rounds, experiment.cohort, algorithm.exchanges()
     if experiment.privacy.mode == "central":
         step = Step(cohort.sampling, cohort.rate(len(counts)), exchanges)
-        return [{step: rounds if exchanges else 0}], "add-remove" if cohort.sampling == "poisson" else "replace"
+        return [
+            {step: rounds if exchanges else 0}
+        ], "add-remove" if cohort.sampling == "poisson" else "replace"
     if experiment.privacy.mode == "local":
         return [{Step(): rounds * exchanges}], "replace"
     taken = rounds * np.asarray(algorithm.gradients(experiment.local, counts), dtype=np.int64)

@@ -31,7 +31,6 @@ from sartor.engines.ways import choose_way
 from sartor.errors import DataError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
-from sartor.federation.protection import hidden_first
 from sartor.federation.settings import FederationSettings
 from sartor.model.groups import assign, build_groups
 from sartor.model.networks import Factory, ModelChoice, build_task, check_told, settled
@@ -383,7 +382,7 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         compile=engine.compile == "yes",
         way=engine.way,
         otherwise=engine.otherwise,
-        transforms=hidden_first(experiment.privacy, experiment.transforms),
+        transforms=experiment.transforms,
         privacy=experiment.privacy,
         cohort=experiment.cohort,
         exchanges=algorithm.exchanges(),

@@ -1,4 +1,4 @@
-"""Runs that end early: a metric has reached its target or not become better for long, or a budget is spent."""
+"""Runs that end early: a metric is at its target or has long not become better, or a budget is spent."""
 
 from __future__ import annotations
 
