@@ -86,8 +86,9 @@ def why_unprotected(cls: type[Algorithm[Any, Any]], mode: str) -> str | None:
     >>> why_unprotected(registered()["spfl"], "central")
     'its server needs more of the replies than their sum'
     """
-    if mode in cls.unprotected:
-        return cls.unprotected[mode]
+    for refused, why in cls.unprotected:
+        if refused == mode:
+            return why
     if not cls.deployable:
         return "it has the data of all clients in one place"
     if mode == "central" and not cls.sums_only:

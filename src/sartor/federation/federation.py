@@ -48,6 +48,7 @@ from sartor.federation.exchange import (
 from sartor.federation.functions import name_of
 from sartor.federation.passage import Passage
 from sartor.federation.protection import Noised, Protection, transforms_of
+from sartor.federation.reduction import Reducer
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
@@ -118,6 +119,8 @@ class Federation:
             self.states.declare("buffers", self.buffers)
         self._answers = answers
         self._passage = Passage(transforms_of(settings), self)
+        self.reducer = Reducer(settings.aggregate, self)
+        """What makes means of rows that clients sent."""
         self._streams: dict[str, int] = {}
         """What keyed each client's last job of a client function."""
         self._last: tuple[Call, Tensor | None] | None = None
@@ -157,6 +160,7 @@ class Federation:
     def round(self, round: int) -> None:
         if round > 1:
             self._passage.check()
+            self.reducer.check()
         if self.protection is not None:
             self.protection.account.begin_round()
         self._round, self._exchanges, self.answered = round, 0, 0
@@ -337,9 +341,10 @@ class Federation:
         """How many clients' replies are held at once where they are added up; 0: all.
 
         It follows from the model's size alone, so that neither engine nor chunk changes the order of sums.
-        Clients elsewhere answer all at once, and a transform at the server must see all replies.
+        Clients elsewhere answer all at once; a transform at the server must see all replies, and so must a
+        rule in place of means.
         """
-        if self._distant is not None or self._passage.transforms.server:
+        if self._distant is not None or self._passage.transforms.server or self.reducer.rule is not None:
             return 0
         return max(1, self.settings.fold_bytes // max(1, self.task.size * self.task.dtype.itemsize))
 
@@ -783,6 +788,8 @@ class Federation:
         self.updates += len(numbers)
         self.notes["updates"] = self.updates
         replies = self._replies(numbers, self._passage.at_server(outcome.sent))
+        replies = replace(replies, reducer=self.reducer)
+        self.reducer.offered |= bool(len(replies))
         if outcome.buffers is not None and before is not None and len(numbers):
             self._take_buffers(replies, before, outcome.buffers)
         return replies if self.protection is None else self.protection.bounded(function, replies)
@@ -861,6 +868,7 @@ class Federation:
             if buffers is not None:
                 saved[f"call-buffers.{place}"] = buffers.cpu()
         saved |= {f"transforms.{name}": value for name, value in self._passage.save().items()}
+        saved |= {f"aggregate.{name}": value for name, value in self.reducer.save().items()}
         saved["plain"] = {
             "traffic": [self.traffic.down, self.traffic.up],
             "updates": self.updates,
@@ -891,6 +899,7 @@ class Federation:
         if "buffers" in saved:
             self.buffers = saved["buffers"].to(self._device)
         self._passage.load(under("transforms."))
+        self.reducer.load(under("aggregate."))
         plain = saved["plain"]
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]

@@ -12,6 +12,7 @@ from sartor.algorithms.cards import why_unprotected
 from sartor.client.local import refuse
 from sartor.engines import sharded as distributed
 from sartor.errors import SettingError
+from sartor.federation.reduction import MEAN
 from sartor.federation.transforms import Transform
 from sartor.model.task import Task
 from sartor.privacy.account import batch_rates, calibrated, exposures
@@ -52,6 +53,11 @@ def _refuse_comparison(experiment: Experiment) -> None:
         raise SettingError(
             "replies.largest_ratio: which replies are left out depends on others' replies, which noise does "
             "not hide; set it to 0 with privacy.mode = 'central', where privacy.clip bounds replies"
+        )
+    if experiment.aggregate.name != MEAN:
+        raise SettingError(
+            f"aggregate.name = {experiment.aggregate.name!r}: goes by each reply, and privacy.mode = "
+            "'central' has sums alone; leave [aggregate] out, or take privacy.mode = 'local'"
         )
     for transform in experiment.transforms:
         if transform.place == "server" and type(transform).apply_all is not Transform.apply_all:
