@@ -111,12 +111,12 @@ class Similar(Algorithm[H, S]):
     buffers = "local"
     quadratic = True
 
-    @abstractmethod
     def gradients(self, local: Local, n: Any) -> Any:
         """Those of every batch's steps."""
         hyper = self.hyper
         return (1 if hyper.joined_updates else hyper.local_updates) * super().gradients(local, n)
 
+    @abstractmethod
     def mix(
         self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part], reducer: Reducer
     ) -> Tensor:
