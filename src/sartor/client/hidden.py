@@ -72,13 +72,13 @@ def noised_gradient(
     count = nests.length(batch.y)
 
     def of_one(x: Any, y: Any, place: Tensor) -> Tensor:
-        alone = nests.mapped(lambda leaf: leaf[None], (x, y))
+        x, y = nests.mapped(lambda leaf: leaf[None], (x, y))
         drawn = random.fold(batch.key, place)  # what layers draw is each sample's own
-        gradient, _ = task.grad_and_buffers(w, Batch(*alone, None, drawn), buffers, frozen)
-        norm = torch.linalg.vector_norm(gradient)
-        return gradient * (noise.clip / norm.clamp(min=noise.clip))
+        gradient, _ = task.grad_and_buffers(w, Batch(x, y, None, drawn), buffers, frozen)
+        norm: Tensor = torch.linalg.vector_norm(gradient)
+        return torch.where(norm > noise.clip, gradient * (noise.clip / norm), gradient)
 
-    rows = torch.vmap(of_one)(batch.x, batch.y, torch.arange(count, device=w.device))
+    rows: Tensor = torch.vmap(of_one)(batch.x, batch.y, torch.arange(count, device=w.device))
     total = rows.sum(dim=0) if batch.weight is None else batch.weight @ rows
     if noise.noise:
         drawn = random.normal(key, w.numel(), w.device).to(w.dtype)

@@ -146,7 +146,7 @@ class Client:
     def grad(
         self,
         w: Tensor,
-        batch: Batch,
+        batch: Batch | Covered,
         *,
         track: bool = True,
         penalty: Penalty | None = None,
@@ -434,10 +434,9 @@ class Client:
         def body(carry: dict[str, Any], batch: Batch) -> dict[str, Any]:
             w_k, slots, memory = carry["w"], carry["slots"], carry["memory"]
             self.buffers, after = carry.get("buffers"), {}
-            if self._noise is not None:
-                batch = Covered(batch, descent)  # type: ignore[assignment]
+            seen: Any = batch if self._noise is None else Covered(batch, descent)
             for update in range(updates):
-                g, memory = self._averaged(direction, w_k, batch, memory)
+                g, memory = self._averaged(direction, w_k, seen, memory)
                 if only is not None and local.clip:  # what does not move has no part in the norm
                     g = torch.where(only, g, 0)
                 step, slots = optimizer.update(g, slots, w_k)
@@ -450,8 +449,8 @@ class Client:
                 after["step"] = carry["step"] + updates
             if self.buffers is not None:
                 after["buffers"] = self.buffers
-            if isinstance(batch, Covered):
-                after["gradients"] = carry["gradients"] + batch.taken
+            if isinstance(seen, Covered):
+                after["gradients"] = carry["gradients"] + seen.taken
             return {"w": w_k, "slots": slots, "memory": memory, **after}
 
         carry = self.scan(body, carry, batches)

@@ -45,8 +45,9 @@ def clip_factors(values: Mapping[str, Tensor], norm: float | Tensor) -> tuple[Te
     flat = [value[:, None].flatten(1) for value in values.values()]
     norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in flat]
     found = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    factor = torch.where(found.isfinite(), norm / found.clamp(min=norm), 0.0)
-    return factor, found <= norm
+    below = found <= norm
+    shrunk = torch.where(found.isfinite(), norm / found, 0.0)
+    return torch.where(below, 1.0, shrunk), below
 
 
 def noise_like(key: Key, value: Tensor, deviation: float | Tensor) -> Tensor:
@@ -291,7 +292,8 @@ def _account(privacy: Privacy, settings: FederationSettings, federation: Federat
 
 def transforms_of(settings: FederationSettings) -> Transforms:
     """The transforms of an experiment, with what privacy has clients do before them."""
-    privacy, first = settings.privacy, ()
+    privacy, transforms = settings.privacy, settings.transforms
     if privacy.mode == "local":
-        first = (Hidden(clip=privacy.clip, noise=privacy.multiplier, secret=privacy.secret),)
-    return Transforms((*first, *settings.transforms), watched=privacy.mode == "samples")
+        first = Hidden(clip=privacy.clip, noise=privacy.multiplier, secret=privacy.secret)
+        transforms = (first, *transforms)
+    return Transforms(transforms, watched=privacy.mode == "samples")

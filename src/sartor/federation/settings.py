@@ -92,9 +92,12 @@ class Replies:
         low=0,
     )
 
-    def deployed(self) -> Replies:
-        """The same at real machines: bounds that were left out are set."""
-        ratio = LARGEST_RATIO if self.largest_ratio is None else self.largest_ratio
+    def deployed(self, compares: bool = True) -> Replies:
+        """The same at real machines: bounds that were left out are set.
+
+        Without ``compares`` no reply is judged by others, so that none decides on another.
+        """
+        ratio = (LARGEST_RATIO if compares else 0.0) if self.largest_ratio is None else self.largest_ratio
         weight = LARGEST_WEIGHT if self.largest_weight is None else self.largest_weight
         return replace(self, largest_ratio=ratio, largest_weight=weight)
 

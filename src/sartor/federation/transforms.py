@@ -347,7 +347,7 @@ def _around(
         own = {name[len(first) :]: arguments.pop(name) for name in states}
         state = {name: arguments.pop(name) for name in kept}
         received = down.receive(arguments, zeros_of(shapes, turn.device))
-        starts = starts_of(function, client.task, received)
+        starts = starts_of(function, client.task, received) if up else {}
         asked = {name: value for name, value in received.items() if name not in references}
         client.watched = watched
         reply = function(client, hyper, **asked, **state)

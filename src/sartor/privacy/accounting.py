@@ -121,10 +121,10 @@ def _divergence(noise: float, step: Step, neighbours: str) -> np.ndarray:
     if step.sampling == "none" or step.rate >= 1:
         return everyone
     if step.sampling == "poisson":
-        return np.minimum(_rdp(library.PoissonSampledDpEvent(step.rate, asked), neighbours), everyone)
-    # A draw of so many: the library divides the two numbers, and needs no more of them than their ratio.
-    drawn = library.SampledWithoutReplacementDpEvent(1.0, step.rate, asked)
-    return np.minimum(_rdp(drawn, neighbours), everyone)
+        drawn = library.PoissonSampledDpEvent(step.rate, asked)
+    else:  # of the two numbers the library needs their ratio alone
+        drawn = library.SampledWithoutReplacementDpEvent(1.0, step.rate, asked)
+    return np.asarray(np.minimum(_rdp(drawn, neighbours), everyone))
 
 
 def _rdp(event: Any, neighbours: str) -> np.ndarray:

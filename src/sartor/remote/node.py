@@ -53,6 +53,7 @@ from sartor.model.groups import build_groups, tasks_of
 from sartor.model.networks import build_task
 from sartor.model.objectives import chosen_objective
 from sartor.model.task import Task
+from sartor.privacy.settings import Privacy
 from sartor.remote.admission import form_of, moments_like, received_moments, sent_moments
 from sartor.remote.audit import Audit, answered, introduced
 from sartor.remote.form import check_form
@@ -108,6 +109,8 @@ class Hosted:
         dealt: Mapping[str, Any],
     ) -> None:
         engine = replace(experiment.engine, device=device)
+        if experiment.privacy.mode == "central":  # which is the server's affair alone
+            experiment = replace(experiment, privacy=Privacy())
         algorithm = registered()[experiment.algorithm](experiment.hyper)
         resolved = resolve(replace(experiment, engine=engine), algorithm, task, data)
         settings = federation_settings(resolved)

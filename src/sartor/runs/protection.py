@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from sartor.federation.reduction import MEAN
 from sartor.federation.transforms import Transform
 from sartor.model.task import Task
 from sartor.privacy.account import batch_rates, calibrated, exposures
-from sartor.privacy.accounting import Step, Steps
+from sartor.privacy.accounting import Step, Steps, epsilon
 from sartor.privacy.settings import Privacy
 from sartor.runs.experiment import Experiment
 
@@ -92,6 +93,29 @@ def settled_privacy(experiment: Experiment, algorithm: Algorithm[Any, Any], coun
     exposed, neighbours = planned(experiment, algorithm, np.asarray(counts))
     noise = calibrated(privacy.epsilon, privacy.delta, exposed, neighbours)
     return replace(privacy, calibrated=noise)
+
+
+def cost_of(experiment: Experiment, algorithm: Algorithm[Any, Any], counts: np.ndarray) -> dict[str, Any]:
+    """What all rounds will have cost in the end, of a resolved experiment."""
+    privacy = experiment.privacy
+    exposed, neighbours = planned(experiment, algorithm, np.asarray(counts))
+    spent = [epsilon(privacy.multiplier, privacy.delta, steps, neighbours) for steps in exposed]
+    worst = max(spent, default=0.0)
+    return {
+        "mode": privacy.mode,
+        "epsilon": worst if math.isfinite(worst) else None,
+        "delta": privacy.delta,
+        "noise": privacy.multiplier,
+        "clip": privacy.clip,
+        "neighbours": neighbours,
+    }
+
+
+def unbounded(privacy: Privacy) -> Privacy:
+    """The same noise without a budget, for a round that is tried and told to nobody."""
+    return (
+        replace(privacy, epsilon=None, calibrated=None, noise=privacy.multiplier) if privacy.on else privacy
+    )
 
 
 def planned(

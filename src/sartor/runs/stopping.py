@@ -55,7 +55,7 @@ class WithinBudget(Observer):
         """A run that is resumed for more rounds may have none left."""
         self._judge(run)
 
-    def round(self, run: Run, row: dict[str, Any]) -> None:
+    def round(self, run: Run, row: Mapping[str, Any]) -> None:
         """See whether there is enough left for another."""
         self._judge(run)
 

@@ -23,7 +23,7 @@ class Clip(Transform):
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[Tensor, State]:
         """min(1, norm / ‖value‖) · value."""
         found = torch.linalg.vector_norm(value)
-        return value * (self.norm / found.clamp(min=self.norm)), state
+        return torch.where(found > self.norm, value * (self.norm / found), value), state
 
 
 @register_transform("scale")
