@@ -40,7 +40,7 @@ class Passage:
     """The transforms of a federation, with what the server keeps for them."""
 
     def __init__(self, transforms: tuple[Transform, ...], federation: Federation) -> None:
-        self.transforms = Transforms(transforms)
+        self.transforms = Transforms(transforms, federation.task)
         self._federation = federation
         self._states: dict[str, Tensor] = {}
         self._likes: dict[tuple[Any, ...], dict[str, Tensor]] = {}
