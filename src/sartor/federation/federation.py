@@ -47,6 +47,7 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.passage import Passage
+from sartor.federation.reduction import Reducer
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
@@ -112,6 +113,8 @@ class Federation:
             self.states.declare("buffers", self.buffers)
         self._answers = answers
         self._passage = Passage(settings.transforms, self)
+        self.reducer = Reducer(settings.aggregate, self)
+        """What makes means of rows that clients sent."""
         self._streams: dict[str, int] = {}
         """What keyed each client's last job of a client function."""
         self._last: tuple[Call, Tensor | None] | None = None
@@ -151,6 +154,7 @@ class Federation:
     def round(self, round: int) -> None:
         if round > 1:
             self._passage.check()
+            self.reducer.check()
         self._round, self._exchanges, self.answered = round, 0, 0
         self.heard: np.ndarray | None = None
         """Whose answers the last exchange that was waited for has used; None where there was none."""
@@ -321,9 +325,10 @@ class Federation:
         """How many clients' replies are held at once where they are added up; 0: all.
 
         It follows from the model's size alone, so that neither engine nor chunk changes the order of sums.
-        Clients elsewhere answer all at once, and a transform at the server must see all replies.
+        Clients elsewhere answer all at once; a transform at the server must see all replies, and so must a
+        rule in place of means.
         """
-        if self._distant is not None or self._passage.transforms.server:
+        if self._distant is not None or self._passage.transforms.server or self.reducer.rule is not None:
             return 0
         return max(1, self.settings.fold_bytes // max(1, self.task.size * self.task.dtype.itemsize))
 
@@ -758,6 +763,8 @@ class Federation:
         self.updates += len(numbers)
         self.notes["updates"] = self.updates
         replies = self._replies(numbers, self._passage.at_server(outcome.sent))
+        replies = replace(replies, reducer=self.reducer)
+        self.reducer.offered |= bool(len(replies))
         if outcome.buffers is not None and before is not None and len(numbers):
             self._take_buffers(replies, before, outcome.buffers)
         return replies
@@ -836,6 +843,7 @@ class Federation:
             if buffers is not None:
                 saved[f"call-buffers.{place}"] = buffers.cpu()
         saved |= {f"transforms.{name}": value for name, value in self._passage.save().items()}
+        saved |= {f"aggregate.{name}": value for name, value in self.reducer.save().items()}
         saved["plain"] = {
             "traffic": [self.traffic.down, self.traffic.up],
             "updates": self.updates,
@@ -864,6 +872,7 @@ class Federation:
         if "buffers" in saved:
             self.buffers = saved["buffers"].to(self._device)
         self._passage.load(under("transforms."))
+        self.reducer.load(under("aggregate."))
         plain = saved["plain"]
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]

@@ -100,6 +100,7 @@ class FedFomo(Algorithm[FedFomoHyper, FedFomoServer]):
     traffic = "M − 1 / 1, and M − 1 numbers up"
     buffers = "local"
     quadratic = True
+    reduces = "rows"
 
     def start(self, federation: Federation) -> FedFomoServer:
         """Everyone has the initial model; nothing is on offer."""
@@ -124,13 +125,13 @@ class FedFomo(Algorithm[FedFomoHyper, FedFomoServer]):
         replies = federation.map(local_training, cohort, each=each)
         order = np.argsort(cohort)
         places = order[np.searchsorted(cohort[order], replies.clients)]
-        answered = replies.index
+        answered, received = replies.index, server.received(replies)
         theirs = chosen[federation.tensor(places)]
         rows = answered[:, None].expand_as(theirs)
         return FedFomoServer(
-            **server.received(replies),
+            **received,
             preferences=server.preferences.index_put((rows, theirs), replies["gain"], accumulate=True),
-            offered=torch.zeros_like(server.offered).index_fill(0, answered, 1.0),
+            offered=torch.zeros_like(server.offered).index_copy(0, answered, received["known"][answered]),
         )
 
     def _choose(

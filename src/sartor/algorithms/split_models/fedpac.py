@@ -152,7 +152,8 @@ class FedPAC(Algorithm[FedPACHyper, FedPACServer]):
             own_share = a.diagonal().mean()
             heads = federation.task.part("head").take(replies["y"][here])
             with suppress(NobodyAnswered):  # whoever the mix does not reach stays with its own head
-                federation.map(receive, replies.clients[here], each={"mix": a @ heads})
+                mixed = federation.reducer.sums("y", heads, a)
+                federation.map(receive, replies.clients[here], each={"mix": mixed})
         return FedPACServer(common.prototypes, common.known, w, own_share)
 
     def shared(self, server: FedPACServer) -> Tensor:
