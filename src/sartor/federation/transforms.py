@@ -38,6 +38,8 @@ JOINT = "__"
 """Stands between a quantity and one of the parts that it is sent as."""
 TURN = "transform__turn"
 """The argument that tells clients which exchange of the round it is."""
+KNOWN = f"known{JOINT}"
+"""Begins the name of what a client keeps of an argument: what it got the last time."""
 
 State = dict[str, Tensor]
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -67,6 +69,8 @@ class Transform:
     """What a value is sent as; left out: as one tensor of its own shape."""
     sealed: ClassVar[tuple[str, ...]] = ()
     """Those parts that transforms after it leave alone, as a scale of the others."""
+    differs: ClassVar[bool] = False
+    """Whether what passes the way down is the difference to what the client got the last time."""
 
     @property
     def stateful(self) -> bool:
@@ -234,6 +238,10 @@ class Transforms:
             if transform.place == "server" and transform.parts:
                 kind = type(transform).__name__
                 raise SettingError(f"transforms: {kind} changes what is sent; it has no place at the server")
+        if any(made.differs for made in [made for made in transforms if made.place == "down"][1:]):
+            raise SettingError(
+                "transforms: difference comes first on the way down; what follows acts on differences"
+            )
         self.down, self.up, self.server = (
             Chain(tuple(made.bound(task) if task else made for made in transforms if made.place == place))
             for place in PLACES
@@ -245,7 +253,14 @@ class Transforms:
     @property
     def at_clients(self) -> bool:
         """Whether clients have to do anything about them."""
-        return bool(self.up) or any(transform.parts for transform in self.down.transforms)
+        return bool(self.up) or any(made.parts or made.differs for made in self.down.transforms)
+
+    def differing(self, values: Mapping[str, Tensor]) -> list[str]:
+        """The arguments of which a client is sent the difference to what it has."""
+        first = next((made for made in self.down.transforms if made.differs), None)
+        return (
+            [] if first is None else [name for name, value in values.items() if first.concerns(name, value)]
+        )
 
     def around(
         self, function: ClientFunction, shapes: Shapes, states: tuple[str, ...] = ()
@@ -314,7 +329,9 @@ def _around(
         turn = arguments.pop(TURN)
         own = {name[len(first) :]: arguments.pop(name) for name in states}
         state = {name: arguments.pop(name) for name in kept}
+        known = {name: own.pop(KNOWN + name) for name in given if KNOWN + name in own}
         received = down.receive(arguments, zeros_of(shapes, turn.device))
+        received |= {name: value + received[name] for name, value in known.items()}
         starts = starts_of(function, client.task, received)
         asked = {name: value for name, value in received.items() if name not in references}
         reply = function(client, hyper, **asked, **state)
@@ -324,8 +341,10 @@ def _around(
             values[name] = values[name] - starts[name]
         rest = {name: value for name, value in reply.sent.items() if name not in values}
         passed, after = up.apply(key, values, own)
-        kept_for_up = {first + name: value for name, value in after.items()}
-        return Reply(**rest, **passed).keep(**reply.kept, **kept_for_up)
+        after |= {KNOWN + name: received[name] for name in known}
+        return Reply(**rest, **passed).keep(
+            **reply.kept, **{first + name: value for name, value in after.items()}
+        )
 
     transformed.__name__ = name_of(function)
     transformed.inner, transformed.shapes, transformed.states = function, shapes, states  # type: ignore[attr-defined]
