@@ -35,6 +35,7 @@ from sartor.settings import setting
 if TYPE_CHECKING:
     from sartor.federation.federation import Federation
     from sartor.federation.settings import FederationSettings
+    from sartor.model.task import Task
 
 
 def clip_factors(values: Mapping[str, Tensor], norm: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -290,10 +291,10 @@ def _account(privacy: Privacy, settings: FederationSettings, federation: Federat
     return SampleAccount(privacy, counts, settings.local.batch, taken)
 
 
-def transforms_of(settings: FederationSettings) -> Transforms:
+def transforms_of(settings: FederationSettings, task: Task) -> Transforms:
     """The transforms of an experiment, with what privacy has clients do before them."""
     privacy, transforms = settings.privacy, settings.transforms
     if privacy.mode == "local":
         first = Hidden(clip=privacy.clip, noise=privacy.multiplier, secret=privacy.secret)
         transforms = (first, *transforms)
-    return Transforms(transforms, watched=privacy.mode == "samples")
+    return Transforms(transforms, task, watched=privacy.mode == "samples")

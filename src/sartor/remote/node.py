@@ -118,7 +118,7 @@ class Hosted:
         self.engine = make_engine(resolved.engine.name, task, data, settings, origins)
         self.policy, self.numbers = settings.buffers, numbers
         self.task, self.data, self.dealt = task, data, dealt
-        self.transforms = transforms_of(settings)
+        self.transforms = transforms_of(settings, task)
         self.groups = task.groups
         of = None if task.groups is None else task.groups.of
         self.states = StateStore(len(numbers), self.engine.device, settings.states, of)
