@@ -36,6 +36,7 @@ WORDS = {
     "transforms": "what happens to messages",
     "federation": "map a function over clients",
     "data": "what clients hold",
+    "privacy": "what noise costs",
     "client": "what one client can do",
     "model": "a model as a vector",
     "random": "draws from keys",
