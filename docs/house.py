@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import grimp
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 import sartor
 

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import html
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
@@ -276,7 +276,7 @@ def _words(title: str, rows: Sequence[tuple[str, Any]]) -> Markup:
 
 
 def _made() -> str:
-    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"Made by Sartor {environment()['sartor']} on {when}."
 
 

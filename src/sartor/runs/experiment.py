@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import re
-import sys
+import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,12 +56,6 @@ from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 from sartor.transforms import TRANSFORMS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 Imports = str | Path | Sequence[str | Path]
 """Files or modules of a user's own, one or several."""
