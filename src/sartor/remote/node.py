@@ -45,13 +45,15 @@ from sartor.extensions import imported, installed
 from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
+from sartor.federation.protection import transforms_of
 from sartor.federation.states import StateStore, grouped_name
-from sartor.federation.transforms import Transforms, read_shapes
+from sartor.federation.transforms import read_shapes
 from sartor.files import OWNER_ALONE, private_folder, write
 from sartor.model.groups import build_groups, tasks_of
 from sartor.model.networks import build_task
 from sartor.model.objectives import chosen_objective
 from sartor.model.task import Task
+from sartor.privacy.settings import Privacy
 from sartor.remote.admission import form_of, moments_like, received_moments, sent_moments
 from sartor.remote.audit import Audit, answered, introduced
 from sartor.remote.form import check_form
@@ -107,6 +109,8 @@ class Hosted:
         dealt: Mapping[str, Any],
     ) -> None:
         engine = replace(experiment.engine, device=device)
+        if experiment.privacy.mode == "central":  # which is the server's affair alone
+            experiment = replace(experiment, privacy=Privacy())
         algorithm = registered()[experiment.algorithm](experiment.hyper)
         resolved = resolve(replace(experiment, engine=engine), algorithm, task, data)
         settings = federation_settings(resolved)
@@ -114,7 +118,7 @@ class Hosted:
         self.engine = make_engine(resolved.engine.name, task, data, settings, origins)
         self.policy, self.numbers = settings.buffers, numbers
         self.task, self.data, self.dealt = task, data, dealt
-        self.transforms = Transforms(settings.transforms, task)
+        self.transforms = transforms_of(settings, task)
         self.groups = task.groups
         of = None if task.groups is None else task.groups.of
         self.states = StateStore(len(numbers), self.engine.device, settings.states, of)

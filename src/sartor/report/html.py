@@ -20,7 +20,16 @@ from sartor.report.interactive import spec
 from sartor.report.runs import Material, flat
 from sartor.report.sites import site_tables, sites_of
 from sartor.report.style import variables
-from sartor.report.tables import Entry, Table, comparison, own_models, participation, settings, statistics
+from sartor.report.tables import (
+    Entry,
+    Table,
+    comparison,
+    own_models,
+    participation,
+    privacy,
+    settings,
+    statistics,
+)
 from sartor.runs.record import environment, to_json
 
 VOID = ("meta", "input")
@@ -59,8 +68,7 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
     tables = [comparison(material), *own_models(material)]
     for compared in material.comparisons:
         tables += statistics(compared)
-    heard = participation(material)
-    tables += [] if heard is None else [heard]
+    tables += [table for table in (privacy(material), participation(material)) if table is not None]
     sites = sites_of(material)
     tables = tables if sites is None else [*site_tables(sites), *tables]
     sections = [_table_section(f"table-{number}", table) for number, table in enumerate(tables)]

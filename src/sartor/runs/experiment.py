@@ -53,6 +53,7 @@ from sartor.federation.transforms import Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
+from sartor.privacy.settings import Privacy
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 from sartor.transforms import TRANSFORMS
@@ -90,6 +91,7 @@ class Experiment:
     availability: AvailabilityChoice
     delay: DelayChoice
     replies: Replies
+    privacy: Privacy
     aggregate: AggregateChoice
     evaluate: Evaluate
     stop: Stop
@@ -172,6 +174,7 @@ _SECTIONS: dict[str, type] = {
     "availability": AvailabilityChoice,
     "delay": DelayChoice,
     "replies": Replies,
+    "privacy": Privacy,
     "aggregate": AggregateChoice,
     "evaluate": Evaluate,
     "stop": Stop,

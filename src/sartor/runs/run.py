@@ -306,6 +306,7 @@ class Run:
             "last": {name: last.get(name) for name in CELLS},
             "best_by_validation": {name: self._best(name, validated=True) for name in CELLS},
             "best_on_test": {name: self._best(name, validated=False) for name in CELLS},
+            "privacy": None if federation.protection is None else federation.protection.account.told(),
             "notes": self._notes(last),
             "model_sha256": hash_of(self.final),
             "shared_model": self._shared_name(self.final),
