@@ -96,6 +96,10 @@ class Algorithm(ABC, Generic[H, S]):
     """Keys of ``[local]`` with which it would not be what it is, each with the reason; see ``refuse``."""
     sums_only: ClassVar[bool] = False
     """Whether the server needs nothing of the replies but sums weighted by what it knows of the clients."""
+    reduces: ClassVar[str] = "means"
+    """What ``[aggregate]`` finds in it: ``means``; ``rows``, where the server goes by each reply, so that a
+    rule can only say which are used; or ``nothing``.
+    """
     Hyper: ClassVar[type] = Hyper
     """The dataclass of the hyper-parameters, as the class's first argument has it."""
     _arguments: ClassVar[tuple[Any, ...]]

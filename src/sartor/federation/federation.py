@@ -37,6 +37,7 @@ from sartor.federation.exchange import (
     PerGroup,
     Replies,
     Reply,
+    Sent,
     Sums,
     Work,
     as_tensor,
@@ -46,6 +47,7 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.passage import Passage
+from sartor.federation.reduction import Reducer
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
 from sartor.kernels.device import to_device
@@ -111,6 +113,8 @@ class Federation:
             self.states.declare("buffers", self.buffers)
         self._answers = answers
         self._passage = Passage(settings.transforms, self)
+        self.reducer = Reducer(settings.aggregate, self)
+        """What makes means of rows that clients sent."""
         self._streams: dict[str, int] = {}
         """What keyed each client's last job of a client function."""
         self._last: tuple[Call, Tensor | None] | None = None
@@ -150,6 +154,7 @@ class Federation:
     def round(self, round: int) -> None:
         if round > 1:
             self._passage.check()
+            self.reducer.check()
         self._round, self._exchanges, self.answered = round, 0, 0
         self.heard: np.ndarray | None = None
         """Whose answers the last exchange that was waited for has used; None where there was none."""
@@ -230,6 +235,10 @@ class Federation:
         """The task of each group of clients; one where all have the same model."""
         return tasks_of(self.task)
 
+    def task_of(self, clients: np.ndarray) -> Task:
+        """The task of these clients, who have the same model."""
+        return self.task
+
     def initial_models(self) -> Tensor | PerGroup:
         """The model that clients start from, for each group of them where they have models of their own."""
         return self.initial()
@@ -302,7 +311,7 @@ class Federation:
                 function, answering, self._rounds(answering), shared, each, self.buffers, hyper=hyper
             )
             self._buffers_down(outcome, len(asked))
-            replies = self._accept(function, outcome, self.buffers)
+            replies = self._accept(function, outcome, self.buffers, Sent(answering, shared, each))
         return self._heard(replies)
 
     def _heard(self, replies: Replies) -> Replies:
@@ -316,9 +325,10 @@ class Federation:
         """How many clients' replies are held at once where they are added up; 0: all.
 
         It follows from the model's size alone, so that neither engine nor chunk changes the order of sums.
-        Clients elsewhere answer all at once, and a transform at the server must see all replies.
+        Clients elsewhere answer all at once; a transform at the server must see all replies, and so must a
+        rule in place of means.
         """
-        if self._distant is not None or self._passage.transforms.server:
+        if self._distant is not None or self._passage.transforms.server or self.reducer.rule is not None:
             return 0
         return max(1, self.settings.fold_bytes // max(1, self.task.size * self.task.dtype.itemsize))
 
@@ -344,7 +354,7 @@ class Federation:
             asked = numbers[places]
             outcome = self._run(function, asked, self._rounds(asked), shared, rows, before, hyper=hyper)
             self._buffers_down(outcome, len(asked))
-            replies = self._accept(function, outcome, None)
+            replies = self._accept(function, outcome, None, Sent(asked, shared, rows))
             used = self._tensor(np.flatnonzero(np.isin(asked, replies.clients)))
             if outcome.buffers is not None:
                 buffers.append(outcome.buffers[used])
@@ -567,17 +577,26 @@ class Federation:
         before = jobs[0].buffers
         if before is not None:
             before = torch.stack([job.buffers for job in jobs])
-        replies = self._accept(jobs[0].call.function, outcome, before)
+        received = [self._passage.received(job.call, job.each, job.client) for job in jobs]
+        replies = self._accept(jobs[0].call.function, outcome, before, self._sent(jobs))
         taken = set(replies.clients.tolist())
+        received = [got for job, got in zip(jobs, received, strict=True) if job.client in taken]
         jobs = [job for job in jobs if job.client in taken or self._arrival(job, "bad")]
         for job in jobs:
             self._arrival(job, "arrivals")
         given = {}
         if jobs:
-            received = [self._passage.received(job.call, job.each) for job in jobs]
             given = {name: torch.stack([one[name] for one in received]) for name in received[0]}
         ages = np.array([self.round - job.round for job in jobs], dtype=np.int64)
         return replace(replies, ages=ages, given=given)
+
+    def _sent(self, jobs: list[Job]) -> Sent:
+        """What the clients of these jobs were sent; each may have started from another version."""
+        each: dict[str, Tensor] = {}
+        if self._passage:
+            rows = [{**job.call.shared, **job.each} for job in jobs]
+            each = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return Sent(np.array([job.client for job in jobs], dtype=np.int64), {}, each)
 
     def _compute(self, arrived: list[Job]) -> None:
         """Train these jobs, and with them all others in flight that ask for the same: one batch for many."""
@@ -725,11 +744,13 @@ class Federation:
             self._count(name, amount)
         self._distant.noted.clear()
 
-    def _accept(self, function: ClientFunction, outcome: Outcome, before: Tensor | None) -> Replies:
+    def _accept(
+        self, function: ClientFunction, outcome: Outcome, before: Tensor | None, sent: Sent
+    ) -> Replies:
         """Take replies in: bad ones are refused, states of the others move, buffers are averaged."""
         answered = numbers = outcome.clients
         size = sum(value[:1].nbytes for value in outcome.sent.values())
-        outcome = self._passage.up(function, outcome)
+        outcome = self._passage.up(function, outcome, sent)
         good = self._good(function, numbers, outcome)
         if not good.all():
             places = to_device(np.flatnonzero(good), self._device)
@@ -739,10 +760,13 @@ class Federation:
             self._distant.settle(answered, numbers)
         for name, value in outcome.kept.items():
             self.states.write(name, numbers, value)
+        self._passage.delivered(function, numbers, sent)
         self.traffic.up += size * len(numbers)
         self.updates += len(numbers)
         self.notes["updates"] = self.updates
         replies = self._replies(numbers, self._passage.at_server(outcome.sent))
+        replies = replace(replies, reducer=self.reducer)
+        self.reducer.offered |= bool(len(replies))
         if outcome.buffers is not None and before is not None and len(numbers):
             self._take_buffers(replies, before, outcome.buffers)
         return replies
@@ -821,6 +845,7 @@ class Federation:
             if buffers is not None:
                 saved[f"call-buffers.{place}"] = buffers.cpu()
         saved |= {f"transforms.{name}": value for name, value in self._passage.save().items()}
+        saved |= {f"aggregate.{name}": value for name, value in self.reducer.save().items()}
         saved["plain"] = {
             "traffic": [self.traffic.down, self.traffic.up],
             "updates": self.updates,
@@ -849,6 +874,7 @@ class Federation:
         if "buffers" in saved:
             self.buffers = saved["buffers"].to(self._device)
         self._passage.load(under("transforms."))
+        self.reducer.load(under("aggregate."))
         plain = saved["plain"]
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]

@@ -8,6 +8,7 @@ from typing import Any
 from sartor.client.settings import Local
 from sartor.errors import SettingError
 from sartor.federation.clock import Conditions
+from sartor.federation.reduction import MEAN, Reduction
 from sartor.federation.transforms import Transform
 from sartor.settings import setting
 
@@ -42,6 +43,14 @@ class DelayChoice:
     """How long a client takes in virtual time, by name with its settings."""
 
     name: str = setting("constant", "how long a client takes, in virtual time")
+    settings: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class AggregateChoice:
+    """What stands in place of means of clients' replies, by name with its settings."""
+
+    name: str = setting(MEAN, "what stands in place of means of clients' replies")
     settings: Any
 
 
@@ -102,6 +111,8 @@ class FederationSettings:
     otherwise: str = "error"
     """What it does with a function that cannot be stacked: ``error``, or run it on the ``loop`` engine."""
     transforms: tuple[Transform, ...] = ()
+    aggregate: Reduction | None = None
+    """What stands in place of means of replies; None: the mean."""
     fold_bytes: int = 1 << 28
     """Replies of which only sums are asked for are added up in blocks of about so many bytes."""
     graphs: bool = True

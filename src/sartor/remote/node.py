@@ -114,7 +114,7 @@ class Hosted:
         self.engine = make_engine(resolved.engine.name, task, data, settings, origins)
         self.policy, self.numbers = settings.buffers, numbers
         self.task, self.data, self.dealt = task, data, dealt
-        self.transforms = Transforms(settings.transforms)
+        self.transforms = Transforms(settings.transforms, task)
         self.groups = task.groups
         of = None if task.groups is None else task.groups.of
         self.states = StateStore(len(numbers), self.engine.device, settings.states, of)

@@ -47,13 +47,15 @@ from sartor.engines.settings import Engine
 from sartor.errors import SettingError
 from sartor.extensions import Code, code_name, function_file, import_code, imported, installed_code, is_file
 from sartor.federation.clock import AVAILABILITY, DELAYS
-from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
-from sartor.federation.transforms import TRANSFORMS, Transforms
+from sartor.federation.reduction import AGGREGATES
+from sartor.federation.settings import AggregateChoice, AvailabilityChoice, Cohort, DelayChoice, Replies
+from sartor.federation.transforms import Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
+from sartor.transforms import TRANSFORMS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -94,6 +96,7 @@ class Experiment:
     availability: AvailabilityChoice
     delay: DelayChoice
     replies: Replies
+    aggregate: AggregateChoice
     evaluate: Evaluate
     stop: Stop
     checkpoint: Checkpoints
@@ -175,13 +178,14 @@ _SECTIONS: dict[str, type] = {
     "availability": AvailabilityChoice,
     "delay": DelayChoice,
     "replies": Replies,
+    "aggregate": AggregateChoice,
     "evaluate": Evaluate,
     "stop": Stop,
     "checkpoint": Checkpoints,
     "engine": Engine,
     "tracking": Tracking,
 }
-_CHOICES = ("partition", "features", "model", "objective", "availability", "delay")
+_CHOICES = ("partition", "features", "model", "objective", "availability", "delay", "aggregate")
 CODE = (("model", "path"), ("objective", "path"), ("data", "path"), ("data", "tokens"), ("public", "path"))
 """Settings that may name a function in a file."""
 WHO = ("clients", "share", "every", "first")
@@ -199,6 +203,7 @@ def _registry(section: str) -> Mapping[str, Any]:
         "objective": OBJECTIVES,
         "availability": AVAILABILITY,
         "delay": DELAYS,
+        "aggregate": AGGREGATES,
     }
     return chosen[section]
 
@@ -331,6 +336,7 @@ def _things(experiment: Experiment) -> Iterator[Any]:
     """What an experiment names that a package of somebody else may have registered."""
     yield registered()[experiment.algorithm]
     yield type(experiment.model.settings)
+    yield type(experiment.aggregate.settings)
     yield from map(type, (*experiment.transforms, *experiment.local.augment))
     if experiment.data.path is None and experiment.data.name in SOURCES:
         yield SOURCES[experiment.data.name]

@@ -31,6 +31,7 @@ from sartor.engines.ways import choose_way
 from sartor.errors import DataError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
+from sartor.federation.reduction import MEAN, needs_selection
 from sartor.federation.settings import FederationSettings
 from sartor.model.groups import assign, build_groups
 from sartor.model.networks import Factory, ModelChoice, build_task, check_told, settled
@@ -132,6 +133,7 @@ def set_up(
     data = with_public(data, experiment)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     algorithm.check(experiment.local)
+    refuse_rule(experiment, data.clients)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
 
@@ -178,6 +180,22 @@ def refuse_groups(experiment: Experiment) -> None:
             f"models: {experiment.algorithm} combines whole models, so all clients need the same one; leave "
             f"[[models]] out, or take a method for clients with models of their own: {able}"
         )
+
+
+def refuse_rule(experiment: Experiment, clients: int) -> None:
+    """Refuse a rule in place of means that the method has no place for, or too few clients."""
+    rule, method = experiment.aggregate.settings, experiment.algorithm
+    if experiment.aggregate.name == MEAN:
+        return
+    reduces = registered()[method].reduces
+    if reduces == "nothing":
+        raise SettingError(
+            f"aggregate.name = {experiment.aggregate.name!r}: {method} takes no mean of replies and has no "
+            "place for it; leave [aggregate] out, or take another method"
+        )
+    if reduces == "rows" and not rule.selects:
+        raise SettingError(needs_selection(rule, method))
+    rule.check(experiment.cohort.size(clients))
 
 
 def fitted(
@@ -379,4 +397,5 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         way=engine.way,
         otherwise=engine.otherwise,
         transforms=experiment.transforms,
+        aggregate=experiment.aggregate.settings,
     )

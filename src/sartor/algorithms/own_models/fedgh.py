@@ -81,6 +81,7 @@ class FedGH(Algorithm[FedGHHyper, Head]):
     paper = "Yi et al. 2023"
     server_keeps = "a head"
     client_keeps = "its model"
+    reduces = "nothing"
     traffic = "head / classes × features"
     buffers = "local"
     own_models = True

@@ -96,6 +96,7 @@ class FedTGP(Algorithm[FedTGPHyper, Trained]):
     paper = "Zhang et al. 2024"
     server_keeps = "prototypes, the network that makes them"
     client_keeps = "its model"
+    reduces = "nothing"
     traffic = "classes × features / classes × features"
     refuses = (("mixup", "compares features with those of a sample's class"),)
     buffers = "local"

@@ -43,6 +43,7 @@ class Separate(Algorithm[Hyper, Nothing]):
     paper = "local training"
     server_keeps = "nothing"
     client_keeps = "w_i"
+    reduces = "nothing"
     traffic = "0 / 0"
     buffers = "local"
     own_models = True

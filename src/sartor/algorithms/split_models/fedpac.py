@@ -23,7 +23,7 @@ from sartor.algorithms.split_models.prototypes import (
     with_count,
 )
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, NobodyAnswered, Reply, personal
+from sartor.federation.exchange import Call, NobodyAnswered, Reply, changes, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Penalty
 from sartor.settings import setting
@@ -65,6 +65,7 @@ def with_square(z: Tensor) -> Tensor:
     return torch.cat([z, (z * z).sum(dim=1, keepdim=True)], dim=1)
 
 
+@changes(y="w")
 def local_training(
     client: Client,
     hyper: FedPACHyper,
@@ -151,7 +152,8 @@ class FedPAC(Algorithm[FedPACHyper, FedPACServer]):
             own_share = a.diagonal().mean()
             heads = federation.task.part("head").take(replies["y"][here])
             with suppress(NobodyAnswered):  # whoever the mix does not reach stays with its own head
-                federation.map(receive, replies.clients[here], each={"mix": a @ heads})
+                mixed = federation.reducer.sums("y", heads, a)
+                federation.map(receive, replies.clients[here], each={"mix": mixed})
         return FedPACServer(common.prototypes, common.known, w, own_share)
 
     def shared(self, server: FedPACServer) -> Tensor:
