@@ -135,11 +135,13 @@ def prepared(data: ClientData) -> ClientData:
     """Clients of a table, with what all of them agree on learned from their training rows.
 
     >>> import csv
+    >>> from tempfile import mkdtemp
+    >>> path = Path(mkdtemp()) / "oslo.csv"
     >>> rows = [("sex", "age", "ill"), *[("f", 61, 0), ("m", 47, 1), ("f", "", 1)] * 4]
-    >>> with open("oslo.csv", "w", newline="") as file:
+    >>> with path.open("w", newline="") as file:
     ...     csv.writer(file).writerows(rows)
     >>> schema = {"sex": "category", "age": {"missing": "mean"}, "ill": "label"}
-    >>> data = prepared(from_schema("oslo.csv", schema))
+    >>> data = prepared(from_schema(path, schema))
     >>> data.names, data.columns[0].values, tuple(data.train.x.shape)
     (('oslo',), ('f', 'm'), (10, 4))
     """

@@ -14,6 +14,7 @@ module draws, by ``F.dropout`` or ``torch.rand``, comes from the keyed streams t
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -271,6 +272,15 @@ class Task:
         return self._constants.keys() == other._constants.keys() and all(
             torch.equal(value, other._constants[key]) for key, value in self._constants.items()
         )
+
+    @property
+    def constants_hash(self) -> str | None:
+        """What is not trained, by its SHA-256: nobody sends it, so all must have the same; None: nothing."""
+        digest = hashlib.sha256()
+        for key, value in sorted(self._constants.items()):
+            digest.update(f"{key} {list(value.shape)} {value.dtype} ".encode())
+            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy(force=True).tobytes())
+        return digest.hexdigest() if self._constants else None
 
     def _typed_as(self, dtype: torch.dtype) -> Task:
         task = Task(
