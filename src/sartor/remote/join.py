@@ -22,7 +22,7 @@ from sartor.data.settings import Data
 from sartor.data.tables import from_schema, is_table
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import function_file
-from sartor.files import OWNER_ALONE, private_folder, write
+from sartor.files import OWNER_ALONE, alone, private_folder, write
 from sartor.model.objectives import chosen_objective
 from sartor.remote.addresses import is_loopback, split_address
 from sartor.remote.audit import Audit
@@ -121,8 +121,6 @@ def join(
 
     ``policy`` is what this node agrees to; what it is asked for and what leaves it is logged in ``state``.
     """
-    from sartor.remote.flower import FleetLink, Lost, clocks_apart
-
     host, _ = split_address(address)
     if certificates is None and not insecure and not is_loopback(host):
         raise SettingError(
@@ -130,10 +128,28 @@ def join(
             "give the certificate that `sartor keys` made for it, or --insecure"
         )
     private_folder(state)
+    with alone(state, "another node is using it; give every node a folder of its own (--state)"):
+        _take_part(address, load, state, key, certificates, patience, device, policy or Policy(), show)
+
+
+def _take_part(
+    address: str,
+    load: Load,
+    state: Path,
+    key: Path | None,
+    certificates: Path | None,
+    patience: float,
+    device: str,
+    policy: Policy,
+    show: Callable[[str], None],
+) -> None:
+    """Answer a server until its run ends."""
+    from sartor.remote.flower import FleetLink, Lost, clocks_apart
+
     own = read_key(key) if key is not None else own_key(state / "key.pem")
     known = state / "known.json"
     numbers = _known(known)
-    policy, audit = policy or Policy(), Audit(state)
+    audit = Audit(state)
     audit.add("started", f"Started to join {address}, with its policy.", policy=policy.to_mapping())
     node = Node(load, state / "runs", device=device, policy=policy, audit=audit)
     link = FleetLink(

@@ -92,6 +92,10 @@ class Closed(SartorError):
     """A request for a run that this node has not been told of, as it was started anew."""
 
 
+class Unfit(SartorError):
+    """What this node has is not what the run needs, and will not be at a second try."""
+
+
 class Hosted:
     """The clients of this node in a run: where they are trained, and what they keep.
 
@@ -231,7 +235,7 @@ class Node:
             return encode({"nonce": nonce, "error": str(error), "closed": True})
         except SartorError as error:
             self._note_refusal(kind, str(error))
-            if kind == "hello":  # it will not go better the next time
+            if kind == "hello" or isinstance(error, Unfit):  # it will not go better the next time
                 self.refusal = str(error)
             else:
                 log.warning("request refused: %s", error)
@@ -326,6 +330,7 @@ class Node:
             task = build_groups(
                 task, experiment.models, of, x, y, data.classes, experiment.seed, entries=entries
             )
+        _same_constants(task, header.get("frozen"))
         data = with_public(data, experiment)
         dealt = {key: header[key] for key in ("groups", "entries")} if experiment.models else {}
         hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device, dealt)
@@ -623,6 +628,17 @@ def _same_public(experiment: Experiment, wanted: Any) -> None:
         raise SartorError(f"{what} cannot be loaded at this node: {error}") from None
     if found is None or hash_of(found) != wanted:
         raise SartorError(f"{what} are others at this node than at the server; load the same at both")
+
+
+def _same_constants(task: Task, wanted: Any) -> None:
+    """Refuse a model whose frozen weights, which nobody sends, are not the server's."""
+    for own, told in zip(tasks_of(task), wanted or (), strict=False):
+        if own.constants_hash != told:
+            raise Unfit(
+                f"model {own.name}: what is not trained of it is another at this node than at the server "
+                f"(SHA-256 {(own.constants_hash or 'none')[:12]}, there {(told or 'none')[:12]}); load the "
+                "same weights at both"
+            )
 
 
 def _same_code(wanted: Any) -> dict[str, str]:
