@@ -210,16 +210,17 @@ def fitted(
     Whole numbers stay what they are where the model takes them so, as an embedding does; one that takes
     floats alone gets them as numbers like others. ``like`` is as for :func:`~sartor.data.clients.prepare`.
     """
-    numbers = tuple(sorted(task.numbers(data.train.x)))
+    numbers, dtype = tuple(sorted(task.numbers(data.train.x))), str(task.dtype).removeprefix("torch.")
     if numbers:
-        data = data.preprocessed(Preprocessing(numbers=numbers).as_floats, numbers=numbers)
+        floats = Preprocessing(numbers=numbers, dtype=dtype)
+        data = data.preprocessed(floats.as_floats, numbers=numbers, dtype=dtype)
     data = prepare(data, normalise=normalise, like=like)
     leaves = nests.leaves((data.train.x, data.train.y))
     if all(leaf.dtype == task.dtype for leaf in leaves if leaf.is_floating_point()):
         return data
     # A number beyond the model's type becomes inf, which would only be seen as a loss that is not finite.
     _check_finite(data, task.dtype)
-    noted = replace(data.preprocessing, dtype=str(task.dtype).removeprefix("torch."))
+    noted = replace(data.preprocessing, dtype=dtype)
     return replace(data.map(task.typed, task.typed), preprocessing=noted)
 
 
