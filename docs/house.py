@@ -31,6 +31,7 @@ WORDS = {
     "studies": "many runs, the papers' tables",
     "remote": "clients on real machines",
     "runs": "one run, the only round loop",
+    "robust": "rules and attacks",
     "engines": "clients simulated here",
     "algorithms": "a method, one file",
     "federation": "map a function over clients",

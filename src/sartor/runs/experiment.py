@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sartor.robust  # noqa: F401  # registers its rules
 from sartor.algorithms import registered
 from sartor.client.augment import AUGMENTATIONS, Augmentation, written
 from sartor.client.settings import Local

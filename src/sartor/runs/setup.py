@@ -31,7 +31,7 @@ from sartor.engines.ways import choose_way
 from sartor.errors import DataError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
-from sartor.federation.reduction import MEAN, needs_selection
+from sartor.federation.reduction import Mean, needs_selection
 from sartor.federation.settings import FederationSettings
 from sartor.model.groups import assign, build_groups
 from sartor.model.networks import Factory, ModelChoice, build_task, check_told, settled
@@ -185,7 +185,7 @@ def refuse_groups(experiment: Experiment) -> None:
 def refuse_rule(experiment: Experiment, clients: int) -> None:
     """Refuse a rule in place of means that the method has no place for, or too few clients."""
     rule, method = experiment.aggregate.settings, experiment.algorithm
-    if experiment.aggregate.name == MEAN:
+    if rule == Mean():
         return
     reduces = registered()[method].reduces
     if reduces == "nothing":
