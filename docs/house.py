@@ -34,6 +34,7 @@ WORDS = {
     "robust": "rules and attacks",
     "engines": "clients simulated here",
     "algorithms": "a method, one file",
+    "transforms": "what happens to messages",
     "federation": "map a function over clients",
     "data": "what clients hold",
     "client": "what one client can do",
@@ -45,7 +46,7 @@ WORDS = {
 WALL = ("engines", "algorithms")
 """The rooms on the two sides of the wall."""
 
-WIDTH, CENTRES = 720, {1: (360,), 2: (150, 570)}
+WIDTH, CENTRES = 720, {1: (360,), 2: (150, 570), 3: (97, 420, 623)}
 BOX, HEIGHT, STOREY = 190, 44, 72
 ACCENT = "var(--md-typeset-a-color, #4a64d9)"
 

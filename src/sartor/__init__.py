@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sartor.client.augment import Augmentation, register_augmentation
     from sartor.client.local import Client
     from sartor.data.named import register_data
-    from sartor.federation import Call, Reply, personal
+    from sartor.federation import Call, Reply, changes, personal
     from sartor.federation.reduction import Reduction, Selection, register_aggregate
     from sartor.federation.transforms import Transform, register_transform
     from sartor.model.adapters import with_adapters
@@ -63,6 +63,7 @@ _HOMES = {
     "register_augmentation": "sartor.client.augment",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
+    "changes": "sartor.federation",
     "personal": "sartor.federation",
     "Reduction": "sartor.federation.reduction",
     "Selection": "sartor.federation.reduction",
@@ -89,6 +90,7 @@ __all__ = [
     "Selection",
     "Task",
     "Transform",
+    "changes",
     "compare",
     "personal",
     "register",

@@ -23,6 +23,7 @@ from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
 from sartor.federation.clock import Conditions, World
 from sartor.federation.exchange import ClientError, Work
+from sartor.model.adapters import with_adapters
 from sartor.model.task import Batch, Task
 from sartor.runs.evaluation import model_of
 from sartor.runs.run import tensors_of
@@ -78,11 +79,12 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(a[key], b[key]), key
 
 
-def network(dtype: torch.dtype = torch.float64) -> Task:
-    """Both kinds of layer that know more than their input, and a head."""
+def network(dtype: torch.dtype = torch.float64, adapters: int = 0) -> Task:
+    """Both kinds of layer that know more than their input, and a head; or adapters of that rank before it."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
-    return Task(module.to(dtype), classes=4, head="4")
+    layers = (nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
+    module: nn.Module = nn.Sequential(*layers).to(dtype)
+    return Task(with_adapters(module, adapters, ("4",)) if adapters else module, classes=4, head="4")
 
 
 def plain() -> Task:

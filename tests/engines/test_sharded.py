@@ -28,7 +28,7 @@ from sartor.commands.main import app
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
-from sartor.federation.transforms import Clip, Scale
+from sartor.transforms.norms import Clip, Scale
 
 RANKS = 2
 WAITED = 8.0

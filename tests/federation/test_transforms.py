@@ -19,10 +19,11 @@ from sartor.client.local import Client
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Reply
 from sartor.federation.clock import Conditions
-from sartor.federation.transforms import TRANSFORMS, Chain, Clip, Scale, Transform, register_transform
+from sartor.federation.transforms import TRANSFORMS, Chain, Transform, register_transform
 from sartor.runs.experiment import fingerprint, from_mapping, load, to_mapping, to_toml
 from sartor.runs.run import tensors_of
 from sartor.settings import setting
+from sartor.transforms.norms import Clip, Scale
 
 COHORTS = [[0, 2, 3, 5], [1, 2, 4], [0, 1, 2, 3, 4, 5]]
 ENGINES = ("loop", "stacked")

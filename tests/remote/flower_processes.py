@@ -84,7 +84,7 @@ class Nursery:
     def __init__(self, folder: Path) -> None:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(SOURCE),
+            "PYTHONPATH": os.pathsep.join([str(SOURCE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
         }

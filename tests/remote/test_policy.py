@@ -12,12 +12,13 @@ import torch
 
 from sartor.data.clients import ClientData, from_clients
 from sartor.errors import SartorError, SettingError
-from sartor.federation.transforms import Clip, Scale, plain_shapes, shapes_of
+from sartor.federation.transforms import plain_shapes, shapes_of
 from sartor.remote.audit import Audit
 from sartor.remote.messages import decode, encode, version
 from sartor.remote.node import Node
 from sartor.remote.policy import Policy, Refused, Requirement, node_policy, policy_of, read_policy
 from sartor.runs.experiment import from_mapping, to_mapping
+from sartor.transforms.norms import Clip, Scale
 
 SAMPLES = 10
 SOFTMAX: dict[str, Any] = {

@@ -37,6 +37,7 @@ from sartor.federation.exchange import (
     PerGroup,
     Replies,
     Reply,
+    Sent,
     Sums,
     Work,
     as_tensor,
@@ -234,6 +235,10 @@ class Federation:
         """The task of each group of clients; one where all have the same model."""
         return tasks_of(self.task)
 
+    def task_of(self, clients: np.ndarray) -> Task:
+        """The task of these clients, who have the same model."""
+        return self.task
+
     def initial_models(self) -> Tensor | PerGroup:
         """The model that clients start from, for each group of them where they have models of their own."""
         return self.initial()
@@ -306,7 +311,7 @@ class Federation:
                 function, answering, self._rounds(answering), shared, each, self.buffers, hyper=hyper
             )
             self._buffers_down(outcome, len(asked))
-            replies = self._accept(function, outcome, self.buffers)
+            replies = self._accept(function, outcome, self.buffers, Sent(answering, shared, each))
         return self._heard(replies)
 
     def _heard(self, replies: Replies) -> Replies:
@@ -349,7 +354,7 @@ class Federation:
             asked = numbers[places]
             outcome = self._run(function, asked, self._rounds(asked), shared, rows, before, hyper=hyper)
             self._buffers_down(outcome, len(asked))
-            replies = self._accept(function, outcome, None)
+            replies = self._accept(function, outcome, None, Sent(asked, shared, rows))
             used = self._tensor(np.flatnonzero(np.isin(asked, replies.clients)))
             if outcome.buffers is not None:
                 buffers.append(outcome.buffers[used])
@@ -572,7 +577,7 @@ class Federation:
         before = jobs[0].buffers
         if before is not None:
             before = torch.stack([job.buffers for job in jobs])
-        replies = self._accept(jobs[0].call.function, outcome, before)
+        replies = self._accept(jobs[0].call.function, outcome, before, self._sent(jobs))
         taken = set(replies.clients.tolist())
         jobs = [job for job in jobs if job.client in taken or self._arrival(job, "bad")]
         for job in jobs:
@@ -583,6 +588,14 @@ class Federation:
             given = {name: torch.stack([one[name] for one in received]) for name in received[0]}
         ages = np.array([self.round - job.round for job in jobs], dtype=np.int64)
         return replace(replies, ages=ages, given=given)
+
+    def _sent(self, jobs: list[Job]) -> Sent:
+        """What the clients of these jobs were sent; each may have started from another version."""
+        each: dict[str, Tensor] = {}
+        if self._passage.transforms.up:
+            rows = [{**job.call.shared, **job.each} for job in jobs]
+            each = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return Sent(np.array([job.client for job in jobs], dtype=np.int64), {}, each)
 
     def _compute(self, arrived: list[Job]) -> None:
         """Train these jobs, and with them all others in flight that ask for the same: one batch for many."""
@@ -730,11 +743,13 @@ class Federation:
             self._count(name, amount)
         self._distant.noted.clear()
 
-    def _accept(self, function: ClientFunction, outcome: Outcome, before: Tensor | None) -> Replies:
+    def _accept(
+        self, function: ClientFunction, outcome: Outcome, before: Tensor | None, sent: Sent
+    ) -> Replies:
         """Take replies in: bad ones are refused, states of the others move, buffers are averaged."""
         answered = numbers = outcome.clients
         size = sum(value[:1].nbytes for value in outcome.sent.values())
-        outcome = self._passage.up(function, outcome)
+        outcome = self._passage.up(function, outcome, sent)
         good = self._good(function, numbers, outcome)
         if not good.all():
             places = to_device(np.flatnonzero(good), self._device)

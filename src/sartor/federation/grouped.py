@@ -20,6 +20,7 @@ from sartor.federation.exchange import (
     ClientFunction,
     PerGroup,
     Replies,
+    Sent,
     joined_groups,
 )
 from sartor.federation.federation import Answers, Federation
@@ -53,6 +54,10 @@ class GroupedFederation(Federation):
         if settings.buffers == "local":
             for group, own in enumerate(self.tasks):
                 self.states.declare(grouped_name("buffers", group), own.initial_buffers(self._device))
+
+    def task_of(self, clients: np.ndarray) -> Task:
+        """The task of these clients, who are of one group."""
+        return self.tasks[int(self.groups.of[clients[0]])]
 
     def initial_models(self) -> PerGroup:
         """The model that the clients of each group start from."""
@@ -90,7 +95,7 @@ class GroupedFederation(Federation):
                 return self._replies(here, {})
             buffers = self._own_buffers(here)
             outcome = self._run(call, here, self._rounds(here), sent, rows, buffers, hyper=hyper)
-            return self._accept(call, outcome, buffers)
+            return self._accept(call, outcome, buffers, Sent(here, sent, rows))
 
         return self._heard(self._by_group(exchange, numbers, sent, rows))
 
@@ -162,7 +167,7 @@ class GroupedFederation(Federation):
 
     def _own_buffers(self, numbers: np.ndarray) -> Tensor | None:
         """The float buffers that clients of a group start from, where their model has any."""
-        task = self.tasks[int(self.groups.of[numbers[0]])]
+        task = self.task_of(numbers)
         return task.initial_buffers(self._device) if task.buffer_size else None
 
 

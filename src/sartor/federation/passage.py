@@ -17,7 +17,7 @@ from torch import Tensor
 from sartor import random
 from sartor.errors import SettingError
 from sartor.federation.engine import Distant
-from sartor.federation.exchange import Call, ClientFunction, Outcome, Work
+from sartor.federation.exchange import Call, ClientFunction, Outcome, Sent, Work, references_of, starts_of
 from sartor.federation.functions import find_function, name_of, qualified_name
 from sartor.federation.transforms import (
     JOINT,
@@ -63,6 +63,8 @@ class Passage:
     ) -> tuple[ClientFunction, dict[str, Tensor], dict[str, Tensor]]:
         """What is asked, with the transforms around it, and what is sent in place of the arguments."""
         transforms, federation = self.transforms, self._federation
+        if not transforms.up:  # nothing goes up as a change: nobody needs to know from where
+            shared, each = without(references_of(function), shared), without(references_of(function), each)
         if not transforms or not len(numbers):
             return function, shared, each
         self._seen["down"] |= {*shared, *each}
@@ -103,10 +105,11 @@ class Passage:
         key = (function, shapes_of(shared, each))
         elsewhere = isinstance(federation.engine, Distant)
         if key not in self._likes:
-            first = {name: value[:1] for name, value in each.items()}
+            given = without(references_of(function), shared)
+            first = {name: value[:1] for name, value in without(references_of(function), each).items()}
             chosen = federation.hyper if hyper is None else hyper
             rounds = np.full(1, federation.round, dtype=np.int64)
-            work = Work(function, chosen, numbers[:1], rounds, shared, first, federation.buffers, keeps=False)
+            work = Work(function, chosen, numbers[:1], rounds, given, first, federation.buffers, keeps=False)
             work = work if elsewhere else federation.states.attached(work, federation.policy)
             self._likes[key] = federation.engine.shapes(work)
         states = transforms.states_for(function, self._likes[key])
@@ -118,23 +121,43 @@ class Passage:
 
     def received(self, call: Call, each: dict[str, Tensor]) -> dict[str, Tensor]:
         """What a client got: of what the server shared with all, and of what was its own."""
-        sent = {name: value for name, value in call.shared.items() if name != TURN} | each
+        sent = without((TURN,), {**call.shared, **each})
         shapes = getattr(call.function, "shapes", None)
         if shapes is None:
             return sent
         like = zeros_of(shapes, self._federation.engine.device)
         return self.transforms.down.receive(sent, like)
 
-    def up(self, function: ClientFunction, outcome: Outcome) -> Outcome:
-        """Replies as they were before they were sent in parts."""
+    def up(self, function: ClientFunction, outcome: Outcome, sent: Sent) -> Outcome:
+        """Replies as the method means them: put together of their parts, changes added to what was sent."""
         for place in ("up", "server"):
             self._seen[place] |= {name.split(JOINT)[0] for name in outcome.sent}
-        if not self.transforms.in_parts or not outcome.sent or not len(outcome.clients):
+        if not self.transforms.up or not outcome.sent or not len(outcome.clients):
             return outcome
-        shapes = function.shapes  # type: ignore[attr-defined]
-        like = self._likes[inner_function(function), shapes]
-        sent = torch.vmap(lambda row: self.transforms.up.receive(row, like))(outcome.sent)
-        return replace(outcome, sent=sent, norms=None)
+        values = outcome.sent
+        if self.transforms.in_parts:
+            like = self._likes[inner_function(function), function.shapes]  # type: ignore[attr-defined]
+            values = torch.vmap(lambda row: self.transforms.up.receive(row, like))(values)
+        added = self._added(function, outcome.clients, values, sent)
+        return outcome if added is outcome.sent else replace(outcome, sent=added, norms=None)
+
+    def _added(
+        self, function: ClientFunction, clients: np.ndarray, values: dict[str, Tensor], sent: Sent
+    ) -> dict[str, Tensor]:
+        """The models of which changes were sent."""
+        inner, task = inner_function(function), self._federation.task_of(clients)
+
+        def began(row: dict[str, Tensor]) -> dict[str, Tensor]:
+            return starts_of(inner, task, self.received(Call(function, sent.shared), row))
+
+        if not getattr(inner, "starts", None):
+            return values
+        places = self._federation.tensor(np.flatnonzero(np.isin(sent.numbers, clients)))
+        rows = {name: value[places] for name, value in sent.each.items()}
+        starts = torch.vmap(began)(rows) if rows else began({})
+        one = {name: value[0] for name, value in values.items()}
+        found = self.transforms.up.relative(starts, one)
+        return values | {name: starts[name] + values[name] for name in found}
 
     def at_server(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
         """Replies after the transforms at the server."""
@@ -188,3 +211,8 @@ class Passage:
         if entry["shapes"] is None:
             return function
         return self.transforms.around(function, read_shapes(entry["shapes"]), tuple(entry["states"]))
+
+
+def without(names: tuple[str, ...], given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is given, but for these."""
+    return {name: value for name, value in given.items() if name not in names} if names else given

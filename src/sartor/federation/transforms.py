@@ -10,6 +10,9 @@ experiment lists them.
 is random comes from a key of its own for every round, exchange, client and quantity. What is sent may be
 several ``parts`` (values and places, say), which ``receive`` puts together again at the other end: those are
 what the wire carries, and what is counted.
+
+A model that a client replies passes the way up as its change from what the client was sent
+(:func:`~sartor.federation.exchange.changes`), which the server adds again before anything else sees it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch import Tensor
 from sartor import random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry
-from sartor.federation.exchange import ClientFunction, Reply, argument_names
+from sartor.federation.exchange import ClientFunction, Reply, argument_names, references_of, starts_of
 from sartor.federation.functions import name_of
 from sartor.settings import setting
 
@@ -86,30 +89,7 @@ class Transform:
         return value.is_floating_point() and (not self.of or name in self.of)
 
 
-@dataclass(frozen=True)
-class Clip(Transform):
-    """A value with a norm above a bound is scaled down to it."""
-
-    norm: float = setting(1.0, "the largest norm", above=0)
-
-    def apply(self, key: Key, value: Tensor, state: State) -> tuple[Tensor, State]:
-        """min(1, norm / ‖value‖) · value."""
-        found = torch.linalg.vector_norm(value)
-        return value * (self.norm / found.clamp(min=self.norm)), state
-
-
-@dataclass(frozen=True)
-class Scale(Transform):
-    """A value times a factor."""
-
-    factor: float = setting(1.0, "the factor")
-
-    def apply(self, key: Key, value: Tensor, state: State) -> tuple[Tensor, State]:
-        """factor · value."""
-        return value * self.factor, state
-
-
-TRANSFORMS: Registry[type] = Registry("sartor.transforms", "transform", {"clip": Clip, "scale": Scale})
+TRANSFORMS: Registry[type] = Registry("sartor.transforms", "transform")
 T = TypeVar("T", bound=type[Transform])
 
 
@@ -172,6 +152,14 @@ class Chain:
                 sent |= {f"{name}{JOINT}{part}" if part else name: held for part, held in parts.items()}
                 after |= {prefix + part: held for part, held in following.items()}
         return sent, after
+
+    def relative(self, starts: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> list[str]:
+        """The models among these quantities that pass the transforms as their changes."""
+        return [
+            name
+            for name in starts
+            if name in values and any(each.concerns(name, values[name]) for each in self.transforms)
+        ]
 
     def receive(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The quantities of which this was sent; ``like`` are some of the same shapes and types."""
@@ -292,6 +280,7 @@ def _around(
 ) -> ClientFunction:
     given = {name for name, _, _ in shapes}
     kept = [name for name in argument_names(function) if name not in given]
+    references = [name for name in references_of(function) if name in given]
     first = name_of(function) + JOINT
 
     def transformed(client: Any, hyper: Any, **arguments: Tensor) -> Reply:
@@ -299,9 +288,13 @@ def _around(
         own = {name[len(first) :]: arguments.pop(name) for name in states}
         state = {name: arguments.pop(name) for name in kept}
         received = down.receive(arguments, zeros_of(shapes, turn.device))
-        reply = function(client, hyper, **received, **state)
+        starts = starts_of(function, client.task, received)
+        asked = {name: value for name, value in received.items() if name not in references}
+        reply = function(client, hyper, **asked, **state)
         key = random.fold(client.stream(f"up {name_of(function)}"), turn)
         values = {name: value for name, value in reply.sent.items() if isinstance(value, Tensor)}
+        for name in up.relative(starts, values):
+            values[name] = values[name] - starts[name]
         rest = {name: value for name, value in reply.sent.items() if name not in values}
         passed, after = up.apply(key, values, own)
         kept_for_up = {first + name: value for name, value in after.items()}

@@ -21,9 +21,10 @@ from sartor.algorithms import registered
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError, SettingError
-from sartor.federation.transforms import JOINT, TRANSFORMS, Transform
+from sartor.federation.transforms import JOINT, Transform
 from sartor.runs.experiment import Experiment, read_toml
 from sartor.settings import build, setting, shown, unknown
+from sartor.transforms import TRANSFORMS
 
 MARK = "outside this node's policy: "
 STAY = (

@@ -50,12 +50,13 @@ from sartor.extensions import Code, code_name, function_file, import_code, impor
 from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.reduction import AGGREGATES
 from sartor.federation.settings import AggregateChoice, AvailabilityChoice, Cohort, DelayChoice, Replies
-from sartor.federation.transforms import TRANSFORMS, Transforms
+from sartor.federation.transforms import Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
+from sartor.transforms import TRANSFORMS
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,7 +12,7 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.server.tables import rows
 from sartor.client.local import Client, refuse
-from sartor.federation.exchange import Call, Reply, personal
+from sartor.federation.exchange import Call, Reply, changes, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -62,6 +62,7 @@ class _Mixture:
         return (p * (1 - self.own)) @ self.cores + p_own * core
 
 
+@changes(core=lambda task, cores, place: cores.index_select(0, place[None])[0])
 def local_training(
     client: Client,
     hyper: AppleHyper,

@@ -15,7 +15,7 @@ from sartor.algorithms.mixing.ifca import losses
 from sartor.algorithms.mixing.last_models import Models
 from sartor.client.local import Client
 from sartor.errors import SettingError
-from sartor.federation.exchange import Call, Reply, personal
+from sartor.federation.exchange import Call, Reply, changes, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
@@ -57,6 +57,7 @@ def towards(previous: Tensor, models: Tensor, gain: Tensor, otherwise: Tensor) -
     return torch.where(total > 0, previous + share @ (models - previous), otherwise)  # step 3
 
 
+@changes(w="known")
 def local_training(
     client: Client, hyper: FedFomoHyper, others: Tensor, there: Tensor, theta: Tensor, previous: Tensor
 ) -> Reply:
@@ -119,7 +120,8 @@ class FedFomo(Algorithm[FedFomoHyper, FedFomoServer]):
         """Models for the cohort, weighing and local training there, then what was gained."""
         clients = federation.tensor(cohort)
         chosen, there = self._choose(server, federation, clients)
-        each = {"others": server.models[chosen], "there": there.to(server.models.dtype)}
+        known = server.models[clients]  # for transforms: what the new model is a change of
+        each = {"others": server.models[chosen], "there": there.to(known.dtype), "known": known}
         replies = federation.map(local_training, cohort, each=each)
         order = np.argsort(cohort)
         places = order[np.searchsorted(cohort[order], replies.clients)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sartor.client.local import Client
-from sartor.federation.exchange import Replies, Reply
+from sartor.federation.exchange import Replies, Reply, changes
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 
@@ -51,6 +51,7 @@ class Near(Protocol):
         """``w``: at the client's own model; else at the target."""
 
 
+@changes(w="target")
 def near_target(client: Client, hyper: Near, target: Tensor, pull: Tensor, w_i: Tensor) -> Reply:
     """K_i steps on f_i(w) + pull/2 ‖w − target‖², from the client's own model or from the target."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, NobodyAnswered, Reply, personal
+from sartor.federation.exchange import Call, NobodyAnswered, Reply, changes, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Task
 from sartor.settings import setting
@@ -71,6 +71,7 @@ def own_model(client: Client, hyper: FedCACHyper, w: Tensor, own: Tensor, mask: 
     return Reply(w=torch.where(mask, own, w))  # step 4
 
 
+@changes(y="w")
 def local_training(client: Client, hyper: FedCACHyper, w: Tensor, own: Tensor, mask: Tensor) -> Reply:
     """K_i steps from the global model with the own critical entries; model and critical entries go back."""
     start = torch.where(mask, own, w)  # step 4

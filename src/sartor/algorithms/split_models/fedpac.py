@@ -23,7 +23,7 @@ from sartor.algorithms.split_models.prototypes import (
     with_count,
 )
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, NobodyAnswered, Reply, personal
+from sartor.federation.exchange import Call, NobodyAnswered, Reply, changes, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Penalty
 from sartor.settings import setting
@@ -65,6 +65,7 @@ def with_square(z: Tensor) -> Tensor:
     return torch.cat([z, (z * z).sum(dim=1, keepdim=True)], dim=1)
 
 
+@changes(y="w")
 def local_training(
     client: Client,
     hyper: FedPACHyper,

@@ -1,0 +1,36 @@
+"""Transforms of a value's length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sartor.federation.transforms import Key, State, Transform, register_transform
+from sartor.settings import setting
+
+
+@register_transform("clip")
+@dataclass(frozen=True)
+class Clip(Transform):
+    """A value with a norm above a bound is scaled down to it."""
+
+    norm: float = setting(1.0, "the largest norm", above=0)
+
+    def apply(self, key: Key, value: Tensor, state: State) -> tuple[Tensor, State]:
+        """min(1, norm / ‖value‖) · value."""
+        found = torch.linalg.vector_norm(value)
+        return value * (self.norm / found.clamp(min=self.norm)), state
+
+
+@register_transform("scale")
+@dataclass(frozen=True)
+class Scale(Transform):
+    """A value times a factor."""
+
+    factor: float = setting(1.0, "the factor")
+
+    def apply(self, key: Key, value: Tensor, state: State) -> tuple[Tensor, State]:
+        """factor · value."""
+        return value * self.factor, state
