@@ -145,19 +145,23 @@ class Passage:
         self, function: ClientFunction, clients: np.ndarray, values: dict[str, Tensor], sent: Sent
     ) -> dict[str, Tensor]:
         """The models of which changes were sent."""
+        if not getattr(inner_function(function), "starts", None):
+            return values
+        starts = self.starts(function, clients, sent)
+        one = {name: value[0] for name, value in values.items()}
+        found = self.transforms.up.relative(starts, one)
+        return values | {name: starts[name] + values[name] for name in found}
+
+    def starts(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> dict[str, Tensor]:
+        """Where the models that these clients reply began, as they were sent: a row each, or one for all."""
         inner, task = inner_function(function), self._federation.task_of(clients)
 
         def began(row: dict[str, Tensor]) -> dict[str, Tensor]:
             return starts_of(inner, task, self.received(Call(function, sent.shared), row))
 
-        if not getattr(inner, "starts", None):
-            return values
         places = self._federation.tensor(np.flatnonzero(np.isin(sent.numbers, clients)))
         rows = {name: value[places] for name, value in sent.each.items()}
-        starts = torch.vmap(began)(rows) if rows else began({})
-        one = {name: value[0] for name, value in values.items()}
-        found = self.transforms.up.relative(starts, one)
-        return values | {name: starts[name] + values[name] for name in found}
+        return torch.vmap(began)(rows) if rows else began({})
 
     def at_server(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
         """Replies after the transforms at the server."""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sartor.robust import centres, selections
+from sartor.robust import attacks, centres, selections
 
-__all__ = ["centres", "selections"]
+__all__ = ["attacks", "centres", "selections"]

@@ -47,6 +47,7 @@ from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
 from sartor.extensions import Code, code_name, function_file, import_code, imported, installed_code, is_file
+from sartor.federation.attacks import ATTACKS, AttackChoice
 from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.reduction import AGGREGATES
 from sartor.federation.settings import AggregateChoice, AvailabilityChoice, Cohort, DelayChoice, Replies
@@ -98,6 +99,7 @@ class Experiment:
     delay: DelayChoice
     replies: Replies
     aggregate: AggregateChoice
+    attack: AttackChoice
     evaluate: Evaluate
     stop: Stop
     checkpoint: Checkpoints
@@ -180,13 +182,14 @@ _SECTIONS: dict[str, type] = {
     "delay": DelayChoice,
     "replies": Replies,
     "aggregate": AggregateChoice,
+    "attack": AttackChoice,
     "evaluate": Evaluate,
     "stop": Stop,
     "checkpoint": Checkpoints,
     "engine": Engine,
     "tracking": Tracking,
 }
-_CHOICES = ("partition", "features", "model", "objective", "availability", "delay", "aggregate")
+_CHOICES = ("partition", "features", "model", "objective", "availability", "delay", "aggregate", "attack")
 CODE = (("model", "path"), ("objective", "path"), ("data", "path"), ("data", "tokens"), ("public", "path"))
 """Settings that may name a function in a file."""
 WHO = ("clients", "share", "every", "first")
@@ -205,6 +208,7 @@ def _registry(section: str) -> Mapping[str, Any]:
         "availability": AVAILABILITY,
         "delay": DELAYS,
         "aggregate": AGGREGATES,
+        "attack": ATTACKS,
     }
     return chosen[section]
 
@@ -338,6 +342,7 @@ def _things(experiment: Experiment) -> Iterator[Any]:
     yield registered()[experiment.algorithm]
     yield type(experiment.model.settings)
     yield type(experiment.aggregate.settings)
+    yield type(experiment.attack.settings)
     yield from map(type, (*experiment.transforms, *experiment.local.augment))
     if experiment.data.path is None and experiment.data.name in SOURCES:
         yield SOURCES[experiment.data.name]

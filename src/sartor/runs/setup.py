@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sartor import nests
+from sartor import nests, random
 from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
@@ -30,6 +30,7 @@ from sartor.engines import sharded as distributed
 from sartor.engines.ways import choose_way
 from sartor.errors import DataError, SettingError
 from sartor.federation import Federation
+from sartor.federation.attacks import Attack
 from sartor.federation.clock import Conditions
 from sartor.federation.reduction import Mean, needs_selection
 from sartor.federation.settings import FederationSettings
@@ -134,6 +135,7 @@ def set_up(
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     algorithm.check(experiment.local)
     refuse_rule(experiment, data.clients)
+    experiment, data = attacked(experiment, data)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
 
@@ -180,6 +182,36 @@ def refuse_groups(experiment: Experiment) -> None:
             f"models: {experiment.algorithm} combines whole models, so all clients need the same one; leave "
             f"[[models]] out, or take a method for clients with models of their own: {able}"
         )
+
+
+def attacked(experiment: Experiment, data: ClientData) -> tuple[Experiment, ClientData]:
+    """The experiment with its attackers named, and the data with what they train on, where it is changed."""
+    choice = experiment.attack
+    attackers = choice.who(data.names, experiment.seed, strict=True)
+    if choice.file is not None:  # the file may be another by the next time
+        choice = replace(choice, file=None, clients=tuple(data.names[number] for number in attackers))
+    attack: Attack = choice.settings
+    if attack.on_data and len(attackers):
+        train = data.train
+        if isinstance(train, LazySplit):
+            raise SettingError(
+                f"attack.name = {choice.name!r}: changes training samples, which are fetched when they are "
+                "needed here; take an attack on replies"
+            )
+        if not is_class(train.y):
+            raise SettingError(f"attack.name = {choice.name!r}: changes labels, and the data have no classes")
+        attack = attack.settled(train.x)
+        choice = replace(choice, settings=attack)
+        stream = random.stream(experiment.seed, "poison")
+        x, y = nests.mapped(torch.clone, (train.x, train.y))
+        for number in attackers.tolist():
+            own = slice(int(train.start[number]), int(train.start[number] + train.count[number]))
+            key = random.fold(stream, number)
+            changed = attack.poison(key, nests.rows(x, own), nests.rows(y, own), data.classes)
+            for whole, part in zip(nests.leaves((x, y)), nests.leaves(changed), strict=True):
+                whole[own] = part
+        data = replace(data, train=replace(train, x=x, y=y))
+    return replace(experiment, attack=choice), data
 
 
 def refuse_rule(experiment: Experiment, clients: int) -> None:
@@ -397,4 +429,5 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         otherwise=engine.otherwise,
         transforms=experiment.transforms,
         aggregate=experiment.aggregate.settings,
+        attack=experiment.attack,
     )
