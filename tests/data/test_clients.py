@@ -246,7 +246,8 @@ def test_a_table_with_a_client_column(tmp_path, ending):
     (pyarrow.csv.write_csv if ending == "csv" else pyarrow.parquet.write_table)(table, path)
     data = from_table(path, "site", "label", seed=2)
     direct = from_clients(
-        {name: (x[site == name], y[site == name]) for name in ("east", "north", "south")}, seed=2
+        {name: (x[site == name].astype(np.float64), y[site == name]) for name in ("east", "north", "south")},
+        seed=2,
     )
     assert data.hash == direct.hash
     assert data.name == "t"

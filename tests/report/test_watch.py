@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sartor
-from browser import Browser, browser
+from browser import Browser, browser, needs_browser
 from sartor.commands.main import app
 from sartor.errors import SartorError
 from sartor.report.watch import Watch, page, run_state, state_of

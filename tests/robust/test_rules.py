@@ -119,13 +119,26 @@ def test_the_filter_goes_by_the_distance_from_the_medians() -> None:
 def test_similarity_leaves_out_who_is_unlike_all_others() -> None:
     angles = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4, 3.3], dtype=torch.float64)
     rows = torch.stack([angles.cos(), angles.sin()], dim=1)
-    trusted = Reducer(Similarity(by="cosine")).trusted("x", rows)
+    trusted = Reducer(Similarity(by=("cosine",))).trusted("x", rows)
     assert trusted.tolist() == [True] * 5 + [False]
     # A row a hundred times as long has the same angle: distances tell.
     long = rows * torch.tensor([1, 1, 1, 1, 100, 1.0])[:, None]
-    assert Reducer(Similarity(by="cosine")).trusted("x", long)[4]
-    assert not Reducer(Similarity(by="distance")).trusted("x", long)[4]
+    assert Reducer(Similarity(by=("cosine",))).trusted("x", long)[4]
+    assert not Reducer(Similarity(by=("distance",))).trusted("x", long)[4]
     assert Reducer(Similarity()).trusted("x", long).tolist() == [True] * 4 + [False] * 2
+
+
+def test_similarity_takes_copies_for_one_and_opposition_for_what_most_are_not() -> None:
+    rows = torch.tensor([[1.0, 0.2], [0.2, 1.0], [0.7, 0.7], [1.0, 0.2], [1.0, 0.2]])
+    assert Reducer(Similarity(by=("copies",))).trusted("x", rows).tolist() == [True] * 3 + [False] * 2
+    # Medians of the cosines with the five others, by angle: 1/2 at 0° and 60°, 0 at −90°, −1/2 at 180°. Most
+    # have 1/2, so what is below −1/4 is opposed to them.
+    unit = torch.tensor([0.0, 60.0, 60.0, 0.0, -90.0, 180.0]).deg2rad()
+    rows = torch.stack([unit.cos(), unit.sin()], dim=1)
+    assert Reducer(Similarity(by=("cosine",))).trusted("x", rows).tolist() == [True] * 5 + [False]
+    # Where most are not alike there is nothing to be opposed to.
+    cross = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
+    assert Reducer(Similarity()).trusted("x", cross).all()
 
 
 # What is so for every row there can be ----------------------------------------------------------------
@@ -175,9 +188,12 @@ def test_a_shift_of_all_rows_shifts_the_result(name: str, data: Any) -> None:
 def test_distances_are_the_same_after_a_shift_and_angles_after_a_turn() -> None:
     rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.9, -0.1], [0.8, 0.0], [0.0, 3.0]])
     turned = rows @ torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
-    for by, other in (("distance", rows - 5), ("distance", turned), ("cosine", 7 * turned)):
-        rule = Reducer(Similarity(by=by))
+    for other in (rows - 5, turned):
+        rule = Reducer(Similarity(by=("distance",)))
         assert rule.trusted("x", rows).tolist() == rule.trusted("x", other).tolist() == [True] * 4 + [False]
+    opposed = torch.cat([rows[:4], -rows[:1]])
+    for other in (opposed, 7 * opposed @ torch.tensor([[0.6, 0.8], [-0.8, 0.6]])):
+        assert Reducer(Similarity(by=("cosine",))).trusted("x", other).tolist() == [True] * 4 + [False]
 
 
 # f rows of n that may be anything: what is given stays near the others.
@@ -190,7 +206,7 @@ BREAKDOWN = {
     "multi-krum": (MultiKrum(share=0.33), 9, 3),
     "bulyan": (Bulyan(share=0.2), 11, 2),
     "norm-filter": (NormFilter(), 9, 4),
-    "similarity": (Similarity(by="distance"), 9, 4),
+    "similarity": (Similarity(by=("distance",)), 9, 4),
 }
 
 

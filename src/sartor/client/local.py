@@ -20,7 +20,7 @@ from sartor import random
 from sartor.client.augment import MixUp, augmented
 from sartor.client.law import Law
 from sartor.client.steps import kept, optimizer_of, parts
-from sartor.errors import SettingError
+from sartor.errors import SartorError, SettingError
 from sartor.model.task import Batch, Change, Frozen, LossAndPass, Pass, Penalty, Task
 from sartor.nests import Nest
 from sartor.settings import shown
@@ -171,13 +171,16 @@ class Client:
     def scan(self, body: Callable[[Carry, Batch], Carry], carry: Carry, batches: Batches) -> Carry:
         """``carry = body(carry, batch)`` over the batches.
 
-        ``carry`` is a tensor or a tuple or dict of tensors.
+        ``carry`` is a tensor or a tuple or dict of tensors; the body returns one of the same form.
         """
 
-        def of_augmented(carry: Carry, batch: Batch) -> Carry:
-            return body(carry, augmented(self.local.augment, batch, batches.stream))
+        def step(carry: Carry, batch: Batch) -> Carry:
+            if batches.augmented:
+                batch = augmented(self.local.augment, batch, batches.stream)
+            after: Carry = _of_form(carry, body(carry, batch))
+            return after
 
-        result: Carry = self._scan(self, of_augmented if batches.augmented else body, carry, batches)
+        result: Carry = self._scan(self, step, carry, batches)
         return result
 
     def mean(self, quantity: Callable[[Batch], Tensor], like: Tensor, split: str = "train") -> Tensor:
@@ -445,6 +448,28 @@ class Client:
             total = g if total is None else total + g
         assert total is not None  # as a batch has at least one part
         return total, memory
+
+
+def _of_form(given: Any, found: Any) -> Any:
+    """What a scan's body returned, with dicts in the order of what it was given; another form is refused."""
+    if isinstance(given, dict) and isinstance(found, dict) and given.keys() == found.keys():
+        return {name: _of_form(given[name], found[name]) for name in given}
+    if isinstance(given, (tuple, list)) and type(given) is type(found) and len(given) == len(found):
+        inner = [_of_form(one, other) for one, other in zip(given, found, strict=True)]
+        return type(given)(*inner) if hasattr(given, "_fields") else type(given)(inner)
+    if isinstance(given, (dict, tuple, list)) or isinstance(found, (dict, tuple, list)):
+        raise SartorError(
+            f"scan: its body was given {_form(given)} and returned {_form(found)}; it returns the same form"
+        )
+    return found
+
+
+def _form(carry: Any) -> str:
+    if isinstance(carry, dict):
+        return f"a dict of {', '.join(map(str, carry))}"
+    if isinstance(carry, (tuple, list)):
+        return f"a {type(carry).__name__} of {len(carry)}"
+    return "a tensor" if isinstance(carry, Tensor) else type(carry).__name__
 
 
 def require_plain_sgd(local: Local, method: str, *, weight_decay: bool = True) -> None:

@@ -264,20 +264,25 @@ def from_clients(
 
 
 def _question_labels(data: ClientData) -> None:
-    """Say so where no two clients have a label in common: then they may not mean the same by them."""
+    """Say so where clients fall apart into groups without a label in common, which may mean other things."""
     if data.clients < 2 or data.classes is None or not is_class(data.train.y):
         return
     held = [set(data.train.of(client)[1].tolist()) for client in range(data.clients)]
-    if sum(map(len, held)) > len(set().union(*held)) or max(map(len, held)) < 2:
+    mine = set(held[0])
+    for _ in held:  # all labels that lead from client to client to those of the first
+        mine = mine.union(*(own for own in held if own & mine))
+    other = next((client for client, own in enumerate(held) if not own & mine), None)
+    if other is None or max(map(len, held)) < 2:
         return
-    words = [[data.labels[label] if data.labels else str(label) for label in sorted(own)] for own in held[:2]]
+    words = [
+        listed([data.labels[label] if data.labels else str(label) for label in sorted(held[client])])
+        for client in (0, other)
+    ]
     log.warning(
-        "%s: no two clients share a label (%s has %s, %s has %s); are labels the same at all of them?",
+        "%s: %s has the labels %s, %s has %s, and no client leads from the ones to the others; do labels "
+        "mean the same at all clients?",
         data.name,
-        data.names[0],
-        listed(words[0]),
-        data.names[1],
-        listed(words[1]),
+        *(data.names[0], words[0], data.names[other], words[1]),
     )
 
 

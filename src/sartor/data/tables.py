@@ -169,7 +169,7 @@ class SchemaColumns:
     >>> reader = SchemaColumns(read_columns({"sex": {"kind": "category", "values": ["f", "m"]}}))
     >>> reader.samples({"sex": pyarrow.array(["m", "x"])}, "new")
     tensor([[0., 1., 0.],
-            [0., 0., 1.]])
+            [0., 0., 1.]], dtype=torch.float64)
     """
 
     kind: ClassVar[str] = "schema"
@@ -240,7 +240,7 @@ def encode(columns: Sequence[Column], raw: Mapping[str, npt.NDArray[Any]]) -> Ne
     made = [_numbers(column, raw) for column in features(columns)]
     indices = [_index(column, raw[column.name])[:, None] for column in numbered(columns)]
     rows = len(raw[features(columns)[0].name])
-    numbers = np.concatenate([np.zeros((rows, 0)), *made], axis=1).astype(np.float32)
+    numbers = np.concatenate([np.zeros((rows, 0)), *made], axis=1)
     categories = np.concatenate([np.zeros((rows, 0), np.int64), *indices], axis=1)
     return _nest(torch.from_numpy(numbers), torch.from_numpy(categories))
 
@@ -530,7 +530,7 @@ def _targets(
     texts = raw[label].astype(str)
     if targets == "number":
         try:
-            return texts.astype(np.float32)
+            return texts.astype(np.float64)
         except ValueError:
             raise DataError(f"{path}: column {label} holds no numbers, which are wanted") from None
     if labels is None:

@@ -7,7 +7,7 @@ the same exchange. What an attacker's own samples say is changed before the run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -190,15 +190,46 @@ class Attackers:
         theirs, honest = (to_device(np.flatnonzero(who), device) for who in (bad, ~bad))
         starts = federation.starts(function, outcome.clients, sent)
         numbers = federation.tensor(outcome.clients[bad])
-        values = dict(outcome.sent)
-        for name, rows in outcome.sent.items():
-            if not self.attack.concerns(name, rows):
-                continue
-            key = random.fold(federation.stream(f"attack {name}"), federation.round)
-            keys = torch.as_tensor(random.fold(random.fold(key, federation.exchange), numbers))
-            start = starts.get(name, torch.zeros((), dtype=rows.dtype, device=device))
+
+        def keys(name: str) -> Tensor:
+            return keys_of(federation.seed, name, federation.round, federation.exchange, numbers)
+
+        values = falsified(self.attack, outcome.sent, starts, theirs, honest, keys)
+        return replace(outcome, sent=values, norms=None)
+
+
+def keys_of(seed: int, name: str, round: int, exchange: int, numbers: Tensor) -> Tensor:
+    """What a quantity's falsification is drawn by, at each of these clients."""
+    key = random.fold(random.stream(seed, f"attack {name}"), round)
+    return torch.as_tensor(random.fold(random.fold(key, exchange), numbers))
+
+
+def falsified(
+    attack: Attack,
+    sent: Mapping[str, Tensor],
+    starts: Mapping[str, Tensor],
+    theirs: Tensor,
+    honest: Tensor,
+    keys: Callable[[str], Tensor],
+) -> dict[str, Tensor]:
+    """Replies of which those in the places ``theirs`` are an attack's; models from where they began."""
+    values = dict(sent)
+    for name, rows in sent.items():
+        if attack.concerns(name, rows):
+            start = starts.get(name, torch.zeros((), dtype=rows.dtype, device=rows.device))
             changes = (rows - start)[:, None].flatten(1)
-            made = self.attack.collude(keys, changes[theirs], changes[honest]).to(rows.dtype)
+            made = attack.collude(keys(name), changes[theirs], changes[honest]).to(rows.dtype)
             start = start.expand_as(rows)[theirs]
             values[name] = rows.index_copy(0, theirs, start + made.view_as(start))
-        return replace(outcome, sent=values, norms=None)
+    return values
+
+
+def alone(attack: Attack | None) -> Attack | None:
+    """An attack that a node can make by itself; one that needs to know others' replies is refused."""
+    if attack is not None and attack.colludes:
+        name = next((name for name, kind in ATTACKS.items() if kind is type(attack)), type(attack).__name__)
+        raise SettingError(
+            f"--attack name={name}: needs to know what honest clients send, which no node does; it is for "
+            "simulations ([attack])"
+        )
+    return attack

@@ -598,14 +598,15 @@ class Federation:
         before = jobs[0].buffers
         if before is not None:
             before = torch.stack([job.buffers for job in jobs])
+        received = [self._passage.received(job.call, job.each, job.client) for job in jobs]
         replies = self._accept(jobs[0].call.function, outcome, before, self._sent(jobs))
         taken = set(replies.clients.tolist())
+        received = [got for job, got in zip(jobs, received, strict=True) if job.client in taken]
         jobs = [job for job in jobs if job.client in taken or self._arrival(job, "bad")]
         for job in jobs:
             self._arrival(job, "arrivals")
         given = {}
         if jobs:
-            received = [self._passage.received(job.call, job.each) for job in jobs]
             given = {name: torch.stack([one[name] for one in received]) for name in received[0]}
         ages = np.array([self.round - job.round for job in jobs], dtype=np.int64)
         return replace(replies, ages=ages, given=given)
@@ -613,7 +614,7 @@ class Federation:
     def _sent(self, jobs: list[Job]) -> Sent:
         """What the clients of these jobs were sent; each may have started from another version."""
         each: dict[str, Tensor] = {}
-        if self._passage.transforms.up or self.attackers.falsify:
+        if self._passage or self.attackers.falsify:
             rows = [{**job.call.shared, **job.each} for job in jobs]
             each = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return Sent(np.array([job.client for job in jobs], dtype=np.int64), {}, each)
@@ -781,6 +782,7 @@ class Federation:
             self._distant.settle(answered, numbers)
         for name, value in outcome.kept.items():
             self.states.write(name, numbers, value)
+        self._passage.delivered(function, numbers, sent)
         self.traffic.up += size * len(numbers)
         self.updates += len(numbers)
         self.notes["updates"] = self.updates

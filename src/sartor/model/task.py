@@ -16,8 +16,8 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from sartor import nests
 from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.kernels.convolution import conv2d
-from sartor.model.draws import Keyed, dropped
+from sartor.model.draws import Keyed, dropped, inside_transform
 from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
 from sartor.model.precision import half_precision
 from sartor.nests import Nest
@@ -508,7 +508,7 @@ class Task:
                 found["features"] = run.features.detach()
             return loss, {**found, "outputs": nests.mapped(torch.Tensor.detach, run.outputs)}
 
-        if _inside_transform():
+        if inside_transform():
             gradient, found = grad(with_tensors, has_aux=True)(w)
         else:  # plain autograd gives the same bits with less overhead
             with torch.enable_grad():
@@ -571,7 +571,11 @@ class Task:
         keyed = None if self._keyed is False else Keyed(mode)
         stills = self._stilled(module, mode)
         try:
-            with half_precision(w.device.type) if half else nullcontext(), keyed or nullcontext():
+            with (
+                half_precision(w.device.type) if half else nullcontext(),
+                keyed or nullcontext(),
+                _unbranched(),
+            ):
                 result = functional_call(module, named, *self.arguments(x), strict=False)
         finally:
             _context.mode = previous
@@ -948,9 +952,18 @@ class _FloatTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _inside_transform() -> bool:
-    """Whether a torch.func transform, such as the stacked engine's vmap, is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+@contextmanager
+def _unbranched() -> Iterator[None]:
+    """Many clients at once cannot branch on data, and modules ask about that as they do of a compiler.
+
+    Hugging Face's leave a mask out where it masks nothing, unless they are being compiled.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = before or inside_transform()
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _counted_by_us(objective: Objective) -> bool:
@@ -1123,11 +1136,6 @@ def _shareable(module: nn.Module, name: str) -> nn.Module:
     """A copy of the module with BatchNorm and Dropout layers replaced by versions that clients can share."""
     module = copy.deepcopy(module)
     for path, layer in list(module.named_modules()):
-        if isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
-            kind = type(layer).__name__
-            raise SartorError(
-                f"model {name}: layer {path!r} is {kind}, which has no keyed form; take Dropout"
-            )
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
             what = "BatchNorm with momentum=None, an average over all batches ever seen"
             raise SartorError(f"model {name}: layer {path!r} is {what}; give it a momentum, such as 0.1")
@@ -1143,7 +1151,8 @@ def _shareable(module: nn.Module, name: str) -> nn.Module:
 def _replacement(layer: nn.Module, path: str) -> nn.Module | None:
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         return _BatchNorm(layer, path + "." if path else "")
-    if isinstance(layer, nn.modules.dropout._DropoutNd):
+    drops = isinstance(layer, nn.modules.dropout._DropoutNd)
+    if drops and not isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
         return _Dropout(layer, path)
     if type(layer) is nn.Conv2d and (layer.groups, layer.dilation, layer.padding_mode) == (
         1,

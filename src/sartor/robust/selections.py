@@ -18,8 +18,8 @@ from sartor.federation.reduction import Selection, register_aggregate
 from sartor.robust.orders import attackers_of, median
 from sartor.settings import setting
 
-MAD = 1.4826
-"""Times the median deviation of normal numbers, this is their standard deviation."""
+SAME = 1e-4
+"""Rows nearer to each other than this share of their length are the same."""
 
 
 def most_attackers(share: float, clients: int, factor: int, name: str) -> None:
@@ -129,36 +129,49 @@ class NormFilter(Selection):
 @register_aggregate("similarity")
 @dataclass(frozen=True)
 class Similarity(Selection):
-    """Rows that are about as alike the others as the others are: diversity as a defence.
+    """Rows that are neither opposed to the others, nor far from them, nor the same: diversity as a defence.
 
-    A row's score is the median of its cosines with the others, SPFL's similarity, or of the negative
-    distances to them, DiversiFed's; one whose score is more than ``deviations`` below the median of all
-    scores is left out. The deviation is taken from the median of the absolute deviations. At least half of
-    the rows are used.
+    *Opposed*, by SPFL's similarity: where the median cosine m of most rows with the others is positive, a row
+    whose own is below −m/2. *Far*, by DiversiFed's: the median distance to the others is more than
+    ``factor`` times that of most. *The same*: of rows that are equal but for rounding the first is used, so
+    that copies count once.
     """
 
-    by: str = setting(
-        "both",
-        "how alike two rows are: by the angle between them, by their distance, or enough of both",
-        choices=("cosine", "distance", "both"),
+    by: tuple[str, ...] = setting(
+        ("cosine", "distance", "copies"), "the tests", choices=("cosine", "distance", "copies")
     )
-    deviations: float = setting(3.0, "how far below the others a score may be", above=0)
+    factor: float = setting(2.0, "largest median distance, as a multiple of the median of all", low=1)
 
     def keep(self, key: int | Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """Those that are no outliers."""
-        kept = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-        if len(rows) < 3:
+        """Those that pass the tests."""
+        n = len(rows)
+        kept = torch.ones(n, dtype=torch.bool, device=rows.device)
+        if n < 3:
             return kept
-        if self.by != "distance":
-            kept &= self._near(cosines(rows, rows))
-        if self.by != "cosine":
-            kept &= self._near(-distances(rows, rows))
+        if "cosine" in self.by:
+            kept &= ~_opposed(_to_others(cosines(rows, rows)))
+        apart = distances(rows, rows)
+        if "distance" in self.by:
+            far = -_to_others(-apart)
+            kept &= far <= self.factor * far.median()
+        if "copies" in self.by:
+            sizes = torch.linalg.vector_norm(rows.double(), dim=1)
+            same = apart <= SAME * torch.minimum(sizes[:, None], sizes)
+            kept &= ~same.tril(diagonal=-1).any(dim=1)
         return kept
 
-    def _near(self, alike: Tensor) -> Tensor:
-        n = len(alike)
-        others = alike[~torch.eye(n, dtype=torch.bool, device=alike.device)].view(n, n - 1)
-        # Of an even number of others the more alike half counts: one's own half, where the halves differ.
-        scores = others.sort(dim=1).values[:, (n - 1) // 2]
-        middle = scores.median()
-        return scores >= middle - self.deviations * MAD * (scores - middle).abs().median()
+
+def _to_others(alike: Tensor) -> Tensor:
+    """For every row the median of how alike the others are.
+
+    Of an even number of others the more alike half counts: one's own half, where the halves differ.
+    """
+    n = len(alike)
+    others = alike[~torch.eye(n, dtype=torch.bool, device=alike.device)].view(n, n - 1)
+    return others.sort(dim=1).values[:, (n - 1) // 2]
+
+
+def _opposed(scores: Tensor) -> Tensor:
+    """Which scores are as negative as those of most are positive, by half; none where most are not."""
+    middle = scores.sort().values[len(scores) // 2]
+    return (middle > 0) & (scores < -middle / 2)

@@ -47,7 +47,7 @@ from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
 from sartor.extensions import Code, code_name, function_file, import_code, imported, installed_code, is_file
-from sartor.federation.attacks import ATTACKS, AttackChoice
+from sartor.federation.attacks import ATTACKS, Attack, AttackChoice
 from sartor.federation.clock import AVAILABILITY, DELAYS
 from sartor.federation.reduction import AGGREGATES
 from sartor.federation.settings import AggregateChoice, AvailabilityChoice, Cohort, DelayChoice, Replies
@@ -590,6 +590,19 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         raise SettingError(f"{path}: values are nested too deeply") from None
     except ValueError as error:  # bad syntax, a number of too many digits, a null character in the path
         raise SettingError(f"{ascii(str(path))[1:-1]}: not a TOML experiment: {error}") from None
+
+
+def read_attack(words: Sequence[str] | None) -> Attack | None:
+    """The attack of ``key=value`` texts, as a node may be told by; None where there are none.
+
+    >>> read_attack(["name=scaling", "factor=7"])
+    Scaling(of=(), factor=7.0)
+    """
+    values = dict(map(_parse_override, words or ()))
+    if not values:
+        return None
+    name = _name(values.pop("name", None), "attack")
+    return build(ATTACKS[name], values, "--attack")
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from sartor import nests, random
@@ -202,16 +203,21 @@ def attacked(experiment: Experiment, data: ClientData) -> tuple[Experiment, Clie
             raise SettingError(f"attack.name = {choice.name!r}: changes labels, and the data have no classes")
         attack = attack.settled(train.x)
         choice = replace(choice, settings=attack)
-        stream = random.stream(experiment.seed, "poison")
-        x, y = nests.mapped(torch.clone, (train.x, train.y))
-        for number in attackers.tolist():
-            own = slice(int(train.start[number]), int(train.start[number] + train.count[number]))
-            key = random.fold(stream, number)
-            changed = attack.poison(key, nests.rows(x, own), nests.rows(y, own), data.classes)
-            for whole, part in zip(nests.leaves((x, y)), nests.leaves(changed), strict=True):
-                whole[own] = part
-        data = replace(data, train=replace(train, x=x, y=y))
+        data = poisoned(data, attack, attackers, experiment.seed)
     return replace(experiment, attack=choice), data
+
+
+def poisoned(data: ClientData, attack: Attack, attackers: np.ndarray, seed: int) -> ClientData:
+    """The data with what attackers train on in place of their samples."""
+    train, stream = data.train, random.stream(seed, "poison")
+    x, y = nests.mapped(torch.clone, train.x), nests.mapped(torch.clone, train.y)
+    for number in attackers.tolist():
+        own = slice(int(train.start[number]), int(train.start[number] + train.count[number]))
+        key = random.fold(stream, number)
+        changed = attack.poison(key, nests.rows(x, own), nests.rows(y, own), data.classes)
+        for whole, part in zip(nests.leaves((x, y)), nests.leaves(changed), strict=True):
+            whole[own] = part
+    return replace(data, train=replace(train, x=x, y=y))
 
 
 def refuse_rule(experiment: Experiment, clients: int) -> None:
@@ -242,16 +248,17 @@ def fitted(
     Whole numbers stay what they are where the model takes them so, as an embedding does; one that takes
     floats alone gets them as numbers like others. ``like`` is as for :func:`~sartor.data.clients.prepare`.
     """
-    numbers = tuple(sorted(task.numbers(data.train.x)))
+    numbers, dtype = tuple(sorted(task.numbers(data.train.x))), str(task.dtype).removeprefix("torch.")
     if numbers:
-        data = data.preprocessed(Preprocessing(numbers=numbers).as_floats, numbers=numbers)
+        floats = Preprocessing(numbers=numbers, dtype=dtype)
+        data = data.preprocessed(floats.as_floats, numbers=numbers, dtype=dtype)
     data = prepare(data, normalise=normalise, like=like)
     leaves = nests.leaves((data.train.x, data.train.y))
     if all(leaf.dtype == task.dtype for leaf in leaves if leaf.is_floating_point()):
         return data
     # A number beyond the model's type becomes inf, which would only be seen as a loss that is not finite.
     _check_finite(data, task.dtype)
-    noted = replace(data.preprocessing, dtype=str(task.dtype).removeprefix("torch."))
+    noted = replace(data.preprocessing, dtype=dtype)
     return replace(data.map(task.typed, task.typed), preprocessing=noted)
 
 
