@@ -26,6 +26,7 @@ WORDS = {
     "studies": "many runs, the papers' tables",
     "remote": "clients on real machines",
     "runs": "one run, the only round loop",
+    "robust": "rules and attacks",
     "engines": "clients simulated here",
     "algorithms": "a method, one file",
     "transforms": "what happens to messages",

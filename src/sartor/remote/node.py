@@ -42,6 +42,7 @@ from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
 from sartor.extensions import imported, installed
+from sartor.federation.attacks import Attack, alone, falsified, keys_of
 from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
@@ -171,7 +172,8 @@ class Hosted:
 class Node:
     """The clients of one machine. ``task`` stands in for the model that the experiment names.
 
-    ``policy`` says what it agrees to, ``audit`` keeps what it was asked for and what has left it.
+    ``policy`` says what it agrees to, ``audit`` keeps what it was asked for and what has left it. With
+    ``attack`` it misbehaves, for tests of a federation.
     """
 
     def __init__(
@@ -183,7 +185,9 @@ class Node:
         device: str = "cpu",
         policy: Policy | None = None,
         audit: Audit | None = None,
+        attack: Attack | None = None,
     ) -> None:
+        self._attack = alone(attack)
         self._load, self._folder, self._device = load, folder, device
         self._policy, self._audit = policy or Policy(), audit or Audit(None)
         self._given_task = task
@@ -368,7 +372,7 @@ class Node:
         outcome = self._run_at(self._around(function, header), header, groups)
         self._evaluated.note(header, groups, function, hosted.group(places), outcome.sent)
         kept = dict(outcome.kept)
-        groups = {"sent": outcome.sent}
+        groups = {"sent": self._sent(function, header, groups, outcome.sent)}
         averaged = outcome.buffers is not None and hosted.policy == "average"
         self._policy.check_reply(str(header["function"]), [*outcome.sent, *(["buffers"] if averaged else [])])
         if averaged and self._policy.require:
@@ -383,6 +387,25 @@ class Node:
         if header["keeps"] and kept:
             self._journal.stage(int(header["exchange"]), rows_of(torch.from_numpy(numbers), kept))
         return {"exchange": header["exchange"]}, groups
+
+    def _sent(
+        self, function: ClientFunction, header: Mapping[str, Any], groups: Groups, sent: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What is sent of what a function has replied: all as it is, unless this node misbehaves."""
+        if self._attack is None or not self._attack.on_replies or not header["keeps"]:
+            return sent
+        assert self._experiment is not None
+        given = {} if header.get("transformed") else {**groups.get("shared", {}), **groups.get("each", {})}
+        began = getattr(function, "starts", {})
+        starts = {name: given[start] for name, start in began.items() if start in given}
+        numbers = torch.tensor(header["numbers"], dtype=torch.int64)
+        everyone = torch.arange(len(numbers))
+
+        def keys(name: str) -> Tensor:
+            turn = int(header["round"]), int(header["exchange"])
+            return keys_of(self._experiment.seed, name, *turn, numbers)  # type: ignore[union-attr]
+
+        return falsified(self._attack, sent, starts, everyone, everyone[:0], keys)
 
     def _run_at(self, function: ClientFunction, header: Mapping[str, Any], groups: Groups) -> Outcome:
         """Have the clients that a request names run a function."""
