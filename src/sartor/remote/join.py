@@ -142,7 +142,8 @@ def join(
         )
     private_folder(state)
     with alone(state, "another node is using it; give every node a folder of its own (--state)"):
-        _take_part(address, load, state, key, certificates, patience, device, policy or Policy(), show)
+        given = (address, load, state, key, certificates, patience, device, policy or Policy(), attack, show)
+        _take_part(*given)
 
 
 def _take_part(
@@ -154,6 +155,7 @@ def _take_part(
     patience: float,
     device: str,
     policy: Policy,
+    attack: Attack | None,
     show: Callable[[str], None],
 ) -> None:
     """Answer a server until its run ends."""

@@ -42,7 +42,7 @@ from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
 from sartor.extensions import imported, installed
-from sartor.federation.attacks import Attack, alone, falsified, keys_of
+from sartor.federation.attacks import Attack, falsified, keys_of, single_handed
 from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
@@ -187,7 +187,7 @@ class Node:
         audit: Audit | None = None,
         attack: Attack | None = None,
     ) -> None:
-        self._attack = alone(attack)
+        self._attack = single_handed(attack)
         self._load, self._folder, self._device = load, folder, device
         self._policy, self._audit = policy or Policy(), audit or Audit(None)
         self._given_task = task
