@@ -20,7 +20,16 @@ from sartor.report.interactive import spec
 from sartor.report.runs import Material, flat
 from sartor.report.sites import site_tables, sites_of
 from sartor.report.style import variables
-from sartor.report.tables import Entry, Table, comparison, own_models, participation, settings, statistics
+from sartor.report.tables import (
+    Entry,
+    Table,
+    attacks,
+    comparison,
+    own_models,
+    participation,
+    settings,
+    statistics,
+)
 from sartor.runs.record import environment, to_json
 
 VOID = ("meta", "input")
@@ -59,6 +68,8 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
     tables = [comparison(material), *own_models(material)]
     for compared in material.comparisons:
         tables += statistics(compared)
+    attacked = attacks(material)
+    tables += [] if attacked is None else [attacked]
     heard = participation(material)
     tables += [] if heard is None else [heard]
     sites = sites_of(material)
