@@ -178,10 +178,9 @@ def attacks(material: Material) -> Table | None:
             continue
         cell = "personal_local" if "personal_local" in run.last else "shared_local"
         values = run.clients.get(f"{cell}_{score}", [None] * len(bad))
+        pairs = list(zip(values, bad, strict=True))
         means = [
-            mean_and_deviation([value for value, is_bad in zip(values, bad, strict=True) if is_bad is which])[
-                0
-            ]
+            mean_and_deviation([value for value, is_bad in pairs if is_bad is which])[0]
             for which in (False, True)
         ]
         names = [str(name) for name, is_bad in zip(run.clients["client"], bad, strict=True) if is_bad]
@@ -197,8 +196,8 @@ def attacks(material: Material) -> Table | None:
     if not rows:
         return None
     about = (
-        f"Clients that misbehave in a simulation, and the {score} of the others and of themselves on own test "
-        "data at the last evaluation, plain means."
+        f"Clients that misbehave in a simulation, and the {score} of the others and of themselves on own "
+        "test data at the last evaluation, plain means."
     )
     heads = ["run", "attack", "aggregate", "attackers", "honest clients", "attackers' own", "who"]
     return Table("Attackers", about, heads, rows)
