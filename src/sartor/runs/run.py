@@ -208,6 +208,8 @@ class Run:
         groups = self.task.groups
         if groups is not None:
             columns["model"] = [groups.names[group] for group in groups.of[clients].tolist()]
+        if self.federation.attackers:
+            columns["attacker"] = np.isin(clients, self.federation.attackers.numbers).tolist()
         for name, cell in cells.items():
             if len(cell.n) == len(clients) and name != "shared_pooled":
                 # A client without samples, or with one class, has no result rather than a result of zero.
@@ -306,12 +308,23 @@ class Run:
             "last": {name: last.get(name) for name in CELLS},
             "best_by_validation": {name: self._best(name, validated=True) for name in CELLS},
             "best_on_test": {name: self._best(name, validated=False) for name in CELLS},
+            "privacy": None if federation.protection is None else federation.protection.account.told(),
+            **({"attack": self._attack()} if federation.attackers else {}),
             "notes": self._notes(last),
             "model_sha256": hash_of(self.final),
             "shared_model": self._shared_name(self.final),
             "bytes_down": federation.traffic.down,
             "bytes_up": federation.traffic.up,
             "seconds": seconds,
+        }
+
+    def _attack(self) -> dict[str, Any]:
+        """Who attacked, and how."""
+        attackers = self.federation.attackers
+        return {
+            "name": attackers.name,
+            "share": len(attackers.numbers) / self.federation.clients,
+            "attackers": [self.data.names[number] for number in attackers.numbers.tolist()],
         }
 
     def _notes(self, last: Mapping[str, Mapping[str, Any]]) -> list[str]:
