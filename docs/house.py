@@ -33,6 +33,7 @@ WORDS = {
     "federation": "map a function over clients",
     "data": "what clients hold",
     "client": "what one client can do",
+    "privacy": "what noise is worth",
     "model": "a model as a vector",
     "random": "draws from keys",
     "kernels": "many clients, one kernel",
