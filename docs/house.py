@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import grimp
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 import sartor
 
@@ -31,6 +26,7 @@ WORDS = {
     "studies": "many runs, the papers' tables",
     "remote": "clients on real machines",
     "runs": "one run, the only round loop",
+    "robust": "rules and attacks",
     "engines": "clients simulated here",
     "algorithms": "a method, one file",
     "transforms": "what happens to messages",
@@ -38,6 +34,7 @@ WORDS = {
     "data": "what clients hold",
     "privacy": "what noise costs",
     "client": "what one client can do",
+    "privacy": "what noise is worth",
     "model": "a model as a vector",
     "random": "draws from keys",
     "kernels": "many clients, one kernel",

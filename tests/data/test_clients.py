@@ -183,7 +183,7 @@ X, Y = numbered(0, 4)
         ({"a": ([[1, 2], [3]], [0, 1])}, "x is ragged"),
         ({"a": {"test": (X, Y)}}, "expected the splits train, test, validation, got test"),
         ({"a": {"train": (X, Y), "tset": (X, Y)}}, "expected the splits"),
-        ({"a": (X, Y, Y)}, r"client a, train: expected \(x, y\)"),
+        ({"a": (X, Y, Y, Y)}, r"client a, train: expected \(x, y\)"),
         ({1: (X, Y), "1": (X, Y)}, "same name"),
         ({"a": (X[:1], Y[:1])}, "no client has a test sample"),
     ],

@@ -25,6 +25,7 @@ from torch import Tensor
 from sartor import random
 from sartor.client.settings import Local
 from sartor.errors import SartorError, SettingError
+from sartor.federation.attacks import Attackers
 from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
 from sartor.federation.engine import Distant, Engine
 from sartor.federation.exchange import (
@@ -44,6 +45,7 @@ from sartor.federation.exchange import (
     joined,
     norms_of,
     personal,
+    references_of,
 )
 from sartor.federation.functions import name_of
 from sartor.federation.passage import Passage
@@ -51,6 +53,7 @@ from sartor.federation.protection import Noised, Protection, transforms_of
 from sartor.federation.reduction import Reducer
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
+from sartor.federation.transforms import inner_function
 from sartor.kernels.device import to_device
 from sartor.model.groups import tasks_of
 from sartor.model.task import Task
@@ -119,6 +122,13 @@ class Federation:
             self.states.declare("buffers", self.buffers)
         self._answers = answers
         self._passage = Passage(transforms_of(settings, task), self)
+        self.attackers = Attackers(settings.attack, self)
+        """Who misbehaves, in a simulation."""
+        if self.attackers and self._distant is not None:
+            raise SettingError(
+                f"attack.name = {self.attackers.name!r}: is for simulations; at real machines a node "
+                "misbehaves that was told to (`sartor join --attack`), so leave [attack] out"
+            )
         self.reducer = Reducer(settings.aggregate, self)
         """What makes means of rows that clients sent."""
         self._streams: dict[str, int] = {}
@@ -342,9 +352,11 @@ class Federation:
 
         It follows from the model's size alone, so that neither engine nor chunk changes the order of sums.
         Clients elsewhere answer all at once; a transform at the server must see all replies, and so must a
-        rule in place of means.
+        rule in place of means, or attackers.
         """
-        if self._distant is not None or self._passage.transforms.server or self.reducer.rule is not None:
+        if self._distant is not None or self._passage.transforms.server:
+            return 0
+        if self.reducer.rule is not None or self.attackers.falsify:
             return 0
         return max(1, self.settings.fold_bytes // max(1, self.task.size * self.task.dtype.itemsize))
 
@@ -460,6 +472,15 @@ class Federation:
         return replies
 
     # Work in flight -------------------------------------------------------------------------------
+
+    def starts(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> dict[str, Tensor]:
+        """Where the models of these clients' replies began, where that was sent; else nothing."""
+        known = {*sent.shared, *sent.each}
+        if not getattr(inner_function(function), "starts", None) or not known:
+            return {}
+        if not known.issuperset(references_of(inner_function(function))):
+            return {}
+        return self._passage.starts(function, clients, sent)
 
     def dispatch(
         self,
@@ -616,7 +637,7 @@ class Federation:
     def _sent(self, jobs: list[Job]) -> Sent:
         """What the clients of these jobs were sent; each may have started from another version."""
         each: dict[str, Tensor] = {}
-        if self._passage:
+        if self._passage or self.attackers.falsify:
             rows = [{**job.call.shared, **job.each} for job in jobs]
             each = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return Sent(np.array([job.client for job in jobs], dtype=np.int64), {}, each)
@@ -776,6 +797,7 @@ class Federation:
         if self.protection is not None:
             outcome = self.protection.settled(outcome)
         outcome = self._passage.up(function, outcome, sent)
+        outcome = self.attackers.forged(function, outcome, sent)
         good = self._good(function, numbers, outcome)
         if not good.all():
             places = to_device(np.flatnonzero(good), self._device)

@@ -193,15 +193,18 @@ class Passage:
         self, function: ClientFunction, clients: np.ndarray, values: dict[str, Tensor], sent: Sent
     ) -> dict[str, Tensor]:
         """The models of which changes were sent."""
-        inner, task = inner_function(function), self._federation.task_of(clients)
-
-        if not getattr(inner, "starts", None):
+        if not getattr(inner_function(function), "starts", None):
             return values
-        received = self._rows(function, clients, sent)
-        starts = torch.vmap(lambda row: starts_of(inner, task, row))(received)
+        starts = self.starts(function, clients, sent)
         one = {name: value[0] for name, value in values.items()}
         found = self.transforms.up.relative(starts, one)
         return values | {name: starts[name] + values[name] for name in found}
+
+    def starts(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> dict[str, Tensor]:
+        """Where the models that these clients reply began, as they were sent, a row each."""
+        inner, task = inner_function(function), self._federation.task_of(clients)
+        received = self._rows(function, clients, sent)
+        return torch.vmap(lambda row: starts_of(inner, task, row))(received)
 
     def _rows(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> dict[str, Tensor]:
         """What these clients got, a row each."""

@@ -9,6 +9,7 @@ from typing import Any
 from sartor.client.hidden import SECRET, SampleNoise
 from sartor.client.settings import Local
 from sartor.errors import SettingError
+from sartor.federation.attacks import AttackChoice
 from sartor.federation.clock import Conditions
 from sartor.federation.reduction import MEAN, Reduction
 from sartor.federation.transforms import Transform
@@ -129,6 +130,8 @@ class FederationSettings:
     transforms: tuple[Transform, ...] = ()
     aggregate: Reduction | None = None
     """What stands in place of means of replies; None: the mean."""
+    attack: AttackChoice | None = None
+    """Which clients misbehave and how; None: nobody does."""
     fold_bytes: int = 1 << 28
     """Replies of which only sums are asked for are added up in blocks of about so many bytes."""
     graphs: bool = True

@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from sartor import nests, random
 from sartor.client.local import Batches, Client
+from sartor.engines.samples import batch_of
 from sartor.engines.schedule import Plan
 from sartor.errors import NotStackable, SartorError
 from sartor.federation.exchange import (
@@ -247,7 +248,7 @@ class Tracer:
                 self._replay(program, fixed, rows, memo)
             except Suspended as reached:
                 with untouched(program.function, {**fixed.arguments, **rows.arguments}):
-                    return reached.body(carry, Batch(x, y, weight, key))
+                    return reached.body(carry, batch_of(x, y, weight, key))
             raise SartorError(
                 f"{name_of(program.function)}: a client function must make the same scans each time"
             )
