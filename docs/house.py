@@ -32,7 +32,6 @@ WORDS = {
     "transforms": "what happens to messages",
     "federation": "map a function over clients",
     "data": "what clients hold",
-    "privacy": "what noise costs",
     "client": "what one client can do",
     "privacy": "what noise is worth",
     "model": "a model as a vector",

@@ -49,8 +49,7 @@ METHODS = {
     "central": ("fedavg", "ditto", "fedper", "fedrep"),
     "samples": ("fedavg", "ditto", "diversifed", "separate"),
 }
-"""With a guarantee under each mode: DiversiFed's server needs more than sums, and FedRep's loss is more than a
-sample's own."""
+"""With a guarantee there: DiversiFed's server needs more than sums, FedRep's loss is more than a sample's."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "central": {
         "rounds": 40,
