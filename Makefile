@@ -52,6 +52,7 @@ bench: install
 	$(BIN)/python bench/evaluation.py
 	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/rows.py
+	$(BIN)/python bench/rules.py
 	$(BIN)/python bench/flower.py
 
 clean:
