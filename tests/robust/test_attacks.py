@@ -16,6 +16,8 @@ from helpers import classification, federation_of, play, quadratics
 from sartor.algorithms import make, registered
 from sartor.errors import SettingError
 from sartor.federation.attacks import ATTACKS, Attack, AttackChoice
+from sartor.report.runs import read
+from sartor.report.tables import attacks, comparison
 from sartor.robust.attacks import (
     Backdoor,
     Gaussian,
@@ -237,6 +239,20 @@ def test_a_run_tells_who_attacked_and_how_the_others_fare(tmp_path: Path) -> Non
         values = [row[f"{cell}_accuracy"] for row in last if not row["attacker"]]
         assert benign["accuracy"] == pytest.approx(np.mean(values))
         assert benign["clients"] == 3
+    note = next(note for note in result.summary["notes"] if "attack" in note)
+    assert note.startswith(
+        "2 of 5 clients attack (sign-flip); personal_local of the honest ones: accuracy 0."
+    )
+    material = read([tmp_path / "run"])
+    table = attacks(material)
+    assert table is not None
+    (row,) = table.rows
+    assert [entry.text for entry in row[1:4]] == ["sign-flip", "mean", "2 of 5"]
+    own = result.summary["last"]["personal_local"]
+    assert row[4].value == pytest.approx(own["benign"]["accuracy"])
+    assert row[5].value == pytest.approx((5 * own["accuracy"] - 3 * own["benign"]["accuracy"]) / 2)
+    assert sum(name.endswith(" (attacker)") for name in material.runs[0].names) == 2
+    assert "honest clients" in comparison(material).heads
     assert "attack" not in sartor.run("fedavg", clients=3, rounds=1, store=False).summary
 
 

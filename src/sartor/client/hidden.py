@@ -76,7 +76,8 @@ def noised_gradient(
         drawn = random.fold(batch.key, place)  # what layers draw is each sample's own
         gradient, _ = task.grad_and_buffers(w, Batch(x, y, None, drawn), buffers, frozen)
         norm: Tensor = torch.linalg.vector_norm(gradient)
-        return torch.where(norm > noise.clip, gradient * (noise.clip / norm), gradient)
+        bounded = torch.where(norm > noise.clip, gradient * (noise.clip / norm), gradient)
+        return torch.where(norm.isfinite(), bounded, 0.0)  # else one sample could be seen
 
     rows: Tensor = torch.vmap(of_one)(batch.x, batch.y, torch.arange(count, device=w.device))
     total = rows.sum(dim=0) if batch.weight is None else batch.weight @ rows

@@ -23,6 +23,7 @@ from sartor.report.style import variables
 from sartor.report.tables import (
     Entry,
     Table,
+    attacks,
     comparison,
     own_models,
     participation,
@@ -68,7 +69,8 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
     tables = [comparison(material), *own_models(material)]
     for compared in material.comparisons:
         tables += statistics(compared)
-    tables += [table for table in (privacy(material), participation(material)) if table is not None]
+    found = (attacks(material), privacy(material), participation(material))
+    tables += [table for table in found if table is not None]
     sites = sites_of(material)
     tables = tables if sites is None else [*site_tables(sites), *tables]
     sections = [_table_section(f"table-{number}", table) for number, table in enumerate(tables)]

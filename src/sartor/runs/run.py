@@ -327,6 +327,23 @@ class Run:
             "attackers": [self.data.names[number] for number in attackers.numbers.tolist()],
         }
 
+    def _attack_words(self, last: Mapping[str, Mapping[str, Any]]) -> str:
+        """Who attacked, and how the others fare."""
+        attackers, score = self.federation.attackers, self.headline
+        cells = [name for name in ("personal_local", "shared_local") if "benign" in last.get(name, {})]
+        told = [
+            f"{name} of the honest ones: {score.replace('_', ' ')} {last[name]['benign'][score]:.4g}"
+            for name in cells
+            if last[name]["benign"].get(score) is not None
+        ]
+        told += [
+            f"the trigger succeeds at {last[name]['attack_success']:.1%} ({name})"
+            for name in cells
+            if last[name].get("attack_success") is not None
+        ]
+        who = f"{len(attackers.numbers)} of {self.federation.clients} clients attack ({attackers.name})"
+        return "; ".join([who, *told])
+
     def _notes(self, last: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """What a reader of the numbers has to know: how models start, and whether they answer alike."""
         notes = [
@@ -336,6 +353,8 @@ class Run:
             if not task.seeded
         ]
         notes += [unkeyed_words(task) for task in self.federation.tasks if task.unkeyed]
+        if self.federation.attackers:
+            notes.append(self._attack_words(last))
         for name in CELLS:
             found = last.get(name, {}).get("constant")
             if found is None or (name != "shared_pooled" and 2 * found["constant"] <= found["of"]):
