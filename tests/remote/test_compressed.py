@@ -143,7 +143,7 @@ def test_processes_send_the_bytes_that_are_counted(nursery: Nursery, tmp_path: P
             (tmp_path / place).mkdir(exist_ok=True)
             np.savez(tmp_path / place / f"c{client}.npz", x=x[rows], y=y[rows])
     tables = "[" + ", ".join("{" + _inline(table) + "}" for table in TABLES[2:]) + "]"
-    common = ("data.clients=3", "engine.name=loop", "model.name=mlp", "model.hidden=8000", "rounds=2")
+    common = ("data.clients=3", "engine.name=loop", "model.name=mlp", "model.hidden=4000", "rounds=2")
     settings = (*common, "evaluate.every=0", "local.steps=1", f"transforms={tables}")
     port, run = free_port(), tmp_path / "run"
     server = nursery.start(
