@@ -33,7 +33,7 @@ WORDS = {
     "federation": "map a function over clients",
     "data": "what clients hold",
     "client": "what one client can do",
-    "privacy": "what a guarantee costs",
+    "privacy": "what noise is worth",
     "model": "a model as a vector",
     "random": "draws from keys",
     "kernels": "many clients, one kernel",
@@ -44,8 +44,8 @@ WALL = ("engines", "algorithms")
 
 WIDTH, CENTRES = 720, {1: (360,), 2: (150, 570), 3: (97, 420, 623)}
 BOX, HEIGHT, STOREY = 190, 44, 72
-NARROW = {"robust": 130}
-"""Widths of boxes that lines pass by on both sides."""
+NARROW = {"robust": 140}
+"""Boxes that lines of others pass on both sides."""
 ACCENT = "var(--md-typeset-a-color, #4a64d9)"
 
 
