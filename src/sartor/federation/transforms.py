@@ -210,12 +210,17 @@ class Chain:
             if not before:
                 where = "put clip before it" if any(covering) else "list clip before it, for as much"
                 raise SettingError(f"transforms: noise hides only what is bounded when it is added; {where}")
-            for each in self.transforms[before[-1] + 1 : place]:
-                if each.parts or not each.shortens:
-                    kind = type(each).__name__.lower()
+            for at, each in enumerate(self.transforms[:place]):
+                kind = type(each).__name__.lower()
+                if each.parts:
                     raise SettingError(
-                        f"transforms: {kind} stands between clip and noise, and may make a value longer or "
-                        "sends it in parts; put it before clip, or after noise"
+                        f"transforms: {kind} stands before noise, and sends parts that noise does not reach; "
+                        "put it after noise"
+                    )
+                if at > before[-1] and not each.shortens:
+                    raise SettingError(
+                        f"transforms: {kind} stands between clip and noise, and may make a value longer; "
+                        "put it before clip, or after noise"
                     )
 
     def relative(self, starts: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> list[str]:
