@@ -194,3 +194,20 @@ def test_seeds_with_weights_run_in_one_batch(tmp_path: Path) -> None:
     alone = sartor.run("fedavg", model=linear(), data=data, rounds=2, seed=1, engine="stacked", store=False)
     assert isinstance(results[1], sartor.Result)
     torch.testing.assert_close(results[1].w, alone.w, rtol=1e-9, atol=1e-11)
+
+
+def test_weights_are_refused_where_gradients_are_to_hide_samples() -> None:
+    """They are relative to their mean, by which every sample would show in all gradients."""
+    pytest.importorskip("dp_accounting")
+    with pytest.raises(SettingError, match="the samples have weights"):
+        ran("loop", {"a": one(X, Y, W)}, privacy={"mode": "samples", "noise": 1.0})
+
+
+def test_a_sample_without_a_finite_gradient_counts_as_nothing() -> None:
+    pytest.importorskip("dp_accounting")
+    x, privacy = X.clone(), {"mode": "samples", "noise": 0.0, "clip": 1e9}
+    x[3] = 1e300  # whose norm is infinite
+    kept = torch.arange(12) != 3
+    hidden = ran("loop", {"a": one(x, Y)}, privacy=privacy, hyper={"lr": 0.5})
+    without = ran("loop", {"a": one(X[kept], Y[kept])}, hyper={"lr": 0.5 * 11 / 12})
+    torch.testing.assert_close(hidden.w, without.w, rtol=1e-12, atol=1e-14)

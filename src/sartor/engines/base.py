@@ -12,6 +12,7 @@ from sartor import nests
 from sartor.client.augment import check_augment
 from sartor.data.clients import ClientData, LazySplit, Split
 from sartor.engines.samples import Samples, samples_of
+from sartor.errors import SettingError
 from sartor.federation.engine import Engine
 from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task, unkeyed_words
@@ -75,6 +76,11 @@ class LocalEngine(Engine):
         task.check_loss(train.x, train.y)
         if train.weight is not None:
             task.check_weighable(train.x, train.y)
+            if settings.privacy.mode == "samples":
+                raise SettingError(
+                    "privacy.mode = 'samples': the samples have weights, which are relative to their mean, "
+                    "which tells of all of them; leave the weights out"
+                )
         check_augment(settings.local, train.x, train.y)
         task.check_draws(train.x, train.y)
         if task.unkeyed:

@@ -139,6 +139,7 @@ class LoopEngine(LocalEngine):
             evaluation_batch=self.settings.evaluation_batch,
             most={split: int(samples.counts[number]) for split, samples in self.samples.items()},
             seed=seed,
+            noise=self.settings.sample_noise,
         )
         try:
             with torch.no_grad(), untouched(work.function, arguments):
@@ -191,7 +192,7 @@ class LoopEngine(LocalEngine):
             index = index[:count]
             key = (
                 random.stream(seed, "layers", client.round, client.number, turns[turn])
-                if self.task.draws or batches.augmented
+                if self.task.draws or batches.augmented or batches.anew
                 else 0
             )
             carry = body(carry, batch_of(nests.rows(x, index), nests.rows(y, index), None, key))

@@ -24,7 +24,6 @@ from sartor.federation.transforms import (
     KNOWN,
     PLACES,
     TURN,
-    Transform,
     Transforms,
     inner_function,
     plain_shapes,
@@ -43,8 +42,8 @@ FIRST = f"first{JOINT}"
 class Passage:
     """The transforms of a federation, with what the server keeps for them."""
 
-    def __init__(self, transforms: tuple[Transform, ...], federation: Federation) -> None:
-        self.transforms = Transforms(transforms, federation.task)
+    def __init__(self, transforms: Transforms, federation: Federation) -> None:
+        self.transforms = transforms
         self._federation = federation
         self._states: dict[str, Tensor] = {}
         self._likes: dict[tuple[Any, ...], dict[str, Tensor]] = {}
@@ -143,15 +142,13 @@ class Passage:
         if not (transforms.stateful or transforms.in_parts):
             return ()
         key = (function, shapes_of(shared, each))
-        elsewhere = isinstance(federation.engine, Distant)
         if key not in self._likes:
             given = without(references_of(function), shared)
             first = {name: value[:1] for name, value in without(references_of(function), each).items()}
             chosen = federation.hyper if hyper is None else hyper
             rounds = np.full(1, federation.round, dtype=np.int64)
             work = Work(function, chosen, numbers[:1], rounds, given, first, federation.buffers, keeps=False)
-            work = work if elsewhere else federation.states.attached(work, federation.policy)
-            self._likes[key] = federation.engine.shapes(work)
+            self._likes[key] = federation.shapes(work)
         states = transforms.states_for(function, self._likes[key])
         for name, initial in states.items():
             self._declare(name, initial)
@@ -196,15 +193,18 @@ class Passage:
         self, function: ClientFunction, clients: np.ndarray, values: dict[str, Tensor], sent: Sent
     ) -> dict[str, Tensor]:
         """The models of which changes were sent."""
-        inner, task = inner_function(function), self._federation.task_of(clients)
-
-        if not getattr(inner, "starts", None):
+        if not getattr(inner_function(function), "starts", None):
             return values
-        received = self._rows(function, clients, sent)
-        starts = torch.vmap(lambda row: starts_of(inner, task, row))(received)
+        starts = self.starts(function, clients, sent)
         one = {name: value[0] for name, value in values.items()}
         found = self.transforms.up.relative(starts, one)
         return values | {name: starts[name] + values[name] for name in found}
+
+    def starts(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> dict[str, Tensor]:
+        """Where the models that these clients reply began, as they were sent, a row each."""
+        inner, task = inner_function(function), self._federation.task_of(clients)
+        received = self._rows(function, clients, sent)
+        return torch.vmap(lambda row: starts_of(inner, task, row))(received)
 
     def _rows(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> dict[str, Tensor]:
         """What these clients got, a row each."""

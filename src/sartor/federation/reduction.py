@@ -45,6 +45,9 @@ class Reduction:
     """
 
     of: tuple[str, ...] = setting((), "the quantities it is for; left out: all that are not whole numbers")
+    weights: str = setting(
+        "method", "whether replies weigh as the method says, or all alike", choices=("method", "equal")
+    )
 
     selects: ClassVar[bool] = False
     """Whether it says of every row if it is used."""
@@ -74,7 +77,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Mean(Reduction):
-    """The weighted mean, as the method has it."""
+    """The mean: weighted as the method has it, or of all replies alike."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Reducer:
     """
 
     def __init__(self, rule: Reduction | None = None, federation: Federation | None = None) -> None:
-        self.rule = None if rule is None or type(rule) in (Reduction, Mean) else rule
+        self.rule = None if rule in (None, Reduction(), Mean()) else rule
         self.offered = False
         """Whether the method was given any replies."""
         self._seen: set[str] = set()
@@ -162,6 +165,9 @@ class Reducer:
             return matrix @ rows
         assert self.rule is not None
         matrix = matrix.to(rows.dtype)
+        if self.rule.weights == "equal":
+            there = (matrix != 0).to(rows.dtype)
+            matrix = there * (matrix.sum(dim=1, keepdim=True) / there.sum(dim=1, keepdim=True).clamp(min=1))
         if self.rule.selects:
             used = matrix * self.trusted(name, rows)
             total, left = matrix.sum(dim=1, keepdim=True), used.sum(dim=1, keepdim=True)
@@ -199,7 +205,10 @@ class Reducer:
                 f"aggregate: the method takes differences of replies (a negative weight), for which "
                 f"{type(self.rule).__name__} has no meaning; leave [aggregate] out"
             )
-        value, after = self.rule.reduce(key, rows[members], own / own.sum(), state)
+        share = own / own.sum()
+        if self.rule.weights == "equal":
+            share = torch.full_like(own, 1 / len(own))
+        value, after = self.rule.reduce(key, rows[members], share, state)
         return own.sum() * value, after
 
     def _concerns(self, name: str, rows: Tensor) -> bool:

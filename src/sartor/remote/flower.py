@@ -844,7 +844,7 @@ class _Signature:
 
     def intercept(self, context: Any, proceed: Callable[[Any], httpx.Response]) -> httpx.Response:
         """Sign a request, and compare the clocks when it is answered."""
-        stamp = datetime.datetime.fromtimestamp(self.now(), datetime.timezone.utc).isoformat()
+        stamp = datetime.datetime.fromtimestamp(self.now(), datetime.UTC).isoformat()
         headers = {
             FLEET_HTTP_PUBLIC_KEY_HEADER: self._public,
             TIMESTAMP_HEADER: stamp,

@@ -227,7 +227,7 @@ class Tracer:
 
     def _step_of(self, program: Program, batches: Batches, plan: Plan) -> Callable[..., Any]:
         """A step as it stands: of every lane, or of one where they are apart."""
-        draws = self.task.draws or batches.augmented
+        draws = self.task.draws or batches.augmented or batches.anew
 
         def lane(
             rows: Rows,
@@ -302,12 +302,19 @@ class Tracer:
         run = self._compiled(graph) if self.settings.compile else graph
         return Traced(run, result_spec[0], reads)
 
+    @property
+    def _draws(self) -> bool:
+        """Whether anything is drawn in a step or on the way up."""
+        settings = self.settings
+        drawn = self.task.draws or settings.local.augment or settings.transforms
+        return bool(drawn or settings.sample_noise is not None)
+
     def _compiled(self, graph: fx.GraphModule) -> Callable[[list[Tensor]], list[Tensor]]:
         """The graph compiled; as it stands if the compiler, which only makes it faster, fails."""
         # Keyed draws are products of numbers that wrap, of which the compiler's algebra knows nothing.
         wrapping: dict[str, Any] = {"constant_and_index_propagation": False}
         run: Callable[[list[Tensor]], list[Tensor]] = torch.compile(
-            graph, dynamic=False, options=wrapping if self.task.draws or self.settings.local.augment else None
+            graph, dynamic=False, options=wrapping if self._draws else None
         )
         plain = False
 
@@ -367,6 +374,7 @@ class Tracer:
             evaluation_batch=self.settings.evaluation_batch,
             most=self.most,
             seed=rows.origins[1] if rows.origins else self.settings.seed,
+            noise=self.settings.sample_noise,
         )
         arguments = {**fixed.arguments, **rows.arguments}
         with untouched(program.function, arguments):
