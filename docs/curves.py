@@ -168,7 +168,11 @@ def curve(name: str) -> str:
 
 def _variant(variant: str) -> str:
     """The network and the cohort of a variant of the setting."""
-    networks = {"BatchNorm": "an MLP with BatchNorm", "two widths": "MLPs of 64 units, every other of 16"}
+    networks = {
+        "BatchNorm": "an MLP with BatchNorm",
+        "two widths": "MLPs of 64 units, every other of 16",
+        "adapters": "a frozen MLP with adapters of rank 4 and a trained head",
+    }
     network = networks.get(variant, "an MLP")
     return f"{network}, {'all of them' if variant == 'everyone' else '10 of them'}"
 

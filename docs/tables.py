@@ -7,8 +7,9 @@ A part stands between ``<!-- begin: NAME -->`` and ``<!-- end -->``, and NAME sa
 ``methods FAMILY...`` the methods of these pages' files, ``papers`` all tables and figures, ``bands`` the
 measured numbers. On a method's own page ``method NAME`` says what it is and keeps, ``settings NAME`` what it
 can be told, ``curve NAME`` shows what was measured; ``measured`` is the table of all of these measurements.
-``networks`` are the models by name. ``overview`` is a table of all methods to choose by; ``house`` and
-``rooms`` are the picture and the table of the source's rooms.
+``best PROBLEM`` are the methods that did best there, ``which`` what was measured of all of them on every
+problem. ``networks`` are the models by name. ``overview`` is a table of all methods to choose by; ``house``
+and ``rooms`` are the picture and the table of the source's rooms.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import curves
 import house
+import which
 
 from sartor.algorithms import cards, registered
 from sartor.algorithms.comfed.comfed import MECHANISMS
@@ -210,6 +212,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "overview": overview,
     "curve": curves.curve,
     "measured": lambda: curves.measured(page_of),
+    "best": lambda problem: which.best(problem, page_of),
+    "which": lambda: which.table(page_of),
     "networks": networks,
     "papers": papers,
     "bands": bands,

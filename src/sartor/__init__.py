@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from sartor.client.augment import Augmentation, register_augmentation
     from sartor.client.local import Client
     from sartor.data.named import register_data
-    from sartor.federation import Call, Reply, personal
+    from sartor.federation import Call, Reply, changes, personal
+    from sartor.federation.reduction import Reduction, Selection, register_aggregate
     from sartor.federation.transforms import Transform, register_transform
     from sartor.model.adapters import with_adapters
     from sartor.model.networks import Factory, register_model
@@ -62,7 +63,11 @@ _HOMES = {
     "register_augmentation": "sartor.client.augment",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
+    "changes": "sartor.federation",
     "personal": "sartor.federation",
+    "Reduction": "sartor.federation.reduction",
+    "Selection": "sartor.federation.reduction",
+    "register_aggregate": "sartor.federation.reduction",
     "Transform": "sartor.federation.transforms",
     "register_transform": "sartor.federation.transforms",
     "Observer": "sartor.runs.observers",
@@ -79,13 +84,17 @@ __all__ = [
     "Factory",
     "Objective",
     "Observer",
+    "Reduction",
     "Reply",
     "Result",
+    "Selection",
     "Task",
     "Transform",
+    "changes",
     "compare",
     "personal",
     "register",
+    "register_aggregate",
     "register_augmentation",
     "register_data",
     "register_model",

@@ -21,9 +21,9 @@ from sartor.data.clients import ClientData, lazy_clients
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions
-from sartor.federation.transforms import Clip, Scale
 from sartor.model.task import Task
 from sartor.runs.cost import estimate
+from sartor.transforms.norms import Clip, Scale
 
 TOTAL = sum(RAGGED)
 

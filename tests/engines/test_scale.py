@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engines import assert_close, assert_same, ended
+from test_engines import assert_close, ended
 
 import sartor
 from helpers import classification, federation_of, model_task
@@ -81,7 +81,10 @@ def eager() -> ClientData:
 def test_fetched_clients_train_and_evaluate_as_those_in_memory(
     engine: str, settings: dict[str, int], cache: int
 ) -> None:
-    """To the bit, also when clients have more samples than those before, or none, or come in any order."""
+    """Also when clients have more samples than those before, or none, or come in any order.
+
+    To the bit one by one; together, products of another width may round otherwise on some processors.
+    """
     cohorts = [[0, 2, 3], [6, 5, 4], [1, 4, 2]]
     found = []
     for data in (eager(), lazy(cache_bytes=cache)):
@@ -91,7 +94,7 @@ def test_fetched_clients_train_and_evaluate_as_those_in_memory(
         left = ended("scaffold", federation, cohorts)
         replies = federation.ask(losses_of, np.arange(7), {"w": left["server.w"]})
         found.append({**left, **replies.values})
-    assert_same(found[0], found[1])
+    assert_close(found[0], found[1], 0 if engine == "loop" else 1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -28,7 +28,7 @@ from sartor.commands.main import app
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
-from sartor.federation.transforms import Clip, Scale
+from sartor.transforms.norms import Clip, Scale
 
 RANKS = 2
 WAITED = 8.0
@@ -55,8 +55,10 @@ def federations() -> dict[str, Callable[[], Federation]]:
         "loop empty": make("loop", data=empty),
         "loop disk": make("loop", task=plain(), states="disk"),
         "loop drawn": make("loop", task=plain(), local={"epochs": (1, 3)}),
+        "loop augmented": make("loop", task=plain(), local={"augment": ["mix-up"]}),
         "loop transforms": make("loop", task=plain(), transforms=TRANSFORMS),
         "stacked": make("stacked", task=plain(), chunk=1),
+        "stacked augmented": make("stacked", task=plain(), chunk=1, local={"augment": ["mix-up"]}),
         "stacked together": make("stacked", task=plain()),
     }
 

@@ -14,9 +14,9 @@ from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation, Reply
 from sartor.federation.clock import Conditions
 from sartor.federation.exchange import NobodyAnswered, PerGroup
-from sartor.federation.transforms import Clip
 from sartor.model.groups import grouped
 from sartor.model.task import Task
+from sartor.transforms.norms import Clip
 
 SMALL, LARGE = model_task("mlp", hidden=3), model_task("mlp", hidden=8)
 OF = np.array([0, 1, 0, 1, 0, 1])

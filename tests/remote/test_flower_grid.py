@@ -19,7 +19,6 @@ from sartor.algorithms import make, registered
 from sartor.errors import SartorError
 from sartor.federation import Federation
 from sartor.federation.functions import find_function, qualified_name
-from sartor.federation.transforms import Clip, Scale
 from sartor.remote.admission import Admission, misfit
 from sartor.remote.messages import Parts, decode, encode, read_header
 from sartor.remote.node import Node
@@ -31,6 +30,7 @@ from sartor.runs.execute import execute
 from sartor.runs.result import Result
 from sartor.runs.run import tensors_of
 from sartor.runs.settings import Evaluate
+from sartor.transforms.norms import Clip, Scale
 
 __all__ = ["named"]  # a fixture of these tests too
 
@@ -499,7 +499,7 @@ def test_transforms_at_nodes_give_what_a_simulation_gives(named: None, name: str
     tables = [
         {"name": "scale", "place": "down", "factor": 1.01},
         {"name": "clip", "norm": 0.5},
-        {"name": "noise"},
+        {"name": "jitter"},
         {"name": "carry"},
         {"name": "carry", "place": "down"},
     ]

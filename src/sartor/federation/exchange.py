@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sartor.errors import SartorError
 from sartor.federation.functions import name_of
+from sartor.federation.reduction import PLAIN, Reducer
 from sartor.kernels.device import to_device
 
 Arguments = Mapping[str, Any]
@@ -70,6 +71,8 @@ class Replies:
     """Quantities that were added up as clients answered: the mean by p'_i, and the sum."""
     groups: dict[int, Replies] = field(default_factory=dict)
     """The replies of each group, where clients have models of their own."""
+    reducer: Reducer = PLAIN
+    """What makes a mean of them."""
 
     @property
     def by_group(self) -> dict[int, Replies]:
@@ -122,7 +125,8 @@ class Replies:
     def sum(self, name: str, weights: Tensor | None = None) -> Tensor:
         """Σ weight_i · value_i in the order of the clients' numbers, whatever the cohort's.
 
-        Zero if nobody answered.
+        Zero if nobody answered. Where the experiment has a rule in place of means (``[aggregate]``), it is
+        what stands for the values of positive weight, times the sum of the weights.
         """
         if weights is None and name in self.folded:
             return self.folded[name][1]
@@ -132,16 +136,20 @@ class Replies:
         order = _by_number(self.clients.tobytes(), self.device)
         if order is not None:
             values, weights = values[order], weights[order]
-        weights = weights.to(values.dtype)
-        if values.dim() == 2:
-            return weights @ values
-        return (weights @ values[:, None].flatten(1)).view(values.shape[1:])
+        return self.reducer.sum(name, values, weights)
 
     def mean(self, name: str, weights: Tensor | None = None) -> Tensor:
         """The mean over those who answered, by default with the weights p'_i; zero if nobody answered."""
         if weights is None and name in self.folded:
             return self.folded[name][0]
         return self.sum(name, self.weights if weights is None else weights / weights.sum())
+
+    def trusted(self, name: str) -> Tensor:
+        """Which replies the experiment's rule would use, a boolean each: all, unless it selects.
+
+        For methods that go by each reply and take no mean.
+        """
+        return self.reducer.trusted(name, self[name])
 
 
 class Sums:
@@ -193,6 +201,56 @@ def is_personal(function: ClientFunction) -> bool:
     return bool(getattr(function, "personal", False))
 
 
+F = TypeVar("F", bound=ClientFunction)
+
+
+def changes(**starts: str | Callable[..., Tensor]) -> Callable[[F], F]:
+    """Say which quantities of a client function's reply are models, and where each began; a decorator.
+
+    What passes transforms on the way up is the change from there: a clipped or compressed model would be
+    another model. The server adds the change to where it began, so a method sees models. A start is the name
+    of an argument that the client is sent, or a function of the task and of such arguments by their names. An
+    argument that the client function does not take is sent for transforms alone, where there are any.
+
+    >>> @changes(w="w")
+    ... def trained(client, hyper, w):
+    ...     return Reply(w=client.descend(w, lr=hyper.lr))
+    >>> starts_of(trained, None, {"w": torch.ones(2)})
+    {'w': tensor([1., 1.])}
+    """
+
+    def declared(function: F) -> F:
+        function.starts = starts  # type: ignore[attr-defined]
+        return function
+
+    return declared
+
+
+def starts_of(function: ClientFunction, task: Any, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Where the models of a function's reply began, of what one client has received."""
+    starts: Mapping[str, str | Callable[..., Tensor]] = getattr(function, "starts", {})
+    return {
+        name: received[start]
+        if isinstance(start, str)
+        else start(task, **{needed: received[needed] for needed in _needs(start)})
+        for name, start in starts.items()
+    }
+
+
+@lru_cache(maxsize=1024)
+def references_of(function: ClientFunction) -> tuple[str, ...]:
+    """What is sent for transforms alone, as where a model began: the function itself does not take it."""
+    taken = inspect.signature(function).parameters
+    starts = getattr(function, "starts", {}).values()
+    return tuple(start for start in starts if isinstance(start, str) and start not in taken)
+
+
+@lru_cache(maxsize=1024)
+def _needs(start: Callable[..., Tensor]) -> tuple[str, ...]:
+    """The arguments of a start that is a function, after the task."""
+    return tuple(inspect.signature(start).parameters)[1:]
+
+
 @dataclass(frozen=True)
 class Call:
     """A client function with what it is sent: the arguments of ``map`` as a value.
@@ -210,6 +268,14 @@ class Call:
     function: ClientFunction
     shared: Arguments = field(default_factory=dict)
     each: Arguments = field(default_factory=dict)
+
+
+class Sent(NamedTuple):
+    """What clients were sent: the same to all, and to each a row of its own."""
+
+    numbers: np.ndarray
+    shared: Mapping[str, Tensor]
+    each: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,11 @@ from sartor.federation.exchange import (
     ClientFunction,
     PerGroup,
     Replies,
+    Sent,
     joined_groups,
 )
 from sartor.federation.federation import Answers, Federation
+from sartor.federation.reduction import Reduction, name_of_rule
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore, grouped_name
 from sartor.federation.transforms import Transforms
@@ -52,6 +54,10 @@ class GroupedFederation(Federation):
         if settings.buffers == "local":
             for group, own in enumerate(self.tasks):
                 self.states.declare(grouped_name("buffers", group), own.initial_buffers(self._device))
+
+    def task_of(self, clients: np.ndarray) -> Task:
+        """The task of these clients, who are of one group."""
+        return self.tasks[int(self.groups.of[clients[0]])]
 
     def initial_models(self) -> PerGroup:
         """The model that the clients of each group start from."""
@@ -89,7 +95,7 @@ class GroupedFederation(Federation):
                 return self._replies(here, {})
             buffers = self._own_buffers(here)
             outcome = self._run(call, here, self._rounds(here), sent, rows, buffers, hyper=hyper)
-            return self._accept(call, outcome, buffers)
+            return self._accept(call, outcome, buffers, Sent(here, sent, rows))
 
         return self._heard(self._by_group(exchange, numbers, sent, rows))
 
@@ -161,7 +167,7 @@ class GroupedFederation(Federation):
 
     def _own_buffers(self, numbers: np.ndarray) -> Tensor | None:
         """The float buffers that clients of a group start from, where their model has any."""
-        task = self.tasks[int(self.groups.of[numbers[0]])]
+        task = self.task_of(numbers)
         return task.initial_buffers(self._device) if task.buffer_size else None
 
 
@@ -176,6 +182,12 @@ def _refuse_averages(groups: Groups, settings: FederationSettings) -> None:
         raise SettingError(
             f"model.buffers = 'average': clients have models of their own ([[models]]), and {having[0]} has "
             "float buffers; take 'local' or 'freeze'"
+        )
+    rule = settings.aggregate
+    if rule is not None and type(rule).init is not Reduction.init:
+        raise SettingError(
+            f"aggregate.name = {name_of_rule(rule)!r}: keeps a value from round to round, which would be of "
+            "different models where clients have models of their own ([[models]]); take another"
         )
     transforms = Transforms(settings.transforms)
     if transforms.down or transforms.server or transforms.stateful:

@@ -17,7 +17,7 @@ from sartor.algorithms.asynchronous.aging import (
 )
 from sartor.algorithms.base import Algorithm, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Reply
+from sartor.federation.exchange import Reply, changes
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -48,6 +48,7 @@ class FedAsyncServer(AsyncServer):
     version: int = 0
 
 
+@changes(w="w")
 def proximal_training(client: Client, hyper: FedAsyncHyper, w: Tensor, version: Tensor) -> Reply:
     """K_i steps y ← y − η (g_i(y) + ρ (y − w)) from w; y goes back.
 
@@ -75,6 +76,7 @@ class FedAsync(Algorithm[FedAsyncHyper, FedAsyncServer]):
     paper = "Xie et al. 2019"
     server_keeps = "w, its version"
     client_keeps = "nothing"
+    reduces = "nothing"
     traffic = "1 / 1"
 
     def start(self, federation: Federation) -> FedAsyncServer:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
 from sartor.errors import SettingError
-from sartor.federation.exchange import Reply
+from sartor.federation.exchange import Reply, changes
 from sartor.federation.federation import Federation
 from sartor.model.task import Part, Task
 from sartor.settings import setting
@@ -41,11 +41,13 @@ class TWAFLServer(Server):
     stamps: Tensor
 
 
+@changes(w="w")
 def train_all(client: Client, hyper: TWAFLHyper, w: Tensor) -> Reply:
     """K_i steps from w; the whole model goes back."""
     return Reply(w=client.descend(w, lr=hyper.lr))
 
 
+@changes(shallow=lambda task, w: task.part("body").take(w))
 def train_shallow(client: Client, hyper: TWAFLHyper, w: Tensor) -> Reply:
     """K_i steps from w; everything but the head goes back."""
     return Reply(shallow=client.task.part("body").take(client.descend(w, lr=hyper.lr)))
@@ -121,7 +123,7 @@ class TWAFL(Algorithm[TWAFLHyper, TWAFLServer]):
         w, n = server.w, federation.sizes.to(models.dtype)
         for part, seen in zip(parts, stamps, strict=True):
             weights = time_weights(seen, n, hyper.base)
-            mean = weights @ part.take(models)
+            mean = federation.reducer.sum("w", part.take(models), weights)
             w = part.put(w, torch.where(weights.sum() > 0, mean, part.take(w)))
         return replace(server, w=w, models=models, stamps=stamps)
 

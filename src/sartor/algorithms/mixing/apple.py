@@ -12,7 +12,7 @@ from torch import Tensor
 from sartor.algorithms.base import Algorithm, Hyper, register
 from sartor.algorithms.server.tables import rows
 from sartor.client.local import Client, refuse
-from sartor.federation.exchange import Call, Reply, personal
+from sartor.federation.exchange import Call, Reply, changes, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
@@ -62,6 +62,7 @@ class _Mixture:
         return (p * (1 - self.own)) @ self.cores + p_own * core
 
 
+@changes(core=lambda task, cores, place: cores.index_select(0, place[None])[0])
 def local_training(
     client: Client,
     hyper: AppleHyper,
@@ -123,6 +124,7 @@ class Apple(Algorithm[AppleHyper, AppleServer]):
     traffic = "N / 1"
     buffers = "local"
     quadratic = True
+    reduces = "rows"
 
     def start(self, federation: Federation) -> AppleServer:
         """Equal cores, mixed by p0."""
@@ -150,7 +152,8 @@ class Apple(Algorithm[AppleHyper, AppleServer]):
         place = server.places[federation.tensor(cohort)]
         replies = federation.map(local_training, cohort, shared, {"place": place})
         answered = server.places[replies.index]
-        return replace(server, cores=server.cores.index_copy(0, answered, replies["core"]))
+        cores = torch.where(replies.trusted("core")[:, None], replies["core"], server.cores[answered])
+        return replace(server, cores=server.cores.index_copy(0, answered, cores))
 
     def shared(self, server: AppleServer) -> None:
         """There is no shared model."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from sartor import random
-from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, register
 from sartor.algorithms.mixing.ifca import losses
 from sartor.algorithms.mixing.last_models import Models
 from sartor.client.local import Client
 from sartor.errors import SettingError
-from sartor.federation.exchange import Call, Reply, personal
+from sartor.federation.exchange import Call, Reply, changes, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
@@ -57,6 +57,7 @@ def towards(previous: Tensor, models: Tensor, gain: Tensor, otherwise: Tensor) -
     return torch.where(total > 0, previous + share @ (models - previous), otherwise)  # step 3
 
 
+@changes(w="known")
 def local_training(
     client: Client, hyper: FedFomoHyper, others: Tensor, there: Tensor, theta: Tensor, previous: Tensor
 ) -> Reply:
@@ -97,8 +98,10 @@ class FedFomo(Algorithm[FedFomoHyper, FedFomoServer]):
     server_keeps = "the last model of every client (N × d), preferences (N × N)"
     client_keeps = "θ_i, and the model its last training started from"
     traffic = "M − 1 / 1, and M − 1 numbers up"
+    unprotected = (("samples", SEES_SAMPLES),)
     buffers = "local"
     quadratic = True
+    reduces = "rows"
 
     def start(self, federation: Federation) -> FedFomoServer:
         """Everyone has the initial model; nothing is on offer."""
@@ -118,17 +121,18 @@ class FedFomo(Algorithm[FedFomoHyper, FedFomoServer]):
         """Models for the cohort, weighing and local training there, then what was gained."""
         clients = federation.tensor(cohort)
         chosen, there = self._choose(server, federation, clients)
-        each = {"others": server.models[chosen], "there": there.to(server.models.dtype)}
+        known = server.models[clients]  # for transforms: what the new model is a change of
+        each = {"others": server.models[chosen], "there": there.to(known.dtype), "known": known}
         replies = federation.map(local_training, cohort, each=each)
         order = np.argsort(cohort)
         places = order[np.searchsorted(cohort[order], replies.clients)]
-        answered = replies.index
+        answered, received = replies.index, server.received(replies)
         theirs = chosen[federation.tensor(places)]
         rows = answered[:, None].expand_as(theirs)
         return FedFomoServer(
-            **server.received(replies),
+            **received,
             preferences=server.preferences.index_put((rows, theirs), replies["gain"], accumulate=True),
-            offered=torch.zeros_like(server.offered).index_fill(0, answered, 1.0),
+            offered=torch.zeros_like(server.offered).index_copy(0, answered, received["known"][answered]),
         )
 
     def _choose(

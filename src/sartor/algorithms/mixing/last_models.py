@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sartor.client.local import Client
-from sartor.federation.exchange import Replies, Reply
+from sartor.federation.exchange import Replies, Reply, changes
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 
@@ -28,11 +28,14 @@ class Models:
         return {"models": w.expand(federation.clients, -1).clone(), "known": w.new_zeros(federation.clients)}
 
     def received(self, replies: Replies) -> dict[str, Any]:
-        """The same with the models ``w`` of those who answered."""
+        """The same with the models ``w`` of those who answered.
+
+        A model that the experiment's rule would not use is not known: it is no other's, and has no others.
+        """
         clients = torch.as_tensor(replies.clients, device=self.models.device)
         return {
             "models": self.models.index_copy(0, clients, replies["w"]),
-            "known": self.known.index_fill(0, clients, 1.0),
+            "known": self.known.index_copy(0, clients, replies.trusted("w").to(self.known.dtype)),
         }
 
 
@@ -48,6 +51,7 @@ class Near(Protocol):
         """``w``: at the client's own model; else at the target."""
 
 
+@changes(w="target")
 def near_target(client: Client, hyper: Near, target: Tensor, pull: Tensor, w_i: Tensor) -> Reply:
     """K_i steps on f_i(w) + pull/2 ‖w − target‖², from the client's own model or from the target."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, Reply, personal
+from sartor.federation.exchange import Call, Reply, changes, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
@@ -39,6 +39,7 @@ def assemble(client: Client, w: Tensor, statistics: Tensor, own: Tensor, trained
     return norms.put(w, torch.where(trained > 0, own, norms.take(w)))
 
 
+@changes(norms=lambda task, w: task.norms()[0].take(w), statistics="statistics")
 def local_training(
     client: Client, hyper: FedBNHyper, w: Tensor, statistics: Tensor, own: Tensor, trained: Tensor
 ) -> Reply:
@@ -80,6 +81,7 @@ class FedBN(Algorithm[FedBNHyper, FedBNServer]):
     server_keeps = "all but BatchNorm layers; their mean, for newcomers"
     client_keeps = "BatchNorm layers with statistics"
     traffic = "1 / 1"
+    unprotected = (("central", "it averages norms and statistics, which are no changes"),)
     buffers = "local"
 
     def start(self, federation: Federation) -> FedBNServer:

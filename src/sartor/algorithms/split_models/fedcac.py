@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, NobodyAnswered, Reply, personal
+from sartor.federation.exchange import Call, NobodyAnswered, Reply, changes, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Task
 from sartor.settings import setting
@@ -71,6 +71,7 @@ def own_model(client: Client, hyper: FedCACHyper, w: Tensor, own: Tensor, mask: 
     return Reply(w=torch.where(mask, own, w))  # step 4
 
 
+@changes(y="w")
 def local_training(client: Client, hyper: FedCACHyper, w: Tensor, own: Tensor, mask: Tensor) -> Reply:
     """K_i steps from the global model with the own critical entries; model and critical entries go back."""
     start = torch.where(mask, own, w)  # step 4
@@ -104,6 +105,7 @@ class FedCAC(Algorithm[FedCACHyper, FedCACServer]):
     server_keeps = "w"
     client_keeps = "its critical entries"
     traffic = "2 / 1 + a mask, in two exchanges"
+    unprotected = (("local", "its clients send which parameters are critical, which are no numbers"),)
     buffers = "local"
     quadratic = True
 
@@ -125,7 +127,7 @@ class FedCAC(Algorithm[FedCACHyper, FedCACServer]):
         together, common = partners(replies["mask"][here], federation.round / self.hyper.beta)
         mix = together.to(w.dtype) / together.sum(dim=1, keepdim=True)
         with suppress(NobodyAnswered):  # whoever the means do not reach stays with its own model
-            each = {"customised": mix @ replies["y"][here]}
+            each = {"customised": federation.reducer.sums("y", replies["y"][here], mix)}
             federation.map(receive, replies.clients[here], each=each)
         pairs = max(len(here) * (len(here) - 1), 1)
         size = common.diagonal().mean().clamp(min=1)

@@ -13,7 +13,7 @@ from sartor.algorithms.base import Hyper
 from sartor.algorithms.mixing.ifca import losses
 from sartor.algorithms.variance_reduction.fsvrg import anchored_descent
 from sartor.client.local import Client
-from sartor.federation.exchange import Reply
+from sartor.federation.exchange import Reply, changes
 from sartor.model.task import Batch, Pass
 
 
@@ -50,12 +50,14 @@ def _gradient_and_loss(client: Client, w: Tensor, batch: Batch) -> Tensor:
     return torch.cat([gradient, loss[None]])
 
 
+@changes(trained="w")
 def trained_model(client: Client, hyper: Hyper, w: Tensor, g: Tensor, scale: Tensor | float = 1.0) -> Reply:
     """Exchange 2: K steps from the chosen model, with its anchor g: w_{i,K}."""
     rate = hyper.lr / client.n.clamp(min=1).to(w.dtype)  # α_i = α_l / n_i
     return Reply(trained=anchored_descent(client, w, g, scale, rate))  # (20)-(24)
 
 
+@changes(trained="w")
 def scaled_model(client: Client, hyper: Hyper, w: Tensor, g: Tensor, s_k: Tensor) -> Reply:
     """The same, with Λ_i."""
     return trained_model(client, hyper, w, g, client.task.by_feature(s_k))  # (21)
