@@ -183,7 +183,7 @@ X, Y = numbered(0, 4)
         ({"a": ([[1, 2], [3]], [0, 1])}, "x is ragged"),
         ({"a": {"test": (X, Y)}}, "expected the splits train, test, validation, got test"),
         ({"a": {"train": (X, Y), "tset": (X, Y)}}, "expected the splits"),
-        ({"a": (X, Y, Y)}, r"client a, train: expected \(x, y\)"),
+        ({"a": (X, Y, Y, Y)}, r"client a, train: expected \(x, y\)"),
         ({1: (X, Y), "1": (X, Y)}, "same name"),
         ({"a": (X[:1], Y[:1])}, "no client has a test sample"),
     ],
@@ -292,7 +292,7 @@ def test_a_table_says_what_is_wrong(tmp_path, content, message):
 
 def test_a_table_of_another_kind_or_nowhere_is_refused(tmp_path):
     (tmp_path / "t.xls").write_text("")
-    with pytest.raises(DataError, match=r"ends in .csv or .parquet"):
+    with pytest.raises(DataError, match=r"ends in .csv, .parquet, .pq"):
         from_table(tmp_path / "t.xls", "a", "b")
     with pytest.raises(DataError, match="no such file"):
         from_table(tmp_path / "t.csv", "a", "b")

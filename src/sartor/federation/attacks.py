@@ -224,7 +224,7 @@ def falsified(
     return values
 
 
-def alone(attack: Attack | None) -> Attack | None:
+def single_handed(attack: Attack | None) -> Attack | None:
     """An attack that a node can make by itself; one that needs to know others' replies is refused."""
     if attack is not None and attack.colludes:
         name = next((name for name, kind in ATTACKS.items() if kind is type(attack)), type(attack).__name__)

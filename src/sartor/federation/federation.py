@@ -49,6 +49,7 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.passage import Passage
+from sartor.federation.protection import Noised, Protection, transforms_of
 from sartor.federation.reduction import Reducer
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore
@@ -109,13 +110,18 @@ class Federation:
         self._checks: list[Check] = []
         self._checked = b""
         """The last cohort that was found to be one."""
+        self.drawn: np.ndarray | None = None
+        """The cohort that was drawn for the round under way."""
+        privacy = settings.privacy
+        self.protection = Protection(privacy, settings, self) if privacy.on else None
+        """What hides clients or their samples, and what that has cost."""
         self.round = 0
         self.states = StateStore(self.clients, engine.device, settings.states)
         self.buffers = task.initial_buffers(engine.device) if task.buffer_size else None
         if self.buffers is not None and self.policy == "local":
             self.states.declare("buffers", self.buffers)
         self._answers = answers
-        self._passage = Passage(settings.transforms, self)
+        self._passage = Passage(transforms_of(settings, task), self)
         self.attackers = Attackers(settings.attack, self)
         """Who misbehaves, in a simulation."""
         if self.attackers and self._distant is not None:
@@ -165,6 +171,8 @@ class Federation:
         if round > 1:
             self._passage.check()
             self.reducer.check()
+        if self.protection is not None:
+            self.protection.account.begin_round()
         self._round, self._exchanges, self.answered = round, 0, 0
         self.heard: np.ndarray | None = None
         """Whose answers the last exchange that was waited for has used; None where there was none."""
@@ -204,8 +212,10 @@ class Federation:
 
     @cached_property
     def _counts(self) -> np.ndarray:
-        """n_i of every client, as far as they count (``replies.largest_weight``)."""
+        """n_i of every client, as far as they count (``replies.largest_weight``); 1 where they are hidden."""
         counts: np.ndarray = np.asarray(self.engine.counts["train"])
+        if self.protection is not None:
+            return np.ones_like(counts)
         most = self.conditions.largest_weight * float(np.median(counts))
         if not most or counts.max(initial=0) <= most:
             return counts
@@ -277,8 +287,11 @@ class Federation:
 
     @property
     def mean_buffers(self) -> Tensor | None:
-        """The float buffers that go with a shared model: the server's, or the mean of the clients'."""
-        if self.policy != "local" or self.buffers is None:
+        """The float buffers that go with a shared model: the server's, or the mean of the clients'.
+
+        Where clients are hidden they are those that a run starts from: a mean would tell of the clients'.
+        """
+        if self.policy != "local" or self.buffers is None or self.protection is not None:
             return self.buffers
         if self._distant is not None:
             replies = self.fetch(own_buffers, np.arange(self.clients))
@@ -311,10 +324,13 @@ class Federation:
         self._exchanges += 1
         function, shared, each = self._passage.down(function, numbers, shared, each, hyper)
         asked, answering, each = self._who(numbers, shared, each)
-        if not len(answering):
-            self._nobody()
+        hidden = self.protection
+        if hidden is not None:
+            hidden.check(asked)
         block = self._block() if fold else len(answering)
-        if block and block < len(answering):
+        if not len(answering):
+            replies = self._nobody() if hidden is None else hidden.nothing(function, shared, each, hyper)
+        elif block and block < len(answering):
             replies = self._folded(function, answering, shared, each, hyper, fold, block)
         else:
             outcome = self._run(
@@ -322,11 +338,11 @@ class Federation:
             )
             self._buffers_down(outcome, len(asked))
             replies = self._accept(function, outcome, self.buffers, Sent(answering, shared, each))
-        return self._heard(replies)
+        return self._heard(replies if hidden is None else hidden.released(function, replies, numbers))
 
     def _heard(self, replies: Replies) -> Replies:
         """Note whose answers an exchange has used; an error where there are none."""
-        if not len(replies):
+        if not len(replies) and not isinstance(replies, Noised):
             self._nobody()
         self.answered, self.heard = len(replies), replies.clients
         return replies
@@ -375,6 +391,11 @@ class Federation:
         if buffers and before is not None and len(replies):
             self._take_buffers(replies, before, torch.cat(buffers))
         return replies
+
+    def shapes(self, work: Work) -> dict[str, Tensor]:
+        """What one client replies, as zeros; nothing is kept of it."""
+        here = self._distant is None
+        return self.engine.shapes(self.states.attached(work, self.policy) if here else work)
 
     def together(
         self, function: ClientFunction, shared: Arguments | None = None, hyper: Any = None
@@ -485,6 +506,8 @@ class Federation:
             drawn = uniform(self._world, "dispatch", numbers, self.round, self._exchanges)
             idle[np.argsort(np.where(idle, drawn, np.inf), kind="stable")[room:]] = False
         started, each = self._select(numbers, each, idle)
+        if self.protection is not None:
+            self.protection.check(started)
         name = name_of(function)
         function, shared, each = self._passage.down(function, started, shared, each)
         self._send_down(shared, each, len(started))
@@ -771,6 +794,8 @@ class Federation:
         """Take replies in: bad ones are refused, states of the others move, buffers are averaged."""
         answered = numbers = outcome.clients
         size = sum(value[:1].nbytes for value in outcome.sent.values())
+        if self.protection is not None:
+            outcome = self.protection.settled(outcome)
         outcome = self._passage.up(function, outcome, sent)
         outcome = self.attackers.forged(function, outcome, sent)
         good = self._good(function, numbers, outcome)
@@ -791,7 +816,7 @@ class Federation:
         self.reducer.offered |= bool(len(replies))
         if outcome.buffers is not None and before is not None and len(numbers):
             self._take_buffers(replies, before, outcome.buffers)
-        return replies
+        return replies if self.protection is None else self.protection.bounded(function, replies)
 
     def _good(self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome) -> np.ndarray:
         """Which replies are finite and small enough; the first bad one ends the run if it is to."""
@@ -876,6 +901,8 @@ class Federation:
             "calls": [self._passage.name_of_call(call.function) for call, _ in calls],
             "jobs": jobs,
         }
+        if self.protection is not None:
+            saved["plain"]["privacy"] = self.protection.save()
         if self._distant is not None:
             saved["plain"]["distant"] = self._distant.snapshot()
         return saved
@@ -901,6 +928,8 @@ class Federation:
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]
         self._streams = dict(plain["streams"])
+        if self.protection is not None:
+            self.protection.load(plain["privacy"])
         self.queue = EventQueue()
         self.queue.wait_until(plain["now"])
         calls = [

@@ -24,7 +24,6 @@ from sartor.federation.transforms import (
     KNOWN,
     PLACES,
     TURN,
-    Transform,
     Transforms,
     inner_function,
     plain_shapes,
@@ -43,8 +42,8 @@ FIRST = f"first{JOINT}"
 class Passage:
     """The transforms of a federation, with what the server keeps for them."""
 
-    def __init__(self, transforms: tuple[Transform, ...], federation: Federation) -> None:
-        self.transforms = Transforms(transforms, federation.task)
+    def __init__(self, transforms: Transforms, federation: Federation) -> None:
+        self.transforms = transforms
         self._federation = federation
         self._states: dict[str, Tensor] = {}
         self._likes: dict[tuple[Any, ...], dict[str, Tensor]] = {}
@@ -143,15 +142,13 @@ class Passage:
         if not (transforms.stateful or transforms.in_parts):
             return ()
         key = (function, shapes_of(shared, each))
-        elsewhere = isinstance(federation.engine, Distant)
         if key not in self._likes:
             given = without(references_of(function), shared)
             first = {name: value[:1] for name, value in without(references_of(function), each).items()}
             chosen = federation.hyper if hyper is None else hyper
             rounds = np.full(1, federation.round, dtype=np.int64)
             work = Work(function, chosen, numbers[:1], rounds, given, first, federation.buffers, keeps=False)
-            work = work if elsewhere else federation.states.attached(work, federation.policy)
-            self._likes[key] = federation.engine.shapes(work)
+            self._likes[key] = federation.shapes(work)
         states = transforms.states_for(function, self._likes[key])
         for name, initial in states.items():
             self._declare(name, initial)

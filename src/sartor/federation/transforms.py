@@ -29,13 +29,22 @@ from torch import Tensor
 from sartor import random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry
-from sartor.federation.exchange import ClientFunction, Reply, argument_names, references_of, starts_of
+from sartor.federation.exchange import (
+    ClientFunction,
+    Reply,
+    argument_names,
+    as_tensor,
+    references_of,
+    starts_of,
+)
 from sartor.federation.functions import name_of
 from sartor.settings import setting
 
 PLACES = ("down", "up", "server")
 JOINT = "__"
 """Stands between a quantity and one of the parts that it is sent as."""
+GRADIENTS = "privacy__gradients"
+"""How many noised gradients are behind a reply, sent with it where samples are hidden."""
 TURN = "transform__turn"
 """The argument that tells clients which exchange of the round it is."""
 KNOWN = f"known{JOINT}"
@@ -67,10 +76,21 @@ class Transform:
 
     parts: ClassVar[tuple[str, ...]] = ()
     """What a value is sent as; left out: as one tensor of its own shape."""
+    joint: ClassVar[bool] = False
+    """Whether it is for all quantities of a message at once, by ``apply_joint``; it keeps no state then."""
+    clips: ClassVar[bool] = False
+    """Whether no value is longer than a bound after it."""
+    noises: ClassVar[bool] = False
+    """Whether it adds noise, to hide what a bounded value is."""
     sealed: ClassVar[tuple[str, ...]] = ()
     """Those parts that transforms after it leave alone, as a scale of the others."""
     differs: ClassVar[bool] = False
     """Whether what passes the way down is the difference to what the client got the last time."""
+
+    @property
+    def shortens(self) -> bool:
+        """Whether a value is never longer after it, so that a bound before it still holds."""
+        return self.clips
 
     @property
     def stateful(self) -> bool:
@@ -88,6 +108,10 @@ class Transform:
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[Any, State]:
         """What is sent in place of the value, a dict where it has ``parts``, and the next state."""
         return value, state
+
+    def apply_joint(self, key: Key, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is sent in place of all values of a message, by name."""
+        return values
 
     def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The value that was sent as parts; ``like`` has its shape and type."""
@@ -160,6 +184,9 @@ class Chain:
         sent, after = dict(values), dict(states)
         sealed: set[str] = set()
         for place, transform in enumerate(self.transforms):
+            if transform.joint:
+                sent = transform.apply_joint(random.fold(key, _purpose(place, "")), sent)
+                continue
             for name in list(sent):
                 if name in sealed or not transform.concerns(name, sent[name]):
                     continue
@@ -172,6 +199,29 @@ class Chain:
                 sealed |= {f"{name}{JOINT}{part}" for part in transform.sealed}
                 after |= {prefix + part: held for part, held in following.items()}
         return sent, after
+
+    def check_noise(self) -> None:
+        """Refuse noise on values that nothing bounds: it would hide nothing, however much there is."""
+        for place, noise in enumerate(self.transforms):
+            if not noise.noises:
+                continue
+            covering = [each.clips and _covers(each.of, noise.of) for each in self.transforms]
+            before = [at for at in range(place) if covering[at]]
+            if not before:
+                where = "put clip before it" if any(covering) else "list clip before it, for as much"
+                raise SettingError(f"transforms: noise hides only what is bounded when it is added; {where}")
+            for at, each in enumerate(self.transforms[:place]):
+                kind = type(each).__name__.lower()
+                if each.parts:
+                    raise SettingError(
+                        f"transforms: {kind} stands before noise, and sends parts that noise does not reach; "
+                        "put it after noise"
+                    )
+                if at > before[-1] and not each.shortens:
+                    raise SettingError(
+                        f"transforms: {kind} stands between clip and noise, and may make a value longer; "
+                        "put it before clip, or after noise"
+                    )
 
     def relative(self, starts: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> list[str]:
         """The models among these quantities that pass the transforms as their changes."""
@@ -218,6 +268,11 @@ def _steps(transforms: tuple[Transform, ...], shapes: Shapes) -> tuple[Step, ...
     return tuple(steps)
 
 
+def _covers(these: tuple[str, ...], others: tuple[str, ...]) -> bool:
+    """Whether some quantities are among others; none named are all of them."""
+    return not these or (bool(others) and {*others} <= {*these})
+
+
 def _state(place: int, name: str, part: str) -> str:
     return f"transform{JOINT}{place}{JOINT}{name}{JOINT}{part}"
 
@@ -232,8 +287,10 @@ def _purpose(place: int, name: str) -> int:
 class Transforms:
     """The transforms of an experiment, by place; for models of a task, where that is given."""
 
-    def __init__(self, transforms: tuple[Transform, ...], task: Any = None) -> None:
+    def __init__(self, transforms: tuple[Transform, ...], task: Any = None, watched: bool = False) -> None:
         self.all = transforms
+        self.watched = watched
+        """Whether clients' training samples may be seen through noised gradients alone."""
         for transform in transforms:
             if transform.place == "server" and transform.parts:
                 kind = type(transform).__name__
@@ -246,14 +303,18 @@ class Transforms:
             Chain(tuple(made.bound(task) if task else made for made in transforms if made.place == place))
             for place in PLACES
         )
+        for chain in (self.down, self.up, self.server):
+            chain.check_noise()
 
     def __bool__(self) -> bool:
-        return bool(self.down or self.up or self.server)
+        return bool(self.down or self.up or self.server or self.watched)
 
     @property
     def at_clients(self) -> bool:
         """Whether clients have to do anything about them."""
-        return bool(self.up) or any(made.parts or made.differs for made in self.down.transforms)
+        return (
+            bool(self.up) or self.watched or any(made.parts or made.differs for made in self.down.transforms)
+        )
 
     def differing(self, values: Mapping[str, Tensor]) -> list[str]:
         """The arguments of which a client is sent the difference to what it has."""
@@ -270,7 +331,7 @@ class Transforms:
         ``shapes`` are those of the arguments that the server means to send to one client, before the way
         down; ``states`` the names of what clients keep for transforms.
         """
-        return _around(self.down, self.up, function, shapes, states)
+        return _around(self.down, self.up, function, shapes, states, self.watched)
 
     def states_for(self, function: ClientFunction, like: Mapping[str, Tensor]) -> State:
         """What clients begin to keep for the transforms of this function's replies."""
@@ -318,7 +379,12 @@ def read_shapes(plain: Any) -> Shapes:
 
 @lru_cache(maxsize=256)
 def _around(
-    down: Chain, up: Chain, function: ClientFunction, shapes: Shapes, states: tuple[str, ...]
+    down: Chain,
+    up: Chain,
+    function: ClientFunction,
+    shapes: Shapes,
+    states: tuple[str, ...],
+    watched: bool,
 ) -> ClientFunction:
     given = {name for name, _, _ in shapes}
     kept = [name for name in argument_names(function) if name not in given]
@@ -332,19 +398,20 @@ def _around(
         known = {name: own.pop(KNOWN + name) for name in given if KNOWN + name in own}
         received = down.receive(arguments, zeros_of(shapes, turn.device))
         received |= {name: value + received[name] for name, value in known.items()}
-        starts = starts_of(function, client.task, received)
+        starts = starts_of(function, client.task, received) if up else {}
         asked = {name: value for name, value in received.items() if name not in references}
+        client.watched = watched
         reply = function(client, hyper, **asked, **state)
         key = random.fold(client.stream(f"up {name_of(function)}"), turn)
-        values = {name: value for name, value in reply.sent.items() if isinstance(value, Tensor)}
+        dtype = client.task.dtype
+        values = {name: as_tensor(value, dtype, turn.device) for name, value in reply.sent.items()}
         for name in up.relative(starts, values):
             values[name] = values[name] - starts[name]
-        rest = {name: value for name, value in reply.sent.items() if name not in values}
         passed, after = up.apply(key, values, own)
         after |= {KNOWN + name: received[name] for name in known}
-        return Reply(**rest, **passed).keep(
-            **reply.kept, **{first + name: value for name, value in after.items()}
-        )
+        kept_for_up = {first + name: value for name, value in after.items()}
+        counted = {GRADIENTS: client.gradients} if watched else {}
+        return Reply(**passed, **counted).keep(**reply.kept, **kept_for_up)
 
     transformed.__name__ = name_of(function)
     transformed.inner, transformed.shapes, transformed.states = function, shapes, states  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ module draws, by ``F.dropout`` or ``torch.rand``, comes from the keyed streams t
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -54,13 +55,15 @@ Where some are frozen they are as in evaluation, without dropout; ``True`` is ab
 class Batch(NamedTuple):
     """Some samples of one client: inputs and targets, nests of tensors.
 
-    ``weight`` is 1 for a real sample and 0 for padding; None when all are real.
+    ``weight`` is 1 for a real sample and 0 for padding; None when all are real. ``importance`` is how much a
+    sample counts, 1 on average over a client's training samples; None when all count the same.
     """
 
     x: Nest
     y: Nest
     weight: Tensor | None = None
     key: Tensor | int = 0
+    importance: Tensor | None = None
 
     @property
     def size(self) -> Tensor | int:
@@ -68,7 +71,9 @@ class Batch(NamedTuple):
         return nests.length(self.y) if self.weight is None else self.weight.sum()
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over the real samples of a quantity that has one entry per sample."""
+        """The mean over the real samples of a quantity that has one entry per sample, by their importance."""
+        if self.importance is not None:
+            values = values * self.importance.to(values.dtype)
         if self.weight is None:
             return values.mean()
         return (values * self.weight).sum() / self.weight.sum()
@@ -267,6 +272,15 @@ class Task:
         return self._constants.keys() == other._constants.keys() and all(
             torch.equal(value, other._constants[key]) for key, value in self._constants.items()
         )
+
+    @property
+    def constants_hash(self) -> str | None:
+        """What is not trained, by its SHA-256: nobody sends it, so all must have the same; None: nothing."""
+        digest = hashlib.sha256()
+        for key, value in sorted(self._constants.items()):
+            digest.update(f"{key} {list(value.shape)} {value.dtype} ".encode())
+            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy(force=True).tobytes())
+        return digest.hexdigest() if self._constants else None
 
     def _typed_as(self, dtype: torch.dtype) -> Task:
         task = Task(
@@ -726,6 +740,15 @@ class Task:
         pairs = [pair for pair in zip(*results, strict=True) if pair[0].is_floating_point()]
         self.unkeyed = not all(_close(one, other, tolerance) for one, other in pairs)
 
+    def check_weighable(self, x: Nest, y: Nest) -> None:
+        """Refuse samples of different weights where the loss of a sample cannot be told."""
+        self.check_loss(x, y)
+        if self._mixes(*self._few(x, y)):
+            raise SettingError(
+                f"model {self.name}: samples have weights, but its loss gives one number for a batch that is "
+                "no mean over samples; give one number per sample, or leave the weights out"
+            )
+
     def _raw_losses(self, outputs: Any, y: Nest) -> Tensor:
         """What the loss gives, or an error with the shapes that it was given."""
         try:
@@ -1151,8 +1174,8 @@ def _shareable(module: nn.Module, name: str) -> nn.Module:
 def _replacement(layer: nn.Module, path: str) -> nn.Module | None:
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         return _BatchNorm(layer, path + "." if path else "")
-    drops = isinstance(layer, nn.modules.dropout._DropoutNd)
-    if drops and not isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
+    alpha = isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout))  # these draw by functions
+    if isinstance(layer, nn.modules.dropout._DropoutNd) and not alpha:
         return _Dropout(layer, path)
     if type(layer) is nn.Conv2d and (layer.groups, layer.dilation, layer.padding_mode) == (
         1,

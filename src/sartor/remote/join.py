@@ -24,8 +24,8 @@ from sartor.data.settings import Data
 from sartor.data.tables import from_schema, is_table
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import function_file
-from sartor.federation.attacks import Attack, alone
-from sartor.files import OWNER_ALONE, private_folder, write
+from sartor.federation.attacks import Attack, single_handed
+from sartor.files import OWNER_ALONE, alone, private_folder, write
 from sartor.model.objectives import chosen_objective
 from sartor.remote.addresses import is_loopback, split_address
 from sartor.remote.audit import Audit
@@ -134,8 +134,6 @@ def join(
     ``policy`` is what this node agrees to; what it is asked for and what leaves it is logged in ``state``.
     With ``attack`` it misbehaves, for tests of a federation.
     """
-    from sartor.remote.flower import FleetLink, Lost, clocks_apart
-
     host, _ = split_address(address)
     if certificates is None and not insecure and not is_loopback(host):
         raise SettingError(
@@ -143,12 +141,32 @@ def join(
             "give the certificate that `sartor keys` made for it, or --insecure"
         )
     private_folder(state)
+    with alone(state, "another node is using it; give every node a folder of its own (--state)"):
+        given = (address, load, state, key, certificates, patience, device, policy or Policy(), attack, show)
+        _take_part(*given)
+
+
+def _take_part(
+    address: str,
+    load: Load,
+    state: Path,
+    key: Path | None,
+    certificates: Path | None,
+    patience: float,
+    device: str,
+    policy: Policy,
+    attack: Attack | None,
+    show: Callable[[str], None],
+) -> None:
+    """Answer a server until its run ends."""
+    from sartor.remote.flower import FleetLink, Lost, clocks_apart
+
     own = read_key(key) if key is not None else own_key(state / "key.pem")
     known = state / "known.json"
     numbers = _known(known)
-    policy, audit = policy or Policy(), Audit(state)
+    audit = Audit(state)
     audit.add("started", f"Started to join {address}, with its policy.", policy=policy.to_mapping())
-    attack = alone(attack)
+    attack = single_handed(attack)
     if attack is not None:
         load = partial(_poisoned, load, attack)
         audit.add("attack", "Misbehaves, as it was told to.", attack=repr(attack))

@@ -100,6 +100,10 @@ def _columns(material: Material) -> list[_Column]:
     def sent(run: Run) -> float | None:
         return float(sum((row.get("bytes_down") or 0) + (row.get("bytes_up") or 0) for row in run.rounds))
 
+    def epsilon(run: Run) -> float | None:
+        spent: float | None = run.rounds[-1].get("epsilon") if run.rounds else None
+        return spent
+
     def seconds(run: Run) -> float | None:
         return float(sum(row.get("seconds") or 0 for row in run.rounds))
 
@@ -115,6 +119,7 @@ def _columns(material: Material) -> list[_Column]:
         _Column("honest clients", of_cell(OWN, "benign", score), shown, more=more),
         _Column("attack succeeds", of_cell(OWN, "attack_success"), _percent),
         _Column("loss, own test data", of_cell(OWN, "loss"), lambda value: f"{value:.4f}"),
+        _Column("ε spent", epsilon, "{:.3g}".format, spread=False),
         _Column("MB sent", sent, lambda value: f"{value / 1e6:.1f}", spread=False),
         _Column("seconds of training", seconds, lambda value: f"{value:.1f}", spread=False),
     ]
@@ -165,6 +170,25 @@ def participation(material: Material) -> Table | None:
     )
     heads = ["run", "rounds", "least", "median", "most", "never heard", "who"]
     return Table("Who took part", about, heads, rows)
+
+
+def privacy(material: Material) -> Table | None:
+    """A row per run that hides its clients or their samples: what that has cost; None where no run does."""
+    rows = []
+    for label, _, run in material.labelled():
+        told = (run.summary or {}).get("privacy")
+        if told:
+            hidden = "a sample" if told["mode"] == "samples" else "a client"
+            whom = f"{hidden} {'more or less' if told['neighbours'] == 'add-remove' else 'replaced'}"
+            words = [label, told["mode"], whom]
+            numbers = [told[key] for key in ("epsilon", "delta", "noise", "clip")]
+            entries = [Entry("–" if number is None else f"{number:.4g}", number) for number in numbers]
+            rows.append([*(Entry(word, word) for word in words), *entries])
+    if not rows:
+        return None
+    about = "What was spent by the end, on hiding what is named: docs/privacy.md says what that means."
+    heads = ["run", "mode", "hides", "ε", "δ", "noise multiplier", "clip"]
+    return Table("Privacy", about, heads, rows)
 
 
 def attacks(material: Material) -> Table | None:

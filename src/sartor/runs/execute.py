@@ -36,7 +36,7 @@ from sartor.runs.result import Result
 from sartor.runs.run import Run
 from sartor.runs.setup import Opened, Setup, open_federation, set_up_everywhere
 from sartor.runs.signature import Signature
-from sartor.runs.stopping import EarlyStop
+from sartor.runs.stopping import EarlyStop, WithinBudget
 from sartor.runs.tracking import Tracking
 from sartor.runs.tracking import check as check_trackers
 
@@ -114,7 +114,7 @@ def carry_out(
             alone = folder is not None and distributed.world() == 1
             interrupted = stack.enter_context(interruptions(alone))
         run = Run(setup, federation, folder if writes else None)
-        deciding = Several([EarlyStop(), *(map(Guarded, observers) if writes else ())])
+        deciding = Several([EarlyStop(), WithinBudget(), *(map(Guarded, observers) if writes else ())])
         keeping = Several(_keeping(setup.experiment, folder, progress, interrupted) if writes else [])
         try:
             if saved is not None and folder is not None:

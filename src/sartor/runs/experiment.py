@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import re
-import sys
+import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,15 +55,10 @@ from sartor.federation.transforms import Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
+from sartor.privacy.settings import Privacy
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 from sartor.transforms import TRANSFORMS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 Imports = str | Path | Sequence[str | Path]
 """Files or modules of a user's own, one or several."""
@@ -98,6 +93,7 @@ class Experiment:
     availability: AvailabilityChoice
     delay: DelayChoice
     replies: Replies
+    privacy: Privacy
     aggregate: AggregateChoice
     attack: AttackChoice
     evaluate: Evaluate
@@ -181,6 +177,7 @@ _SECTIONS: dict[str, type] = {
     "availability": AvailabilityChoice,
     "delay": DelayChoice,
     "replies": Replies,
+    "privacy": Privacy,
     "aggregate": AggregateChoice,
     "attack": AttackChoice,
     "evaluate": Evaluate,

@@ -308,6 +308,7 @@ class Run:
             "last": {name: last.get(name) for name in CELLS},
             "best_by_validation": {name: self._best(name, validated=True) for name in CELLS},
             "best_on_test": {name: self._best(name, validated=False) for name in CELLS},
+            "privacy": None if federation.protection is None else federation.protection.account.told(),
             **({"attack": self._attack()} if federation.attackers else {}),
             "notes": self._notes(last),
             "model_sha256": hash_of(self.final),

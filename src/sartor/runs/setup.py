@@ -42,6 +42,7 @@ from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.metrics import measured
 from sartor.runs.outputs import values_of
+from sartor.runs.protection import refuse_buffers, refuse_unprotected, settled_privacy
 from sartor.runs.settings import AUTO
 
 log = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ def set_up(
     data = with_public(data, experiment)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     algorithm.check(experiment.local)
+    refuse_unprotected(experiment, algorithm)
     refuse_rule(experiment, data.clients)
     experiment, data = attacked(experiment, data)
     experiment = resolve(experiment, algorithm, task, data)
@@ -368,7 +370,9 @@ def resolve(
         local=local,
         evaluate=replace(experiment.evaluate, headline=what.headline, every=_every(experiment)),
         model=replace(experiment.model, buffers=buffers),
+        privacy=settled_privacy(experiment, algorithm, data.train.count),
     )
+    refuse_buffers(decided, task)
     return replace(decided, engine=replace(decided.engine, way=_way(decided, task, data)))
 
 
@@ -407,6 +411,7 @@ def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Fed
 def federation_settings(experiment: Experiment) -> FederationSettings:
     """What a federation and its engine go by, of a resolved experiment; this is the one place that says."""
     engine, replies = experiment.engine, experiment.replies
+    algorithm = registered()[experiment.algorithm](experiment.hyper)
     return FederationSettings(
         local=experiment.local,
         hyper=experiment.hyper,
@@ -435,6 +440,10 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         way=engine.way,
         otherwise=engine.otherwise,
         transforms=experiment.transforms,
+        privacy=experiment.privacy,
+        cohort=experiment.cohort,
+        exchanges=algorithm.exchanges(),
+        gradients=algorithm.gradients,
         aggregate=experiment.aggregate.settings,
         attack=experiment.attack,
     )

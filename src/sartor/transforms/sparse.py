@@ -1,7 +1,8 @@
 """Some of a value's numbers, the rest later: top-k and random-k with error feedback.
 
-``top-k`` (Aji and Heafield 2017; Stich et al. 2018) sends the largest, ``random-k`` some that are drawn. For
-one of d numbers C(x) that keeps k of them ‖x − C(x)‖² ≤ (1 − k/d) ‖x‖², in expectation where they are drawn.
+``top-k`` (Aji and Heafield 2017; Stich et al. 2018) sends the largest, ``random-k`` some that are drawn. What
+arrives of d numbers x where k are sent, C(x), has ‖x − C(x)‖² ≤ (1 − k/d) ‖x‖², in expectation where they
+are drawn.
 """
 
 from __future__ import annotations
@@ -89,9 +90,13 @@ def filled(places: Tensor, values: Tensor, like: Tensor) -> Tensor:
 
 
 def drawn_places(seed: Tensor, size: int, count: int) -> Tensor:
-    """So many different places below a size, each set of them equally likely, in order."""
-    words = random.words(seed, torch.arange(size, device=seed.device))
-    return torch.topk(words, count, sorted=False).indices.sort().values
+    """So many different places below a size: one of each of as many even stretches, which begin anywhere.
+
+    So every place is as likely as another, for no more words than are drawn.
+    """
+    edges = torch.arange(count + 1, device=seed.device) * size // count
+    words = random.words(seed, torch.arange(count + 1, device=seed.device))
+    return (edges[:-1] + words[1:] % edges.diff() + words[0] % size) % size
 
 
 def as_mask(count: int, size: int) -> bool:

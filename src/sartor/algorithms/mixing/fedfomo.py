@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sartor import random
-from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, register
 from sartor.algorithms.mixing.ifca import losses
 from sartor.algorithms.mixing.last_models import Models
 from sartor.client.local import Client
@@ -98,6 +98,7 @@ class FedFomo(Algorithm[FedFomoHyper, FedFomoServer]):
     server_keeps = "the last model of every client (N × d), preferences (N × N)"
     client_keeps = "θ_i, and the model its last training started from"
     traffic = "M − 1 / 1, and M − 1 numbers up"
+    unprotected = (("samples", SEES_SAMPLES),)
     buffers = "local"
     quadratic = True
     reduces = "rows"

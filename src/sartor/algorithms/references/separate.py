@@ -48,6 +48,10 @@ class Separate(Algorithm[Hyper, Nothing]):
     buffers = "local"
     own_models = True
 
+    def exchanges(self) -> int:
+        """Nothing leaves a client."""
+        return 0
+
     def start(self, federation: Federation) -> Nothing:
         """Every client starts from the initial model."""
         federation.declare(w_i=federation.initial_models())

@@ -21,6 +21,7 @@ from sartor.algorithms.server.similarity import mean_model
 from sartor.algorithms.server.stages import cosines_by_stage, mixed_by_stage, stages_of
 from sartor.algorithms.server.tables import rows
 from sartor.client.local import Client
+from sartor.client.settings import Local
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.federation.reduction import Reducer
@@ -109,6 +110,11 @@ class Similar(Algorithm[H, S]):
     traffic = "1 / 1"
     buffers = "local"
     quadratic = True
+
+    def gradients(self, local: Local, n: Any) -> Any:
+        """Those of every batch's steps."""
+        hyper = self.hyper
+        return (1 if hyper.joined_updates else hyper.local_updates) * super().gradients(local, n)
 
     @abstractmethod
     def mix(

@@ -105,6 +105,7 @@ class FedCAC(Algorithm[FedCACHyper, FedCACServer]):
     server_keeps = "w"
     client_keeps = "its critical entries"
     traffic = "2 / 1 + a mask, in two exchanges"
+    unprotected = (("local", "its clients send which parameters are critical, which are no numbers"),)
     buffers = "local"
     quadratic = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import TRAINS_FOR_EVALUATION, Algorithm, Hyper, Server, register
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, ClientFunction, Reply, personal
 from sartor.federation.federation import Federation
@@ -19,12 +20,12 @@ from sartor.settings import setting
 
 
 @dataclass(frozen=True)
-class SplitHyper(Hyper):
+class SplitHyper(Hyper, ABC):
     """Hyper-parameters that say which layers are not shared."""
 
+    @abstractmethod
     def own(self, task: Task) -> tuple[Part, Part]:
         """The parameters and the float buffers of the layers that are not shared."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class FedPer(SplitModel[H]):
     server_keeps = "body"
     client_keeps = "personal layers"
     traffic = "|body| / |body|"
+    unprotected = (("samples", TRAINS_FOR_EVALUATION),)
 
     def shared(self, server: Server) -> Tensor | None:
         """A body alone is no model, unless it is all of it."""
