@@ -11,9 +11,9 @@ from sartor.algorithms import base
 from sartor.client.augment import AUGMENTATIONS
 from sartor.data.sources import SOURCES
 from sartor.federation.reduction import AGGREGATES
-from sartor.federation.transforms import TRANSFORMS
 from sartor.model.networks import MODELS
 from sartor.model.objectives import OBJECTIVES
+from sartor.transforms import TRANSFORMS  # where all of them are registered
 
 REGISTRIES = (base._REGISTRY, AUGMENTATIONS, SOURCES, AGGREGATES, TRANSFORMS, MODELS, OBJECTIVES)
 
