@@ -87,6 +87,19 @@ def test_an_answer_that_is_lost_moves_neither_end(engine: str) -> None:
         assert torch.equal(replies["w"], torch.full((len(replies), 4), float(round)).double())
 
 
+def test_a_snapshot_stays_as_it_was() -> None:
+    task, data = task_and_data()
+    federation = federation_of("loop", task, data, transforms=(Difference(),))
+    w, own = torch.ones(3).double(), torch.zeros(6, 2).double()
+    federation.map(told, range(6), {"w": w}, {"own": own})
+    saved = federation.snapshot()
+    for _ in range(2):
+        federation.restore(saved)
+        federation.map(told, range(6), {"w": 5 * w}, {"own": own})
+        assert all(bool((saved[name] <= 1).all()) for name in saved if name.startswith("transforms."))
+        assert sum(name.startswith("transforms.known") for name in saved) == 2
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_changes_are_from_what_the_client_has(engine: str) -> None:
     """A model trained from what arrived is sent back as a change of that, not of what the server meant."""
