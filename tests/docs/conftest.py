@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import sartor.runs.experiment  # noqa: F401: all that is built in is registered by then
+import sartor.runs.experiment  # noqa: F401  # registers all that is built in
 from sartor import extensions
 from sartor.algorithms import base
 from sartor.client.augment import AUGMENTATIONS
