@@ -147,7 +147,7 @@ def _question_columns(newcomers: ClientData, own: ClientData) -> None:
     columns = own.columns or ()
     names = tuple(feature_names(columns)) or own.features
     theirs, ours = (x.get("numbers") if isinstance(x, dict) else x for x in (newcomers.train.x, own.train.x))
-    if names is None or theirs is None or ours.dim() != 2 or ours.shape[1] != len(names):
+    if names is None or theirs is None or ours is None or ours.dim() != 2 or ours.shape[1] != len(names):
         return
     deviation = ours.std(dim=0)
     apart = (theirs.mean(dim=0) - ours.mean(dim=0)).abs() / torch.where(deviation > 0, deviation, 1.0)
