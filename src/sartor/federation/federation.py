@@ -251,6 +251,11 @@ class Federation:
         return self.task.initial(self._device)
 
     @property
+    def bytes_kept(self) -> int:
+        """What the server keeps of messages, for transforms, besides a method's own state."""
+        return self._passage.bytes_kept
+
+    @property
     def tasks(self) -> tuple[Task, ...]:
         """The task of each group of clients; one where all have the same model."""
         return tasks_of(self.task)

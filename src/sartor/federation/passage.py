@@ -256,6 +256,11 @@ class Passage:
                     f"there ({transform.place}) is {', '.join(sorted(seen))}"
                 )
 
+    @property
+    def bytes_kept(self) -> int:
+        """What the server keeps for transforms."""
+        return sum(int(value.nbytes) for value in self._states.values())
+
     # What a checkpoint needs ----------------------------------------------------------------------
 
     def save(self) -> dict[str, Tensor]:
