@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import sartor.runs.experiment  # noqa: F401  # registers all that is built in
 from sartor import extensions
 from sartor.algorithms import base
 from sartor.client.augment import AUGMENTATIONS
@@ -14,7 +15,7 @@ from sartor.federation.attacks import ATTACKS
 from sartor.federation.reduction import AGGREGATES
 from sartor.model.networks import MODELS
 from sartor.model.objectives import OBJECTIVES
-from sartor.transforms import TRANSFORMS  # where all of them are registered
+from sartor.transforms import TRANSFORMS
 
 REGISTRIES = (base._REGISTRY, AUGMENTATIONS, SOURCES, AGGREGATES, ATTACKS, TRANSFORMS, MODELS, OBJECTIVES)
 

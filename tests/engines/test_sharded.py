@@ -28,13 +28,20 @@ from sartor.commands.main import app
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
+from sartor.transforms.difference import Difference
 from sartor.transforms.norms import Clip, Scale
 
 RANKS = 2
 WAITED = 8.0
 METHODS = ("fedavg", "scaffold", "separate")
 ODD = [[5, 0, 3], [1], [4, 2, 0, 1, 3]]
-TRANSFORMS = (Clip(norm=0.2), Scale(place="down", factor=1.01), Carry(), Carry(place="down"))
+TRANSFORMS = (
+    Difference(of=("w",)),
+    Clip(norm=0.2),
+    Scale(place="down", factor=1.01),
+    Carry(),
+    Carry(place="down"),
+)
 """What is sent is made smaller, and what is left out is kept: by clients, and by the server."""
 
 
