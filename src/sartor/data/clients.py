@@ -81,6 +81,13 @@ class Split:
         """Those of some clients, in this order."""
         return dataclasses.replace(self, start=self.start[clients], count=self.count[clients])
 
+    def packed(self) -> Split:
+        """The same without the samples that are nobody's; one is left where nobody has any, to show."""
+        parts = [np.arange(first, first + n) for first, n in zip(self.start, self.count, strict=True)]
+        rows = np.concatenate(parts) if self.count.any() else np.arange(min(1, nests.length(self.y)))
+        x, y = nests.rows((self.x, self.y), torch.from_numpy(rows))
+        return dataclasses.replace(self, x=x, y=y, start=np.cumsum(self.count) - self.count)
+
 
 @dataclass(frozen=True, eq=False)
 class LazySplit(Split):
@@ -119,6 +126,10 @@ class LazySplit(Split):
             count=self.count[clients],
             fetch=lambda client: self.fetch(int(clients[client])),
         )
+
+    def packed(self) -> Split:
+        """These hold nobody's samples."""
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +194,11 @@ class ClientData:
             test=self.test.some(clients),
             validation=None if self.validation is None else self.validation.some(clients),
         )
+
+    def packed(self) -> ClientData:
+        """The same without the samples that are no client's, as :meth:`some` leaves them; the pooled stay."""
+        splits = {name: getattr(self, name) for name in SPLITS if getattr(self, name) is not None}
+        return dataclasses.replace(self, **{name: split.packed() for name, split in splits.items()})
 
     def map(self, function: Change, targets: Change | None = None) -> ClientData:
         """The same data with every sample mapped; a pooled test set that is the clients' stays theirs."""

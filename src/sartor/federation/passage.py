@@ -7,7 +7,6 @@ The way down begins here and the way up ends here; what clients do about it is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,8 +109,7 @@ class Passage:
             chosen = federation.hyper if hyper is None else hyper
             rounds = np.full(1, federation.round, dtype=np.int64)
             work = Work(function, chosen, numbers[:1], rounds, given, first, federation.buffers, keeps=False)
-            work = work if elsewhere else federation.states.attached(work, federation.policy)
-            self._likes[key] = federation.engine.shapes(work)
+            self._likes[key] = federation.engine.shapes(work, federation.with_states)
         states = transforms.states_for(function, self._likes[key])
         for name, initial in states.items():
             if name not in (self._told_of if elsewhere else federation.states):
@@ -139,7 +137,7 @@ class Passage:
             like = self._likes[inner_function(function), function.shapes]  # type: ignore[attr-defined]
             values = torch.vmap(lambda row: self.transforms.up.receive(row, like))(values)
         added = self._added(function, outcome.clients, values, sent)
-        return outcome if added is outcome.sent else replace(outcome, sent=added, norms=None)
+        return outcome if added is outcome.sent else outcome.resent(added)
 
     def _added(
         self, function: ClientFunction, clients: np.ndarray, values: dict[str, Tensor], sent: Sent

@@ -378,4 +378,5 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         way=engine.way,
         otherwise=engine.otherwise,
         transforms=experiment.transforms,
+        union=not registered()[experiment.algorithm].deployable,
     )
