@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,6 +29,9 @@ from sartor.commands.main import app
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
+from sartor.federation.functions import admit
+from sartor.runs.checkpoint import latest
+from sartor.runs.record import RunFolder
 from sartor.transforms.norms import Clip, Scale
 
 RANKS = 2
@@ -68,7 +72,27 @@ def all_left() -> dict[str, Tensor]:
         for method in METHODS if name == "loop" else ("scaffold",):
             found = ended(method, make(), ODD)
             left |= {f"{name}/{method}/{key}": value.contiguous() for key, value in found.items()}
-    return left
+    return left | {f"in flight/{key}": value for key, value in in_flight().items()}
+
+
+def counting(client: Client, hyper: Any, w: Tensor, c: Tensor) -> Reply:
+    """A client function whose reply and state are functions of the client and of what it has kept."""
+    return Reply(seen=w * client.number + c).keep(c=c + w + client.number)
+
+
+def in_flight() -> dict[str, Tensor]:
+    """What is left of work that answers one by one, saved and restored while some of it is under way."""
+    admit(__name__)
+    first, second = (federations()["loop"]() for _ in range(2))
+    replies = []
+    for federation in (first, second):
+        federation.declare(c=torch.zeros(2, dtype=torch.float64))
+    first.map(counting, [1, 2, 5], shared={"w": torch.ones(2, dtype=torch.float64)})
+    first.dispatch(counting, np.arange(6), shared={"w": torch.full((2,), 3.0, dtype=torch.float64)})
+    replies.append(first.collect(2)["seen"])
+    second.restore(first.snapshot())
+    replies.append(second.collect(4)["seen"])
+    return {"seen": torch.cat(replies), "c": second.states["c"]}
 
 
 def fails_at_three(client: Client, hyper: Any) -> Reply:
@@ -146,6 +170,9 @@ def worker(rank: int, port: int, folder: str) -> None:
     replies = federation.map(number_of, [4, 2, 5])
     messages["order"] = str([replies[name].tolist() for name in ("number", "even", "half", "many")])
     messages["nobody"] = said(lambda: federation.ask(number_of, []))
+    federation.declare(c=torch.zeros(2, dtype=torch.float64))
+    federation.map(counting, np.arange(6), shared={"w": torch.ones(2, dtype=torch.float64)})
+    messages["home"] = federation.states.save()["c.numbers"].tolist()
     order = Path(folder, "order.txt")
     distributed.first_alone(lambda: order.write_text(order.read_text() + "b" if order.exists() else "a"))
     messages["turns"] = order.read_text()
@@ -241,6 +268,12 @@ def test_replies_of_any_type_come_in_cohort_order_and_nobody_is_nobody(together:
     assert first["turns"] == second["turns"] == "ab"
 
 
+def test_a_state_is_kept_at_its_clients_home_alone(together: Path) -> None:
+    homes = [json.loads((together / f"messages-{rank}.json").read_text())["home"] for rank in range(RANKS)]
+    assert sorted(homes[0] + homes[1]) == list(range(6))
+    assert len(homes[0]) == len(homes[1]) == 3
+
+
 def test_a_process_that_has_ended_is_missed_at_once(together: Path) -> None:
     lost = (together / "lost.txt").read_text()
     assert lost.startswith("SartorError: another process of this run has ended or does not answer (")
@@ -286,8 +319,8 @@ EXPERIMENT = [
 ]
 
 
-def command(*arguments: str) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+def command(*arguments: str, ranks: int = RANKS) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *launcher, "-m", "sartor", *arguments]
 
 
@@ -308,23 +341,38 @@ def rank_pids(launcher: int) -> dict[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
-def test_a_killed_rank_ends_the_run_which_is_then_resumed_to_the_same_numbers(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run_which_any_number_of_ranks_resume_to_the_same_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    rounds = ["--rounds", "120"]
-    assert CliRunner().invoke(app, ["run", *EXPERIMENT, *rounds, "--out", str(alone)]).exit_code == 0
-    with process(command("run", *EXPERIMENT, *rounds, "--out", str(shared))) as run:
+    assert CliRunner().invoke(app, ["run", *EXPERIMENT, "--rounds", "64", "--out", str(alone)]).exit_code == 0
+    with process(command("run", *EXPERIMENT, "--rounds", "60", "--out", str(shared))) as run:
         wait_until(lambda: (shared / "rounds.jsonl").exists() and len(read_lines(shared)) >= 3, run)
         os.kill(rank_pids(run.pid)[1], signal.SIGKILL)
         output, errors = run.communicate(timeout=PATIENCE)
     assert run.returncode != 0
     assert "sartor: another process of this run has ended or does not answer" in errors
     assert "run folder" not in output
-    assert len(read_lines(shared)) < 120
-    resumed = completed(command("resume", str(shared)))
+    assert len(read_lines(shared)) < 60
+    resumed = completed(command("resume", str(shared), ranks=3))
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout.count("run folder: ") == 1  # rank 0 alone prints
+    folder = RunFolder.open(shared)
+    parts = sorted(path.name for path in (shared / "checkpoints").iterdir() if path.suffix == ".part")
+    of = [f"round-0000000{round}.{rank}-of-3.part" for round in (59, 60) for rank in (1, 2)]
+    assert parts == of  # nothing is left of the two ranks
+    homes = {path.parent.name for path in (shared / "states").rglob("*.rows")}
+    assert homes == {"0-of-3", "1-of-3", "2-of-3"}
+    # A checkpoint with a damaged part is none; the one before it is resumed by one process.
+    damaged = shared / "checkpoints" / of[-1]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    last = latest(folder)
+    assert last is not None
+    assert last.round == 59
+    assert "2-of-3.part is not what was written" in caplog.text
+    assert CliRunner().invoke(app, ["resume", str(shared), "--rounds", "64"]).exit_code == 0
     assert sha_of(shared) == sha_of(alone)
-    assert [row["round"] for row in map(json.loads, read_lines(shared))] == list(range(1, 121))
+    assert [row["round"] for row in map(json.loads, read_lines(shared))] == list(range(1, 65))
 
 
 def read_lines(folder: Path) -> list[str]:
