@@ -23,13 +23,14 @@ from test_transforms import Carry
 from torch import Tensor
 from typer.testing import CliRunner
 
-from helpers import PATIENCE, classification, completed, federation_of, process, wait_until
+from helpers import PATIENCE, classification, completed, federation_of, model_task, process, wait_until
 from sartor.client.local import Client
 from sartor.commands.main import app
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
 from sartor.federation.functions import admit
+from sartor.model.groups import grouped
 from sartor.runs.checkpoint import latest
 from sartor.runs.record import RunFolder
 from sartor.transforms.norms import Clip, Scale
@@ -72,7 +73,25 @@ def all_left() -> dict[str, Tensor]:
         for method in METHODS if name == "loop" else ("scaffold",):
             found = ended(method, make(), ODD)
             left |= {f"{name}/{method}/{key}": value.contiguous() for key, value in found.items()}
-    return left | {f"in flight/{key}": value for key, value in in_flight().items()}
+    left |= {f"in flight/{key}": value for key, value in in_flight().items()}
+    return left | {f"own models/{key}": value for key, value in own_models().items()}
+
+
+def trained_own(client: Client, hyper: Any, w_i: Tensor) -> Reply:
+    """A step from the client's own model, which it sends and keeps."""
+    w = client.descend(w_i, lr=0.1, steps=1)
+    return Reply(w=w).keep(w_i=w)
+
+
+def own_models() -> dict[str, Tensor]:
+    """What is left of clients with models of two kinds, of which a rank may have one kind at home."""
+    small, large = (model_task("mlp", hidden=hidden) for hidden in (3, 8))
+    task = grouped(large, [large, small], np.array([0, 1, 0, 1, 0, 1]), [0, 1])
+    federation = federation_of("loop", task, classification((8,) * 6), local={"batch": 8})
+    federation.declare(w_i=federation.initial_models())
+    sent = federation.map(trained_own, [4, 1, 0, 5]).by_group
+    left = {f"sent {group}": replies["w"] for group, replies in sent.items()}
+    return left | {name: federation.states[name] for name in federation.states}
 
 
 def counting(client: Client, hyper: Any, w: Tensor, c: Tensor) -> Reply:

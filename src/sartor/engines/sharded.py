@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sartor.data.clients import ClientData
+from sartor.data.clients import SPLITS, ClientData
 from sartor.engines.base import Origins
 from sartor.errors import SartorError, SettingError
 from sartor.federation.engine import Attach, Engine
@@ -169,12 +169,12 @@ class Ranks(Homes):
         widths = [value[:1].nbytes or value.new_empty((1, *value.shape[1:])).nbytes for value in values]
         packed = torch.zeros((length, sum(widths)), dtype=torch.uint8, device=values[0].device)
         if len(values[0]):
-            parts = [value[:, None].flatten(1).contiguous().view(torch.uint8) for value in values]
-            packed[: len(values[0])] = torch.cat(parts, dim=1)
+            own = [value[:, None].flatten(1).contiguous().view(torch.uint8) for value in values]
+            packed[: len(values[0])] = torch.cat(own, dim=1)
         index = np.empty(len(numbers), dtype=np.int64)
         for rank in range(self.ranks):
-            own = np.flatnonzero(of == rank)
-            index[own] = rank * length + np.arange(len(own))
+            theirs = np.flatnonzero(of == rank)
+            index[theirs] = rank * length + np.arange(len(theirs))
         everyone = _everyone(packed).flatten(0, 1)
         parts = torch.split(everyone[to_device(index, packed.device)], widths, dim=1)
         return [
@@ -209,14 +209,15 @@ class ShardedEngine(Engine):
         engine = self.inner
         self.name, self.device, self.names = engine.name, engine.device, data.names
         self.blank, self.public = engine.blank, engine.public
-        splits = {"train": data.train, "test": data.test, "validation": data.validation}
         self.counts = {
-            name: np.broadcast_to(counts[:1], data.clients) if name not in splits else splits[name].count
+            name: np.asarray(getattr(data, name).count)
+            if name in SPLITS
+            else np.broadcast_to(counts[:1], data.clients)
             for name, counts in engine.counts.items()
         }
 
     @property
-    def homes(self) -> Ranks:  # type: ignore[override]
+    def homes(self) -> Ranks:
         """The rank of every client."""
         return self._ranks
 

@@ -285,8 +285,15 @@ def _read(path: Path, experiment: str) -> Checkpoint:
             f"{path}: of another experiment than config.toml describes; put back the settings "
             "that the run was started with (the number of rounds may change)"
         )
-    told = (content[name] for name in ("round", "seconds", "data", "structure"))
-    return Checkpoint(*told, tensors, path, tuple(content.get("parts", [""])))
+    return Checkpoint(
+        content["round"],
+        content["seconds"],
+        content["data"],
+        content["structure"],
+        tensors,
+        path,
+        tuple(content.get("parts", [""])),
+    )
 
 
 # A value as JSON and tensors ------------------------------------------------------------------------------
