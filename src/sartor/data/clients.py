@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "test", "validation")
+PIECE = 1 << 20
+"""Clients whose numbers of samples are hashed at a time."""
 POOLED_CLIENTS = 100
 """Lazy clients whose test samples are the pooled test set where none is given."""
 Samples: TypeAlias = "tuple[Any, Any]"
@@ -332,12 +334,12 @@ def lazy_clients(
         split: _counts_of(f"{name}: n_{split}", given, count)
         for split, given in zip(SPLITS, (n_train, n_test, n_validation), strict=True)
     }
-    total = np.add(np.add(counts["train"], counts["test"]), counts["validation"])
     starts = {
         "train": np.broadcast_to(np.int64(0), count),
         "test": counts["train"],
-        "validation": counts["train"] + counts["test"],
+        "validation": _sum(counts["train"], counts["test"]),
     }
+    total = _sum(starts["validation"], counts["validation"])
     if not counts["train"].any():
         raise DataError(f"{name}: n_train: no client has a training sample")
     targets = targets or ("number" if classes is None else "class")
@@ -361,7 +363,8 @@ def lazy_clients(
         raise DataError(f"{name}: no test samples; raise n_test or give pooled=(x, y)")
     digest = hashlib.sha256(repr((name, count, classes)).encode())
     for part in counts.values():
-        digest.update(np.ascontiguousarray(part).tobytes())
+        for first in range(0, count, PIECE):
+            digest.update(np.ascontiguousarray(part[first : first + PIECE]).tobytes())
     for content in (*_leaf_bytes(pooled_y, "y"), *_leaf_bytes(pooled_x, "x")):
         digest.update(content)
     return ClientData(
@@ -477,6 +480,13 @@ def _counts_of(where: str, given: int | Sequence[int] | np.ndarray, clients: int
             f"got {given if counts.ndim == 0 else f'an array of {counts.dtype} {counts.shape}'}"
         )
     return np.broadcast_to(counts.astype(np.int64), clients)
+
+
+def _sum(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Their sum, which takes no memory where each is one number for all."""
+    if first.strides == second.strides == (0,):
+        return np.broadcast_to(first[:1] + second[:1], first.shape)
+    return np.add(first, second)
 
 
 def gather(

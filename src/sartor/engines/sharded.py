@@ -175,8 +175,9 @@ class Ranks(Homes):
         for rank in range(self.ranks):
             theirs = np.flatnonzero(of == rank)
             index[theirs] = rank * length + np.arange(len(theirs))
-        everyone = _everyone(packed).flatten(0, 1)
-        parts = torch.split(everyone[to_device(index, packed.device)], widths, dim=1)
+        # What was received is gone before it is taken apart: at most two copies are held.
+        found = _everyone(packed).flatten(0, 1)[to_device(index, packed.device)]
+        parts = torch.split(found, widths, dim=1)
         return [
             part.clone(memory_format=torch.contiguous_format)
             .view(value.dtype)

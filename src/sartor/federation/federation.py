@@ -192,6 +192,8 @@ class Federation:
     def _counts(self) -> np.ndarray:
         """n_i of every client, as far as they count (``replies.largest_weight``)."""
         counts: np.ndarray = np.asarray(self.engine.counts["train"])
+        if not self.conditions.largest_weight:
+            return counts
         most = self.conditions.largest_weight * float(np.median(counts))
         if not most or counts.max(initial=0) <= most:
             return counts

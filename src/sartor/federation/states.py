@@ -298,12 +298,25 @@ class _MemoryTable:
         self._places[new] = np.arange(self._used, self._used + len(new))
         self._used += len(new)
         if self._used > len(self._rows):
-            # Twice as much each time, so that a row is copied once on average.
-            capacity = min(max(self._used, 2 * len(self._rows)), len(self._places) + 1)
-            grown = self.initial.new_empty((capacity, *self.initial.shape))
+            grown = self._room()
             grown[: len(self._rows)] = self._rows
             self._rows = grown
         self._rows.index_copy_(0, to_device(self._places[numbers], self._device), rows.to(self._rows))
+
+    def _room(self) -> Tensor:
+        """Place for more rows: for all of them on a host that lets them have it.
+
+        There memory takes none before something is written to it, unless PyTorch was told to fill it. Else
+        there is twice as much each time, so that a row is copied once on average; while that is done, old
+        and new rows are held.
+        """
+        whole = len(self._places) + 1
+        capacity = min(max(self._used, 2 * len(self._rows)), whole)
+        if self._device.type == "cpu" and not torch.are_deterministic_algorithms_enabled():
+            fit = free_bytes(self._device) // max(1, self.initial.nbytes)
+            with suppress(RuntimeError):  # a system that lends no more than it has
+                return self.initial.new_empty((max(capacity, min(whole, fit)), *self.initial.shape))
+        return self.initial.new_empty((capacity, *self.initial.shape))
 
     def save(self) -> dict[str, Tensor]:
         numbers = np.flatnonzero(self._places)
