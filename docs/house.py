@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import grimp
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 import sartor
 
@@ -31,12 +26,14 @@ WORDS = {
     "studies": "many runs, the papers' tables",
     "remote": "clients on real machines",
     "runs": "one run, the only round loop",
+    "robust": "rules and attacks",
     "engines": "clients simulated here",
     "algorithms": "a method, one file",
     "transforms": "what happens to messages",
     "federation": "map a function over clients",
     "data": "what clients hold",
     "client": "what one client can do",
+    "privacy": "what noise is worth",
     "model": "a model as a vector",
     "random": "draws from keys",
     "kernels": "many clients, one kernel",
@@ -47,6 +44,8 @@ WALL = ("engines", "algorithms")
 
 WIDTH, CENTRES = 720, {1: (360,), 2: (150, 570), 3: (97, 420, 623)}
 BOX, HEIGHT, STOREY = 190, 44, 72
+NARROW = {"robust": 140}
+"""Boxes that lines of others pass on both sides."""
 ACCENT = "var(--md-typeset-a-color, #4a64d9)"
 
 
@@ -136,7 +135,8 @@ def picture() -> str:
             f'stroke-opacity="0.5" stroke-width="1.5"><title>{room} imports {other}</title></line>'
         )
     for room, (x, y) in places.items():
-        parts += _box(x - BOX // 2, y, BOX, room, WORDS[room])
+        width = NARROW.get(room, BOX)
+        parts += _box(x - width // 2, y, width, room, WORDS[room])
     (x1, y), (x2, _) = places[WALL[0]], places[WALL[1]]
     middle = (x1 + x2) // 2
     parts += [

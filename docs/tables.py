@@ -8,8 +8,8 @@ A part stands between ``<!-- begin: NAME -->`` and ``<!-- end -->``, and NAME sa
 measured numbers. On a method's own page ``method NAME`` says what it is and keeps, ``settings NAME`` what it
 can be told, ``curve NAME`` shows what was measured; ``measured`` is the table of all of these measurements.
 ``best PROBLEM`` are the methods that did best there, ``which`` what was measured of all of them on every
-problem. ``networks`` are the models by name. ``overview`` is a table of all methods to choose by; ``house`` and
-``rooms`` are the picture and the table of the source's rooms.
+problem. ``networks`` are the models by name. ``overview`` is a table of all methods to choose by; ``house``
+and ``rooms`` are the picture and the table of the source's rooms.
 """
 
 from __future__ import annotations

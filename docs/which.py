@@ -68,7 +68,8 @@ def table(page_of: Callable[[str], str]) -> str:
     seeds = ", ".join(map(str, results()["seeds"]))
     lines += [
         "",
-        f"Mean accuracy of the clients on their own test data in percent, ± standard deviation over seeds {seeds}; "
+        "Mean accuracy of the clients on their own test data in percent, ± standard deviation over seeds "
+        f"{seeds}; bold: not clearly worse than the best but for the references; "
         f"`{results()['command']}`, Sartor {about['sartor']}, PyTorch {about['torch']}, "
         f"{about['device_name']}, {about['started'][:10]}.",
     ]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build what would be published and try it as a stranger would: in an environment with nothing else in it.
 #   packaging/check.sh                                    # with python3
-#   PYTHONS="python3.10 python3.13" packaging/check.sh    # with these
+#   PYTHONS="python3.12 python3.13" packaging/check.sh    # with these
 # What is built stays in build/dist.
 set -euo pipefail
 cd "$(dirname "$0")/.."

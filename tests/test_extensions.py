@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from flower_processes import Nursery
 
 import sartor
 from owned import ALGORITHM, DATA, MODEL, forgetful
@@ -218,30 +218,19 @@ def test_packages_are_imported_when_a_name_is_not_known_or_names_are_listed(
 def test_a_method_of_an_installed_package_has_its_name_on_the_command_line(tmp_path: Path) -> None:
     installed(tmp_path, "their_methods", "sartor.algorithms", ALGORITHM)
     installed(tmp_path, "their_broken_models", "sartor.models", "raise RuntimeError('not today')\n")
-    source = str(Path(sartor.__file__).resolve().parent.parent)
-    environment = {"PYTHONPATH": f"{source}:{tmp_path}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "sartor", *words],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            cwd=tmp_path,
-        )
-
-    done = run("run", "own-avg", "rounds=1", "data.clients=2", "hyper.factor=0.5")
-    assert done.returncode == 0, done.stderr
-    assert "own-avg on digits" in done.stdout
-    assert "their_broken_models" not in done.stderr  # nobody has asked for a model that is not known
-    wrong = run("run", "own-avg", "model.name=mpl")
-    assert wrong.returncode == 2
-    told = [line for line in wrong.stderr.splitlines() if "their_broken_models" in line]
+    nursery, path = Nursery(tmp_path), {"PYTHONPATH": str(tmp_path)}
+    done = nursery.start("run", "own-avg", "rounds=1", "data.clients=2", "hyper.factor=0.5", env=path)
+    wrong = nursery.start("run", "own-avg", "model.name=mpl", env=path)
+    codes = [done.wait(), wrong.wait()]
+    nursery.close()
+    assert codes == [0, 2], done.output
+    assert "own-avg on digits" in done.output
+    assert "their_broken_models" not in done.output  # nobody has asked for a model that is not known
+    told = [line for line in wrong.output.splitlines() if "their_broken_models" in line]
     assert len(told) == 1
     assert "RuntimeError: not today" in told[0]
-    assert "model.name = 'mpl': unknown name; did you mean mlp?" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
+    assert "model.name = 'mpl': unknown name; did you mean mlp?" in wrong.output
+    assert "Traceback" not in wrong.output
 
 
 # Runs ------------------------------------------------------------------------------------------------------

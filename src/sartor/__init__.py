@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sartor.client.local import Client
     from sartor.data.named import register_data
     from sartor.federation import Call, Reply, changes, personal
+    from sartor.federation.reduction import Reduction, Selection, register_aggregate
     from sartor.federation.transforms import Transform, register_transform
     from sartor.model.adapters import with_adapters
     from sartor.model.networks import Factory, register_model
@@ -64,6 +65,9 @@ _HOMES = {
     "Reply": "sartor.federation",
     "changes": "sartor.federation",
     "personal": "sartor.federation",
+    "Reduction": "sartor.federation.reduction",
+    "Selection": "sartor.federation.reduction",
+    "register_aggregate": "sartor.federation.reduction",
     "Transform": "sartor.federation.transforms",
     "register_transform": "sartor.federation.transforms",
     "Observer": "sartor.runs.observers",
@@ -80,14 +84,17 @@ __all__ = [
     "Factory",
     "Objective",
     "Observer",
+    "Reduction",
     "Reply",
     "Result",
+    "Selection",
     "Task",
     "Transform",
     "changes",
     "compare",
     "personal",
     "register",
+    "register_aggregate",
     "register_augmentation",
     "register_data",
     "register_model",

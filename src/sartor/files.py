@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from sartor.errors import SartorError
 
+try:
+    import fcntl
+except ImportError:  # no Unix
+    fcntl = None  # type: ignore[assignment]
+
+LOOKS = 10
+"""How often what is locked is tried, 20 ms apart."""
 UNFINISHED = ".unfinished-"
 """How the name of a file begins that is being written."""
 
@@ -24,6 +32,10 @@ OWNER_ALONE = 0o600
 
 class NotWritten(SartorError):
     """The disk did not take a file."""
+
+
+class Busy(SartorError):
+    """Another process is at it."""
 
 
 def write(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -72,6 +84,38 @@ def writing(path: Path) -> Iterator[None]:
         raise NotWritten(
             f"{path}: cannot be written: {reason}; free some space or choose another folder"
         ) from None
+
+
+def locked(handle: int) -> bool:
+    """Whether an open file or folder is this process's alone from now on, until it closes it or ends.
+
+    Whoever only looks whether it is lets go again at once. Where there are no locks it always is.
+    """
+    for _ in range(LOOKS if fcntl is not None else 0):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:  # a file system without locks
+            return True
+    return fcntl is None
+
+
+@contextlib.contextmanager
+def alone(folder: Path, message: str) -> Iterator[None]:
+    """Have a folder for this process alone, until it ends; where another has it, that is the error."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        yield
+        return
+    with writing(folder):
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        if not locked(handle):
+            raise Busy(f"{folder}: {message}")
+        yield
+    finally:
+        os.close(handle)
 
 
 def sync(path: Path) -> None:

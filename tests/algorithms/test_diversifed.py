@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,6 @@ import sartor
 from helpers import (
     RAGGED,
     classification,
-    completed,
     federation_of,
     method,
     play,
@@ -366,14 +366,16 @@ def _personal(algorithm: Any, server: Any, federation: Federation) -> Tensor:
 
 
 @pytest.mark.slow
-def test_the_example_of_the_first_figure_runs(tmp_path: Path) -> None:
+def test_the_example_of_the_first_figure_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = Path(__file__).parents[2] / "measurements" / "diversity.py"
     picture = tmp_path / "diversity.png"
-    command = [sys.executable, str(script), "--seeds", "1", "--out", str(picture)]
-    done = completed(command)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", [str(script), "--seeds", "1", "--out", str(picture)])
+    runpy.run_path(str(script), run_name="__main__")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    rows = [line.split() for line in done.stdout.splitlines() if line.strip().startswith(("-0", "0", "+0"))]
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if line.strip().startswith(("-0", "0", "+0"))]
     assert len(rows) == 9
     spread = {float(row[0]): float(row[3]) for row in rows}
     strengths = sorted(spread)

@@ -251,10 +251,15 @@ def test_algorithms_lists_each_one_with_what_it_keeps_where() -> None:
         )
 
 
+@pytest.fixture(scope="module")
+def every_setting() -> Any:
+    return describe_settings()
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_an_algorithm_shows_its_hyper_parameters(name: str) -> None:
+def test_an_algorithm_shows_its_hyper_parameters(name: str, every_setting: Any) -> None:
     card = json.loads(call("algorithms", name, "--json").stdout)
-    rows = [row for row in describe_settings() if row.only_for == f"algorithm = {name}"]
+    rows = [row for row in every_setting if row.only_for == f"algorithm = {name}"]
     assert [(row["key"], row["default"]) for row in card["hyper"]] == [(row.key, row.default) for row in rows]
     table = call("algorithms", name).stdout
     assert all(row.key in table for row in rows)

@@ -183,7 +183,7 @@ X, Y = numbered(0, 4)
         ({"a": ([[1, 2], [3]], [0, 1])}, "x is ragged"),
         ({"a": {"test": (X, Y)}}, "expected the splits train, test, validation, got test"),
         ({"a": {"train": (X, Y), "tset": (X, Y)}}, "expected the splits"),
-        ({"a": (X, Y, Y)}, r"client a, train: expected \(x, y\)"),
+        ({"a": (X, Y, Y, Y)}, r"client a, train: expected \(x, y\)"),
         ({1: (X, Y), "1": (X, Y)}, "same name"),
         ({"a": (X[:1], Y[:1])}, "no client has a test sample"),
     ],
@@ -246,7 +246,8 @@ def test_a_table_with_a_client_column(tmp_path, ending):
     (pyarrow.csv.write_csv if ending == "csv" else pyarrow.parquet.write_table)(table, path)
     data = from_table(path, "site", "label", seed=2)
     direct = from_clients(
-        {name: (x[site == name], y[site == name]) for name in ("east", "north", "south")}, seed=2
+        {name: (x[site == name].astype(np.float64), y[site == name]) for name in ("east", "north", "south")},
+        seed=2,
     )
     assert data.hash == direct.hash
     assert data.name == "t"

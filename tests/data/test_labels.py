@@ -508,7 +508,7 @@ def test_labels_that_do_not_go_together_are_refused_at_the_door(nursery: Nursery
     sites.done(list(nodes.values()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_classes_that_are_named_are_the_law(nursery: Nursery, folder: Path) -> None:
     place = folder / "named"
     place.mkdir()

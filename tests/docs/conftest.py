@@ -10,11 +10,12 @@ from sartor import extensions
 from sartor.algorithms import base
 from sartor.client.augment import AUGMENTATIONS
 from sartor.data.sources import SOURCES
+from sartor.federation.reduction import AGGREGATES
 from sartor.federation.transforms import TRANSFORMS
 from sartor.model.networks import MODELS
 from sartor.model.objectives import OBJECTIVES
 
-REGISTRIES = (base._REGISTRY, AUGMENTATIONS, SOURCES, TRANSFORMS, MODELS, OBJECTIVES)
+REGISTRIES = (base._REGISTRY, AUGMENTATIONS, SOURCES, AGGREGATES, TRANSFORMS, MODELS, OBJECTIVES)
 
 
 @pytest.fixture(autouse=True)

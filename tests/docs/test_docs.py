@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from flower_processes import free_port
+from flower_processes import free_port, program
 from typer.testing import CliRunner
 
 from helpers import ENVIRONMENT, completed
@@ -41,7 +41,10 @@ def run_block(kind: str, code: str, page: Path, module: ModuleType) -> None:
             result = CliRunner().invoke(app, words[1:], prog_name="sartor")
             assert result.exit_code == 0, f"{words}\n{result.stderr}\n{result.exception}"
     else:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        programs = Path("programs").absolute()
+        programs.mkdir(exist_ok=True)
+        program(programs)
+        path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
         code = code.replace("18080", str(free_port()))
         done = completed(["bash", "-euc", code], env={**ENVIRONMENT, "PATH": path})
         assert done.returncode == 0, f"{code}\n{done.stderr}"

@@ -20,3 +20,4 @@ def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     failed, _ = doctest.testmod(import_module(name), raise_on_error=False)
     assert failed == 0
+    assert list(tmp_path.iterdir()) == []  # examples write elsewhere: they may be run from any folder

@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import subprocess
 import sys
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 import pytest
@@ -174,56 +171,6 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     there = [str(page.relative_to(DOCS)) for page in PAGES]
     assert sorted(listed) == sorted(there), "name every page under `nav` of mkdocs.yml, once"
-
-
-class Links(HTMLParser):
-    """What a page of the site links to, what it loads, and the places in it."""
-
-    def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.loaded: list[str] = []
-        self.places: set[str] = set()
-        self.feed(page.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        values = dict(attributes)
-        self.places |= {value for key in ("id", "name") if (value := values.get(key))}
-        if tag == "a" and values.get("href"):
-            self.links.append(str(values["href"]))
-        elif tag == "link" and values.get("rel") == "canonical":
-            return
-        elif value := values.get("src") or (values.get("href") if tag == "link" else None):
-            self.loaded.append(value)
-
-
-@pytest.mark.slow
-def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
-    site = tmp_path / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    pages = {page: Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
-    assert len(pages) >= len(PAGES)
-    for page, found in pages.items():
-        for address in found.loaded:
-            assert not urlsplit(address).netloc, f"{page} loads {address}"
-        for address in [*found.links, *found.loaded]:
-            parts = urlsplit(address)
-            if parts.scheme or parts.netloc:
-                continue
-            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
-            target = target / "index.html" if target.is_dir() else target
-            assert target.exists(), f"{page.relative_to(site)} links to {address}"
-            if parts.fragment and target in pages:
-                assert unquote(parts.fragment) in pages[target].places, f"{page.relative_to(site)}: {address}"
-        text = page.read_text(encoding="utf-8")
-        assert 'class="arithmatex"' not in text, f"{page}: a formula was not drawn"
-        for formula in re.findall(r"<math.*?</math>", text, re.DOTALL):
-            unknown = re.search(r"\\\\[A-Za-z]+", formula)
-            assert unknown is None, f"{page}: {unknown[0]} was not drawn"
-    assert "<math" in (site / "methods/tailored/index.html").read_text(encoding="utf-8")
 
 
 def test_formulas_become_mathml() -> None:

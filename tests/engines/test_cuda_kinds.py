@@ -140,6 +140,36 @@ def test_adapters(method: str) -> None:
     assert_alike(kind, method=method, head="head")
 
 
+class Encoder(nn.Module):
+    """PyTorch's own attention, with dropout inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.2, batch_first=True)
+        self.output = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.output(self.layer(self.embedding(x)).mean(1))
+        return scores
+
+
+def test_dropout_inside_of_attention() -> None:
+    assert_alike(Kind(Encoder, texts), 1e-7)
+
+
+def test_a_classifier_of_hugging_face() -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    from test_hugging_face import classifier
+
+    def masked(generator: torch.Generator, n: int) -> tuple[Any, Any]:
+        x, _ = texts(generator, n)
+        return {"input_ids": x, "attention_mask": (x > 0).long()}, x[:, 0] % 2
+
+    assert_alike(Kind(lambda: classifier(lora_dropout=0.1), masked), 1e-6, method="fedit")
+
+
 @pytest.mark.parametrize(
     ("name", "draw", "settings"),
     [

@@ -179,15 +179,46 @@ def several_scans(client: Client, hyper: Any, w: Tensor, c: Tensor, scale: Tenso
     return Reply(delta=y - w, n=n, largest=largest).keep(c=y - w)
 
 
-def test_when_a_step_is_traced_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+SCHEDULED = {"batch": 8, "schedule": "cosine", "schedule_over": "steps"}
+
+
+@pytest.mark.parametrize(("name", "local"), [("scaffold", {"batch": 8}), ("fedavg", SCHEDULED)])
+def test_when_a_step_is_traced_does_not_change_the_result(
+    name: str, local: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At once, in the middle of a scan, or never: a run that is resumed traces at another time."""
     left, task = [], network()
     for untraced in (0, 3, 10_000):
         monkeypatch.setattr(trace, "UNTRACED", untraced)
-        left.append(ended("scaffold", federation_of("stacked", task, vectors(), local={"batch": 8})))
+        left.append(ended(name, federation_of("stacked", task, vectors(), local=local)))
     for key, value in left[0].items():
         assert torch.equal(left[1][key], value), key
         assert torch.equal(left[2][key], value), key
+
+
+def in_another_order(client: Client, hyper: Any, w: Tensor) -> Reply:
+    def body(carry: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        return {"steps": carry["steps"] + 1, "samples": carry["samples"] + batch.size}
+
+    zero = w.new_zeros(())
+    return Reply(**client.scan(body, {"samples": zero, "steps": zero}, client.batches(epochs=1)))
+
+
+def of_another_form(client: Client, hyper: Any, w: Tensor) -> Reply:
+    return Reply(w=client.scan(lambda w, batch: {"w": w}, w, client.batches(epochs=1))["w"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_scan_carries_keeps_its_form(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, not places, say what is what; another form is refused."""
+    monkeypatch.setattr(trace, "UNTRACED", 0)
+    federation = federation_of(engine, network(), vectors(), local={"batch": 8})
+    shared = {"w": federation.initial()}
+    replies = federation.map(in_another_order, [0, 1, 2, 3], shared)
+    assert replies["samples"].tolist() == list(RAGGED[:4])
+    assert replies["steps"].tolist() == [-(-size // 8) for size in RAGGED[:4]]
+    with pytest.raises(SartorError, match="its body was given a tensor and returned a dict of w"):
+        federation.map(of_another_form, [0, 1], shared)
 
 
 @pytest.mark.parametrize("policy", ["average", "local"])

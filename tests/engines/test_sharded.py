@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import ast
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flower_processes import Child, Nursery, free_port
 from safetensors.torch import load_file, save_file
 from test_engines import assert_close, assert_same, ended, network, plain, vectors
 from test_transforms import Carry
-from torch import Tensor
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from helpers import PATIENCE, classification, completed, federation_of, model_task, process, wait_until
+import sartor
+from helpers import PATIENCE, classification, federation_of, model_task, process, wait_until
 from sartor.client.local import Client
 from sartor.commands.main import app
 from sartor.engines import sharded as distributed
@@ -60,8 +60,10 @@ def federations() -> dict[str, Callable[[], Federation]]:
         "loop empty": make("loop", data=empty),
         "loop disk": make("loop", task=plain(), states="disk"),
         "loop drawn": make("loop", task=plain(), local={"epochs": (1, 3)}),
+        "loop augmented": make("loop", task=plain(), local={"augment": ["mix-up"]}),
         "loop transforms": make("loop", task=plain(), transforms=TRANSFORMS),
         "stacked": make("stacked", task=plain(), chunk=1),
+        "stacked augmented": make("stacked", task=plain(), chunk=1, local={"augment": ["mix-up"]}),
         "stacked together": make("stacked", task=plain()),
     }
 
@@ -223,35 +225,31 @@ def refuse_at(rank: int, wrong: int) -> None:
         raise SartorError("no such file")
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+def main(words: Sequence[str]) -> None:
+    """What a process does that :func:`start` starts."""
+    target, rank, port, folder = words
+    globals()[target](int(rank), int(port), folder)
 
 
-def start(target: Callable[[int, int, str], None], folder: Path) -> list[int | None]:
+def start(nursery: Nursery, target: Callable[[int, int, str], None], folder: Path) -> list[int]:
     """Run two processes to their ends; their exit codes."""
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    workers = [context.Process(target=target, args=(rank, port, str(folder))) for rank in range(RANKS)]
-    try:
-        for one in workers:
-            one.start()
-        for one in workers:
-            one.join(PATIENCE)
-    finally:
-        for one in workers:
-            one.kill()
-            one.join()
-    return [one.exitcode for one in workers]
+    port, name = free_port(), target.__name__
+    workers = [nursery.start(name, rank, port, folder, script="test_sharded") for rank in range(RANKS)]
+    return [one.wait() for one in workers]
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="module")
+def together(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes wrote that ran together."""
     folder = tmp_path_factory.mktemp("ranks")
-    assert start(worker, folder) == [0, 7]
+    assert start(nursery, worker, folder) == [0, 7]
     return folder
 
 
@@ -300,8 +298,8 @@ def test_a_process_that_has_ended_is_missed_at_once(together: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_device_two_processes_are_left_with_what_one_is(tmp_path: Path) -> None:
-    assert start(cuda_worker, tmp_path) == [0, 0]
+def test_on_a_device_two_processes_are_left_with_what_one_is(nursery: Nursery, tmp_path: Path) -> None:
+    assert start(nursery, cuda_worker, tmp_path) == [0, 0]
     found = [load_file(tmp_path / f"left-{rank}.safetensors") for rank in range(RANKS)]
     assert_same(found[0], found[1])
     expected = {key: value.cpu() for key, value in ended("scaffold", on_cuda(), ODD).items()}
@@ -309,8 +307,8 @@ def test_on_a_device_two_processes_are_left_with_what_one_is(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_waited_for_as_long_as_was_said(tmp_path: Path) -> None:
-    assert start(sleepy_worker, tmp_path) == [3, 4]
+def test_a_process_that_hangs_is_waited_for_as_long_as_was_said(nursery: Nursery, tmp_path: Path) -> None:
+    assert start(nursery, sleepy_worker, tmp_path) == [3, 4]
     message, seconds = json.loads((tmp_path / "waited.json").read_text())
     assert message.startswith("SartorError: another process of this run has ended or does not answer (")
     assert 0.75 * WAITED < seconds < 100  # Gloo's own patience is half an hour
@@ -338,8 +336,16 @@ EXPERIMENT = [
 ]
 
 
-def command(*arguments: str, ranks: int = RANKS) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+def ranks(nursery: Nursery, *words: Any, count: int = RANKS) -> list[Child]:
+    """Processes such as torchrun starts."""
+    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return [nursery.start(*words, script="sartor", env={**world, **number}) for number in numbers]
+
+
+def command(*arguments: str) -> list[str]:
+    """The program under torchrun itself."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     return [sys.executable, *launcher, "-m", "sartor", *arguments]
 
 
@@ -361,7 +367,7 @@ def rank_pids(launcher: int) -> dict[int, int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
 def test_a_killed_rank_ends_the_run_which_any_number_of_ranks_resume_to_the_same_numbers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     assert CliRunner().invoke(app, ["run", *EXPERIMENT, "--rounds", "64", "--out", str(alone)]).exit_code == 0
@@ -373,9 +379,9 @@ def test_a_killed_rank_ends_the_run_which_any_number_of_ranks_resume_to_the_same
     assert "sartor: another process of this run has ended or does not answer" in errors
     assert "run folder" not in output
     assert len(read_lines(shared)) < 60
-    resumed = completed(command("resume", str(shared), ranks=3))
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.count("run folder: ") == 1  # rank 0 alone prints
+    resumed = ranks(nursery, "resume", shared, count=3)
+    assert [rank.wait() for rank in resumed] == [0, 0, 0], resumed[0].output
+    assert [rank.output.count("run folder: ") for rank in resumed] == [1, 0, 0]  # rank 0 alone prints
     folder = RunFolder.open(shared)
     parts = sorted(path.name for path in (shared / "checkpoints").iterdir() if path.suffix == ".part")
     of = [f"round-0000000{round}.{rank}-of-3.part" for round in (59, 60) for rank in (1, 2)]
@@ -399,79 +405,67 @@ def read_lines(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_mistake_in_the_data_is_told_once_and_ends_all_ranks(tmp_path: Path) -> None:
-    run = completed(command("run", "fedavg", f"data.path={tmp_path}", "--out", str(tmp_path / "out")))
-    assert run.returncode != 0
-    assert run.stderr.count("sartor: ") == 1
-    assert str(tmp_path) in run.stderr
+def test_a_mistake_in_the_data_is_told_once_and_ends_all_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    run = ranks(nursery, "run", "fedavg", f"data.path={tmp_path}", "--out", tmp_path / "out")
+    assert all(rank.wait() for rank in run)
+    assert sum(rank.output.count("sartor: ") for rank in run) == 1
+    assert any(str(tmp_path) in rank.output for rank in run)
     assert not (tmp_path / "out").exists()
 
 
-OBSERVED = """
-import sys
-from pathlib import Path
-
-from torch import nn
-
-import sartor
-import sartor.errors
-from sartor.engines import sharded
-
-folder = Path(sys.argv[1])
-
-
 class Net(nn.Sequential):
-    def __init__(self):
+    """A model with float buffers."""
+
+    def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
 
 
 class Stops:
-    def round(self, run, row):
+    """An observer that ends the run, and leaves a file where it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def round(self, run: Any, row: Any) -> None:
         means = run.state_dict()["2.running_mean"]  # the mean of what clients keep at several ranks
-        (folder / f"told {sharded.rank()}").write_text(str(float(means.abs().sum())))
+        (self.folder / f"told {distributed.rank()}").write_text(str(float(means.abs().sum())))
         if run.round == 2:
             run.stop("enough")
 
 
 class Fails:
-    def round(self, run, row):
+    def round(self, run: Any, row: Any) -> None:
         if run.round == 2:
             raise ValueError("no room")
 
 
-given = dict(data="digits", clients=4, rounds=5, model="softmax", engine="loop", local={"steps": 2})
-more = {"model": Net, "evaluate": {"every": 0}, "observers": [Stops()]}
-result = sartor.run("fedbn", out=folder / "observer", **{**given, **more})
-ended = [result.summary["stopped"], result.summary["model_sha256"]]
-result = sartor.run("fedavg", out=folder / "target", stop={"target": 0.0}, **given)
-ended += [result.summary["stopped"], result.summary["model_sha256"]]
-for more in ({"observers": [Fails()]}, {"stop": {"patience": 1, "metric": "shared_local.gain"}}):
-    try:
-        sartor.run("fedavg", out=folder / "failing", **given, **more)
-    except sartor.errors.SartorError as error:
-        ended.append(str(error))
-    if more.get("observers"):
-        if sharded.rank() == 0:
-            (folder / "failing").rename(folder / "failed")
-        sharded.together(lambda: None)
-(folder / f"rank {sharded.rank()}").write_text(repr(ended))
-"""
+def observed_worker(rank: int, port: int, folder: str) -> None:
+    """Runs of two processes that observers or settings end."""
+    join(rank, port, timeout=PATIENCE)
+    place = Path(folder)
+    given: dict[str, Any] = {"data": "digits", "clients": 4, "rounds": 5, "model": "softmax"}
+    given |= {"engine": "loop", "local": {"steps": 2}}
+    seen = {"model": Net, "evaluate": {"every": 0}, "observers": [Stops(place)]}
+    result = sartor.run("fedbn", out=place / "observer", **{**given, **seen})
+    ended = [result.summary["stopped"], result.summary["model_sha256"]]
+    result = sartor.run("fedavg", out=place / "target", stop={"target": 0.0}, **given)
+    ended += [result.summary["stopped"], result.summary["model_sha256"]]
+    ended.append(said(lambda: sartor.run("fedavg", out=place / "failed", observers=[Fails()], **given)))
+    stop = {"patience": 1, "metric": "shared_local.gain"}
+    ended.append(said(lambda: sartor.run("fedavg", out=place / "failing", stop=stop, **given)))
+    (place / f"rank {rank}").write_text(repr(ended))
 
 
 @pytest.mark.slow
-def test_all_ranks_stop_together_and_one_tells_the_observers(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(OBSERVED)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    run = completed([sys.executable, *launcher, str(script), str(tmp_path)])
-    assert run.returncode == 0, run.stderr
+def test_all_ranks_stop_together_and_one_tells_the_observers(nursery: Nursery, tmp_path: Path) -> None:
+    assert start(nursery, observed_worker, tmp_path) == [0, 0]
     ended = [ast.literal_eval((tmp_path / f"rank {rank}").read_text()) for rank in range(RANKS)]
     stopped, sha, reached, _, failed, refused = ended[0]
     assert ended[1] == ended[0]
     assert stopped == {"round": 2, "reason": "enough"}
     assert sha == sha_of(tmp_path / "observer")
     assert reached["round"] == 1
-    assert failed.startswith("observer Fails: its round, after round 2, failed: ValueError: no room")
+    assert "observer Fails: its round, after round 2, failed: ValueError: no room" in failed
     assert len(read_lines(tmp_path / "failed")) == 2
     assert (tmp_path / "failed" / "checkpoints" / "round-000000002.safetensors").exists()
     assert "stop.metric = 'shared_local.gain': not measured" in refused

@@ -16,13 +16,13 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 
-def classifier() -> Any:
+def classifier(attention: str = "sdpa", **adapters: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-        max_position_embeddings=8, num_labels=2,
+        max_position_embeddings=8, num_labels=2, attn_implementation=attention,
     )  # fmt: skip
-    chosen = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    chosen = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], **adapters)
     return peft.get_peft_model(transformers.BertForSequenceClassification(config), chosen)
 
 
@@ -35,6 +35,21 @@ def test_pairs_of_peft_are_found_and_nothing_frozen_is_trained() -> None:
     task = Task(classifier())
     a, b = adapter_parts(task)
     assert (a.size, b.size, task.size) == (2 * 2 * 8, 2 * 8 * 2, 2 * 2 * 8 * 2 + 2 * 8 + 2)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_engines_agree_on_a_classifier_with_a_mask(attention: str, padded: bool) -> None:
+    model = classifier(attention, lora_dropout=0.1).double()
+    data = {"Oslo": client(0), "Bergen": client(1, 7)}
+    for x, _ in data.values():
+        x["attention_mask"][:, 3:] = 0 if padded else 1
+    options: Any = {"local": {"batch": 4}, "hyper": {"lr": 0.5}, "rounds": 2, "store": False}
+    one, other = (
+        sartor.run("fedit", model=model, data=data, engine=engine, **options)
+        for engine in ("loop", "stacked")
+    )
+    torch.testing.assert_close(one.w, other.w, rtol=1e-7, atol=1e-9)
 
 
 def test_a_client_has_its_own_adapter_that_peft_reads(tmp_path: Path) -> None:

@@ -1,59 +1,63 @@
-"""Real processes for tests: servers and nodes of a federation on this machine, which can be killed.
+"""Real processes for tests: ``sartor`` and other programs on this machine, which can be killed.
 
-Importing takes longer than training here, so one process imports everything and every other is forked from
-it: a process of its own all the same. Run as a script this is that process; it reads a command a line.
+Importing takes longer than training here, so one process, the stem, imports everything and every other is
+forked from it: a process of its own all the same, in a session of its own. Run as a script this is the stem,
+or, for shells, ``sartor`` itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import gc
 import importlib
 import json
 import os
+import select
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).parents[2] / "src"
+ALONE = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 PATIENCE = 300.0  # seconds, generous also on a busy machine
 EVERYTHING = (
     *("sartor.commands.main", "sartor.remote.flower", "sartor.remote.join", "sartor.remote.serve"),
     *("flwr.superlink.main", "httpcore", "uvicorn.lifespan.on", "uvicorn.protocols.http.h11_impl"),
     *("anyio._backends._asyncio", "alembic.command", "sqlalchemy.dialects.sqlite", "sqlite3"),
-    *(
-        "pyarrow.parquet",
-        "dateutil.parser",
-        "cloudpickle",
-        "cryptography.x509",
-        "numpy.random",
-        "numpy.ctypeslib",
-    ),
-    *("cryptography.hazmat.backends.openssl.backend", "sartor.studies.presets"),
+    *("pyarrow.parquet", "dateutil.parser", "cloudpickle", "cryptography.x509", "numpy.random"),
+    *("numpy.ctypeslib", "cryptography.hazmat.backends.openssl.backend", "sartor.studies.presets"),
+    *("pandas", "pyarrow.compute", "pyarrow.pandas_compat", "torch._dynamo", "sartor.runs.resume"),
 )
-"""What servers and nodes import sooner or later."""
+"""What runs, servers and nodes import sooner or later."""
 
 
 class Child:
     """A forked process that runs a command of ours, with its output in a file."""
 
-    def __init__(self, nursery: Nursery, pid: int, log: Path) -> None:
-        self._nursery, self.pid, self._log = nursery, pid, log
+    def __init__(self, connection: socket.socket, log: Path) -> None:
+        self._connection, self._log = connection, log
+        self.pid = _read_number(connection)
         self._code: int | None = None
 
     @property
     def output(self) -> str:
         return self._log.read_text()
 
-    def code(self) -> int | None:
-        """The exit status, None while it runs."""
-        if self._code is None:
-            self._code = self._nursery.ask({"poll": self.pid})
+    def code(self, seconds: float = 0) -> int | None:
+        """The exit status, None where it still runs after so many seconds."""
+        if self._code is None and select.select([self._connection], [], [], seconds)[0]:
+            self._code = _read_number(self._connection)
         return self._code
 
     def kill(self) -> None:
@@ -63,10 +67,8 @@ class Child:
             self.wait()
 
     def wait(self, seconds: float = PATIENCE) -> int:
-        end = time.monotonic() + seconds
-        while (code := self.code()) is None:
-            assert time.monotonic() < end, f"still running:\n{self.output}"
-            time.sleep(0.02)
+        code = self.code(seconds)
+        assert code is not None, f"still running:\n{self.output}"
         return code
 
     def wait_for(self, text: str, seconds: float = PATIENCE) -> None:
@@ -77,49 +79,42 @@ class Child:
             assert self.code() is None or text in self.output, f"ended without {text!r}:\n{self.output}"
             time.sleep(0.01)
 
+    def close(self) -> None:
+        """End it, and all that it has started."""
+        self._connection.close()
+
 
 class Nursery:
-    """The process that others are forked from; those that still run end with it."""
+    """Processes that work in a folder, and end with the nursery."""
 
     def __init__(self, folder: Path) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(SOURCE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-        }
         self.folder, self._number = folder, 0
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            cwd=folder,
-            text=True,
-            start_new_session=True,
-        )
         self.children: list[Child] = []
 
-    def start(self, *words: Any, script: str = "sartor") -> Child:
+    def start(self, *words: Any, script: str = "sartor", env: Mapping[str, str] | None = None) -> Child:
         """A process that runs ``sartor`` with these words, or another script's ``main(words)``."""
         self._number += 1
         log = self.folder / f"{self._number}.log"
-        log.touch()
-        pid = self.ask({"start": [script, *map(str, words)], "log": str(log)})
-        self.children.append(Child(self, pid, log))
+        command = [script, *map(str, words)]
+        with open(os.devnull) as nothing, log.open("a") as output:
+            files = (nothing.fileno(), output.fileno(), output.fileno())
+            environment = {**os.environ, **ALONE, **(env or {})}
+            connection = _ask(_stem(), command, files, self.folder, environment)
+        self.children.append(Child(connection, log))
         return self.children[-1]
 
-    def ask(self, command: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        for child in self.children:
+            child.close()
+
+
+def program(folder: Path) -> Path:
+    """``sartor`` for a shell, as an executable file in a folder."""
+    file = folder / "sartor"
+    words = (sys.executable, "-SE", __file__, "sartor", _stem())
+    file.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    file.chmod(0o755)
+    return file
 
 
 def free_port() -> int:
@@ -128,63 +123,145 @@ def free_port() -> int:
         return int(bound.getsockname()[1])
 
 
-def _run(words: Sequence[str]) -> int:
-    """What a forked process does."""
-    try:
-        if words[0] == "sartor":
-            from sartor.commands.base import app
+@functools.cache
+def _stem() -> str:
+    """Where the stem of this process listens; it ends with this process, and all that it has forked do."""
+    address = f"{tempfile.mkdtemp(prefix='stem')}/address"
+    process = subprocess.Popen(
+        [sys.executable, __file__, "stem", address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path])},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    atexit.register(process.communicate)
+    return address
 
-            app(list(words[1:]), prog_name="sartor", standalone_mode=True)
-        else:
-            importlib.import_module(words[0]).main(words[1:])
-    except SystemExit as end:
-        return int(end.code or 0)
+
+def _ask(
+    address: str, command: Sequence[str], files: Sequence[int], folder: Path, environment: Mapping[str, str]
+) -> socket.socket:
+    """Have a process started; its number and at last its exit status come through the connection."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    socket.send_fds(connection, [b"."], files)
+    told = {"command": command, "folder": str(folder), "environment": dict(environment)}
+    connection.sendall(json.dumps(told).encode() + b"\n")
+    return connection
+
+
+def _read_number(connection: socket.socket) -> int:
+    """The next line, and nothing beyond it."""
+    with connection.makefile("rb", buffering=0) as lines:
+        return int(lines.readline())
+
+
+def _sartor(address: str, words: Sequence[str]) -> None:
+    """Be ``sartor`` for whoever has started this."""
+    with _ask(address, ["sartor", *words], (0, 1, 2), Path.cwd(), os.environ) as connection:
+        pid = _read_number(connection)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+        code = _read_number(connection)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+# The stem --------------------------------------------------------------------------------------------------
+
+
+def _grow(address: str) -> None:
+    """Import everything, and start processes until nobody can ask for one any more."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in EVERYTHING:
+        with contextlib.suppress(ImportError):  # what is not installed is not needed
+            importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # what is here already is never garbage, and so stays shared
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        os.write(1, b"ready\n")
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+            connection, _ = listener.accept()
+            _fork(functools.partial(_keep, connection))
+            connection.close()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+    shutil.rmtree(Path(address).parent)
+    with contextlib.suppress(ChildProcessError):
+        while os.wait():
+            pass
+
+
+def _fork(work: Callable[[], int]) -> int:
+    """A process that does this; its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        code = work()
     except Exception:
         traceback.print_exc()
-        return 70
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _keep(connection: socket.socket) -> int:
+    """Start a process and tell how it ends; it ends when nobody waits for that, and with the stem."""
+    _, files, *_ = socket.recv_fds(connection, 1, 3)
+    told = json.loads(connection.makefile("rb").readline())
+    over, alive = os.pipe()
+    pid = _fork(lambda: _run(told, files))
+    os.close(alive)
+    for file in files:
+        os.close(file)
+    connection.sendall(f"{pid}\n".encode())
+    select.select([over, connection, sys.stdin], [], [])  # it has ended, or it is not wanted any more
+    for end in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError):
+            end(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     return 0
 
 
-def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    import torch
+def _run(told: Mapping[str, Any], files: Sequence[int]) -> int:
+    """What a forked process does."""
+    os.setsid()
+    for old, new in zip(files, (0, 1, 2), strict=True):
+        os.dup2(old, new)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    os.chdir(told["folder"])
+    os.environ.clear()
+    os.environ.update(told["environment"])
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [place for place in places if place not in sys.path]
+    script, *words = told["command"]
+    try:
+        if script == "sartor":
+            from sartor.commands.main import main
 
-    for name in EVERYTHING:
-        importlib.import_module(name)
-
-    torch.set_num_threads(1)
-    ended: dict[int, int] = {}
-    running: set[int] = set()
-    for line in sys.stdin:
-        command = json.loads(line)
-        if "start" in command:
-            pid = os.fork()
-            if pid == 0:
-                log = os.open(command["log"], os.O_WRONLY | os.O_APPEND)
-                null = os.open(os.devnull, os.O_RDONLY)
-                for old, new in ((null, 0), (log, 1), (log, 2)):
-                    os.dup2(old, new)
-                code = 70
-                try:
-                    code = _run(command["start"])
-                finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(code)
-            running.add(pid)
-            answer: Any = pid
+            sys.argv = ["sartor", *words]
+            main()
         else:
-            pid = command["poll"]
-            if pid in running:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    running.discard(pid)
-                    ended[pid] = os.waitstatus_to_exitcode(status)
-            answer = ended.get(pid)
-        print(json.dumps(answer), flush=True)
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
+            importlib.import_module(script).main(words)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "stem":
+        _grow(sys.argv[2])
+    else:
+        _sartor(sys.argv[2], sys.argv[3:])

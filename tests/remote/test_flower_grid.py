@@ -499,7 +499,7 @@ def test_transforms_at_nodes_give_what_a_simulation_gives(named: None, name: str
     tables = [
         {"name": "scale", "place": "down", "factor": 1.01},
         {"name": "clip", "norm": 0.5},
-        {"name": "noise"},
+        {"name": "jitter"},
         {"name": "carry"},
         {"name": "carry", "place": "down"},
     ]

@@ -19,6 +19,8 @@ from sartor.remote.node import Node
 from sartor.remote.policy import Policy, Refused, Requirement, node_policy, policy_of, read_policy
 from sartor.runs.experiment import from_mapping, to_mapping
 from sartor.transforms.norms import Clip, Scale
+from sartor.transforms.quantised import Int8
+from sartor.transforms.sparse import TopK
 
 SAMPLES = 10
 SOFTMAX: dict[str, Any] = {
@@ -174,6 +176,20 @@ def test_requirements_stand_in_their_order() -> None:
     policy.check_experiment(replace(experiment, transforms=(Clip(), Scale(), Clip())))
     for wrong in ((Clip(), Scale()), (Clip(),), (Scale(), Clip(place="down"))):
         with pytest.raises(Refused, match="not those it requires"):
+            policy.check_experiment(replace(experiment, transforms=wrong))
+
+
+def test_what_compresses_comes_after_what_is_required() -> None:
+    """A clip of what was made smaller already bounds nothing."""
+    policy, experiment = Policy(require=(Requirement("clip"),)), from_mapping(SOFTMAX)
+    policy.check_experiment(replace(experiment, transforms=(Scale(), Clip(), TopK(), Int8())))
+    Policy(require=(Requirement("int8"),)).check_experiment(replace(experiment, transforms=(Clip(), Int8())))
+    for wrong, reason in (
+        ((Int8(), Clip()), "int8 comes before them, which sends parts"),
+        ((Clip(), TopK(), Scale()), "topk comes before them"),
+        ((TopK(),), "clip wanted, none there"),
+    ):
+        with pytest.raises(Refused, match=reason):
             policy.check_experiment(replace(experiment, transforms=wrong))
 
 

@@ -1,14 +1,15 @@
-"""Samples of every kind through Flower, in processes of their own: dicts, tuples and whole numbers."""
+"""Samples of every kind through Flower, in processes of their own: dicts, tuples, whole numbers, tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flower_processes import Nursery, free_port
+from flower_processes import Child, Nursery, free_port
 from safetensors.torch import load_file
 
 from owned import forgetful
@@ -80,3 +81,79 @@ def test_processes_give_what_a_simulation_gives(kind: str, nursery: Nursery) -> 
     assert found
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name])
+
+
+EXPERIMENT = """
+algorithm = "ditto"
+rounds = 6
+
+[data]
+clients = 2
+
+[columns]
+age = {missing = "mean", indicator = true}
+sex = {kind = "category", missing = "most frequent"}
+ill = "label"
+counts = "weight"
+
+[model]
+name = "mlp"
+hidden = 4
+
+[local]
+batch = 4
+
+[engine]
+name = "loop"
+
+[checkpoint]
+every = 1
+"""
+SITES = ("bergen", "oslo")
+
+
+def tables(folder: Path) -> None:
+    """Two sites, one of which lacks a category and a label; with gaps and weights."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for place, site in enumerate(SITES):
+        rows = ["sex,age,counts,ill"]
+        for row in range(20):
+            age, sex = random.normal(60, 10), "" if row == 5 else "fmx"[random.integers(2 + place)]
+            shown = "" if row % 6 == 0 else repr(age)
+            rows.append(f"{sex},{shown},{1 + row % 3},{('no', 'yes')[place * int(age > 58)]}")
+        (folder / f"{site}.csv").write_text("\n".join(rows) + "\n")
+
+
+def test_a_table_by_a_schema_comes_through_kills(nursery: Nursery, tmp_path: Path) -> None:
+    """With keys, TLS, gaps and weights; a node is killed, and then the server."""
+    tables(tmp_path / "tables")
+    (tmp_path / "experiment.toml").write_text(EXPERIMENT)
+    keys, address = tmp_path / "keys", f"127.0.0.1:{free_port()}"
+    assert nursery.start("keys", keys, "--host", "127.0.0.1", "--nodes", ",".join(SITES)).wait() == 0
+    safe = ("--tls", keys / "server.crt", keys / "server.key", keys / "ca.crt", "--nodes", keys / "nodes.pub")
+    options = ("--listen", address, *safe, "--quorum", 2)
+
+    def join(site: str) -> Child:
+        own = ("--key", keys / f"{site}.key", "--ca", keys / "ca.crt", "--state", tmp_path / "state" / site)
+        return nursery.start("join", address, "--data", tmp_path / "tables" / f"{site}.csv", *own)
+
+    server = nursery.start("serve", tmp_path / "experiment.toml", *options, "--out", tmp_path / "run")
+    nodes = {site: join(site) for site in SITES}
+    words = [f"data.path={tmp_path / 'tables'}"]
+    execute(load(tmp_path / "experiment.toml", words), out=tmp_path / "simulated")
+    nodes["oslo"].wait_for("round 2")
+    nodes["oslo"].kill()
+    nodes["oslo"] = join("oslo")
+    nodes["oslo"].wait_for("round 4")
+    server.kill()
+    server = nursery.start("serve", "--resume", tmp_path / "run", *options)
+    assert server.wait() == 0, server.output
+    for node in nodes.values():
+        assert node.wait() == 0, node.output
+    expected, found = (load_file(tmp_path / run / "models.safetensors") for run in ("simulated", "run"))
+    assert found.keys() <= expected.keys()  # personal models stay at the nodes
+    torch.testing.assert_close(found["server.w"], expected["server.w"], rtol=1e-5, atol=1e-6)
+    columns = [load(tmp_path / run / "config.toml").columns for run in ("simulated", "run")]
+    assert columns[0] == columns[1]
+    assert columns[0][1].values == ("f", "m", "x")

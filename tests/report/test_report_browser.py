@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from report_runs import NAMES, everything
 
+from browser import Browser, browser, needs_browser
 from sartor.report import write_report
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 MARKS = {
     "accuracy": ".scatterlayer .points path",
     "loss": ".scatterlayer .points path",
@@ -39,76 +23,14 @@ MARKS = {
     "arrivals": ".barlayer .point path",
 }
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        CHROMIUM is None or DRIVER is None,
-        reason="needs a Chromium and its driver (Debian: apt-get install chromium chromium-driver)",
-    ),
-]
-
-
-class Browser:
-    """A page in headless Chromium."""
-
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
-
-    def open(self, page: Path, width: int = 1280, scheme: str = "light") -> None:
-        self.size(width)
-        self.scheme(scheme)
-        self.driver.get(page.as_uri())
-        self.until(lambda: self.run("return document.documentElement.dataset.drawn") == "yes")
-
-    def size(self, width: int) -> None:
-        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-    def scheme(self, scheme: str) -> None:
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-
-    def run(self, script: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(script, *arguments)
-
-    def find(self, selector: str) -> Any:
-        return self.driver.find_element("css selector", selector)
-
-    def count(self, selector: str) -> int:
-        return len(self.driver.find_elements("css selector", selector))
-
-    def texts(self, selector: str) -> list[str]:
-        script = "return [...document.querySelectorAll(arguments[0])].map((element) => element.textContent)"
-        return list(self.run(script, selector))
-
-    def until(self, holds: Callable[[], bool], seconds: float = 120) -> None:
-        end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, "the page did not come to that"
-            time.sleep(0.05)
+pytestmark = [pytest.mark.slow, needs_browser]
+__all__ = ["browser"]
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     return write_report(everything(folder / "runs"), folder / "report.html")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
-    try:
-        yield Browser(driver)
-    finally:
-        driver.quit()
 
 
 def test_every_figure_is_drawn_without_an_error_and_without_the_network(browser: Browser, page: Path) -> None:

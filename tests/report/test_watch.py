@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report_browser import CHROMIUM, DRIVER, Browser, browser
 from typer.testing import CliRunner
 
 import sartor
+from browser import Browser, browser, needs_browser
 from sartor.commands.main import app
 from sartor.errors import SartorError
 from sartor.report.watch import Watch, page, run_state, state_of
@@ -169,10 +169,7 @@ def test_a_comparison_says_how_long_it_will_take(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="needs a Chromium and its driver (Debian: apt-get install chromium chromium-driver)",
-)
+@needs_browser
 def test_a_browser_shows_the_runs_and_follows_them(browser: Browser, watch: Watch, tmp_path: Path) -> None:
     browser.driver.get(watch.address)
     browser.until(lambda: browser.run("return document.documentElement.dataset.drawn") == "yes")

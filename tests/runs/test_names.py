@@ -54,7 +54,12 @@ def test_a_wrong_name_or_number_is_one_message(result: sartor.Result) -> None:
 
 def test_labels_that_no_two_clients_share_are_questioned(caplog: pytest.LogCaptureFixture) -> None:
     y = torch.arange(30) % 2
-    from_clients({"a": (X, y), "b": (X, y), "c": (X, y + 5)})
+    from_clients({"a": (X, y), "b": (X, y + 1), "c": (X, y + 2)})  # c's lead to a's by way of b's
+    from_clients({"a": (X, y), "b": (X, 0 * y)})
+    from_clients({"a": (X, 0 * y), "b": (X, 0 * y + 1)})  # one class each: nothing is to be compared
     assert not caplog.records
+    told = "has the labels '0', '1', {} has '5', '6', and no client leads from the ones to the others"
     from_clients({"a": (X, y), "b": (X, y + 5)})
-    assert "no two clients share a label (a has '0', '1', b has '5', '6')" in caplog.text
+    assert told.format("b") in caplog.text
+    from_clients({"a": (X, y), "b": (X, y), "c": (X, y + 5)})
+    assert told.format("c") in caplog.text

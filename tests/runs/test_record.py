@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flower_processes import Nursery
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers import PATIENCE, process
 from sartor.data.partitions import Partition, make_partition
 from sartor.errors import SartorError
 from sartor.runs.experiment import fingerprint, from_mapping, to_mapping
@@ -107,22 +106,12 @@ def test_a_path_that_is_a_file_or_below_one_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
-    code = (
-        "import sys; from sartor.runs.record import RunFolder; from sartor.errors import SartorError\n"
-        "from sartor.runs.experiment import from_mapping\n"
-        "experiment = from_mapping({}); sys.stdin.readline()\n"
-        "try: RunFolder.create(sys.argv[1], experiment)\n"
-        "except SartorError: sys.exit(2)\n"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    with process(command, stdin=subprocess.PIPE) as one, process(command, stdin=subprocess.PIPE) as other:
-        for each in (one, other):
-            assert each.stdin is not None
-            each.stdin.write("go\n")
-            each.stdin.flush()
-        for each in (one, other):
-            each.communicate(timeout=PATIENCE)
-    assert sorted([one.returncode, other.returncode]) == [0, 2]
+    nursery = Nursery(tmp_path)
+    words = ("run", "fedavg", "--rounds", 1, "--clients", 2, "--out", tmp_path / "run")
+    runs = [nursery.start(*words) for _ in range(3)]
+    ended = sorted(run.wait() for run in runs)
+    nursery.close()
+    assert ended == [0, 2, 2], [run.output for run in runs]
 
 
 def test_a_folder_taken_in_the_very_last_moment_is_refused(

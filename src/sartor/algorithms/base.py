@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin
 import numpy as np
 from torch import Tensor
 
-from sartor.client.local import refuse
+from sartor.client.local import Batches, refuse
 from sartor.client.settings import Local
 from sartor.errors import SartorError
 from sartor.extensions import Registry
@@ -23,6 +23,11 @@ from sartor.federation.exchange import Call
 from sartor.federation.federation import Federation
 from sartor.federation.functions import admit
 from sartor.settings import build, setting
+
+SEES_SAMPLES = "its clients go through samples as they are, besides the gradients of training"
+MORE_THAN_SAMPLES = "its loss is not a sample's own alone"
+TRAINS_FOR_EVALUATION = "it trains models for evaluation, outside its rounds"
+ASKS_EVERYONE = "it asks all clients, whom no draw hides"
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,15 @@ class Algorithm(ABC, Generic[H, S]):
     """Keys of ``[local]`` with which it would not be what it is, each with the reason; see ``refuse``."""
     sums_only: ClassVar[bool] = False
     """Whether the server needs nothing of the replies but sums weighted by what it knows of the clients."""
+    unprotected: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Modes of ``[privacy]`` under which it has no guarantee, each with the reason; ``central`` needs
+    ``sums_only`` besides."""
+    reduces: ClassVar[str] = "means"
+    """What ``[aggregate]`` finds in it: ``means``; ``rows``, where the server goes by each reply, so that a
+    rule can only say which are used; or ``nothing``.
+    """
+    gradients_a_step: ClassVar[int] = 1
+    """How many gradients a local step takes; see :meth:`gradients`."""
     Hyper: ClassVar[type] = Hyper
     """The dataclass of the hyper-parameters, as the class's first argument has it."""
     _arguments: ClassVar[tuple[Any, ...]]
@@ -119,6 +133,15 @@ class Algorithm(ABC, Generic[H, S]):
         """Refuse local settings with which it would not be what it is."""
         for key, why in self.refuses:
             refuse(local, self.name, why, key)
+
+    def exchanges(self) -> int:
+        """How often a round asks its cohort for something that is sent; the cost of privacy goes by it."""
+        return 1
+
+    def gradients(self, local: Local, n: Any) -> Any:
+        """How many gradients a client with n samples takes in a round, at most; for privacy of samples."""
+        steps = Batches("train", local.batch, local.most_epochs, local.steps).count(n)
+        return self.gradients_a_step * steps
 
     def start(self, federation: Federation) -> S:
         """The server's first state; declares the clients' states."""

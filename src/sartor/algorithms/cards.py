@@ -13,6 +13,7 @@ from typing import Any
 
 from sartor.algorithms.base import Algorithm, registered
 from sartor.errors import SettingError
+from sartor.privacy.settings import MODES as MODES_OF_PRIVACY
 from sartor.settings import meaning, unknown
 
 MODELS = ("shared", "personal", "both")
@@ -44,6 +45,8 @@ class Card:
     """Whether clients must have validation data."""
     sums_only: bool
     """Whether the server needs nothing of the replies but weighted sums, as secure aggregation gives them."""
+    private: tuple[str, ...]
+    """The modes of ``[privacy]`` with which it has a guarantee."""
 
     @property
     def stateless(self) -> bool:
@@ -73,7 +76,26 @@ def card(name: str) -> Card:
         _dispatches(cls),
         cls.needs_validation,
         cls.sums_only,
+        tuple(mode for mode in MODES_OF_PRIVACY if why_unprotected(cls, mode) is None),
     )
+
+
+def why_unprotected(cls: type[Algorithm[Any, Any]], mode: str) -> str | None:
+    """Why a method has no guarantee under a mode of ``[privacy]``; None where it has one.
+
+    >>> why_unprotected(registered()["spfl"], "central")
+    'its server needs more of the replies than their sum'
+    """
+    for refused, why in cls.unprotected:
+        if refused == mode:
+            return why
+    if not cls.deployable:
+        return "it has the data of all clients in one place"
+    if mode == "central" and not cls.sums_only:
+        return "its server needs more of the replies than their sum"
+    if mode == "central" and _dispatches(cls):
+        return "its clients answer when they are done, and are no cohort that was drawn"
+    return None
 
 
 def cards(
@@ -85,18 +107,22 @@ def cards(
     asynchronous: bool | None = None,
     needs_validation: bool | None = None,
     sums_only: bool | None = None,
+    private: str | None = None,
     sort: str = "name",
 ) -> list[Card]:
     """The cards of all methods that fit, sorted by one of their fields; what is None does not matter.
 
     ``family`` may be part of a family's name. ``models`` is "shared", "personal" or "both"; methods that give
-    both are among the shared and among the personal ones. ``years`` are the first and the last.
+    both are among the shared and among the personal ones. ``years`` are the first and the last. ``private``
+    is a mode of ``[privacy]``.
 
     >>> [found.name for found in cards(models="personal", sums_only=True, years=(2019, 2019), sort="sent")]
     ['fedper', 'fedupdate']
     """
     if models is not None and models not in MODELS:
         raise unknown("models", models, MODELS, what="name")
+    if private is not None and private not in MODES_OF_PRIVACY:
+        raise unknown("private", private, MODES_OF_PRIVACY, what="name")
     known = [field.name for field in fields(Card)]
     if sort not in known:
         raise unknown("sort", sort, known, what="name")
@@ -111,6 +137,7 @@ def cards(
         for one in map(card, sorted(registered()))
         if (family is None or family in one.family)
         and (models is None or one.models in (models, "both"))
+        and (private is None or private in one.private)
         and _within(one.year, years)
         and all(value is None or getattr(one, key) is value for key, value in wanted.items())
     ]

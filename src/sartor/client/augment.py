@@ -170,11 +170,14 @@ class MixUp(Augmentation):
         def mixed(leaf: Tensor) -> Tensor:
             return share.to(leaf.dtype) * leaf + (1 - share).to(leaf.dtype) * leaf[other]
 
-        shares = share.expand(length)
+        shares, importance = share.expand(length), batch.importance
+        if importance is not None:  # each of the two losses counts as much as its sample does
+            one, importance = shares * importance, mixed(importance)
+            shares = torch.where(importance > 0, one / importance, shares)
         if batch.weight is not None:
             shares = shares.to(batch.weight.dtype)
-        x = nests.mapped(mixed, batch.x)
-        return batch._replace(x=x, y=Mixed(batch.y, nests.rows(batch.y, other), shares))
+        x, y = nests.mapped(mixed, batch.x), Mixed(batch.y, nests.rows(batch.y, other), shares)
+        return batch._replace(x=x, y=y, importance=importance)
 
 
 POINTS = 512

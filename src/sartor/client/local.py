@@ -9,7 +9,7 @@ or a step of many clients at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from sartor import random
 from sartor.client.augment import MixUp, augmented
+from sartor.client.hidden import Covered, SampleNoise, noised_gradient, unseen
 from sartor.client.law import Law
 from sartor.client.steps import kept, optimizer_of, parts
-from sartor.errors import SettingError
+from sartor.errors import SartorError, SettingError
 from sartor.model.task import Batch, Change, Frozen, LossAndPass, Pass, Penalty, Task
 from sartor.nests import Nest
 from sartor.settings import shown
@@ -52,6 +53,8 @@ class Batches:
     law: Law | None = None
     augmented: bool = False
     """Whether ``local.augment`` is for them."""
+    anew: bool = False
+    """Whether each is drawn anew among all samples, rather than all of them in turn."""
 
     def width(self, most: int) -> int:
         """Samples per batch, where the largest client has ``most``."""
@@ -60,6 +63,10 @@ class Batches:
     def per_epoch(self, n: Any, width: int) -> Any:
         """Batches of one pass over n samples; for integers, arrays and tensors."""
         return (n + width - 1) // width
+
+    def in_turn(self, n: Any, width: int) -> Any:
+        """Batches after which samples come again: those of a pass, or one where each is drawn anew."""
+        return 1 + 0 * n if self.anew else self.per_epoch(n, width)
 
     def count(self, n: Any, epochs: Any = None) -> Any:
         """Steps that a client with n samples takes: none without samples. ``epochs`` are those drawn."""
@@ -104,6 +111,7 @@ class Client:
         evaluation_batch: int,
         most: dict[str, int],
         seed: int | Tensor = 0,
+        noise: SampleNoise | None = None,
     ) -> None:
         self.task = task
         self.local = local
@@ -117,6 +125,12 @@ class Client:
         self._most = most
         """Of each split, the most samples that a client has which runs in one batch with this one."""
         self._seed = seed
+        self._noise = noise
+        self.watched = False
+        """Whether what it does is told, so that only noised gradients may see its training samples."""
+        self.gradients = torch.zeros_like(counts["train"])
+        """How many noised gradients were taken."""
+        self._descents = 0
 
     @property
     def n(self) -> Tensor:
@@ -132,7 +146,7 @@ class Client:
     def grad(
         self,
         w: Tensor,
-        batch: Batch,
+        batch: Batch | Covered,
         *,
         track: bool = True,
         penalty: Penalty | None = None,
@@ -145,12 +159,21 @@ class Client:
         with one number per sample, is added to the loss. ``frozen`` says of a module's path whether it is
         as in evaluation. ``change`` is applied to the features before the head gets them.
         """
+        if isinstance(batch, Covered):
+            if penalty is not None or change is not None:
+                raise unseen("adds a term of its own to the loss of a batch")
+            return self._noised(w, batch, frozen)
         gradient, after = self.task.grad_and_buffers(
             w, batch, self.buffers, self._frozen or frozen, penalty, change
         )
         if track:
             self.buffers = after
         return gradient
+
+    def _noised(self, w: Tensor, batch: Covered, frozen: Frozen) -> Tensor:
+        """The gradient of the mean loss, each sample's clipped, and noise; counted by the batch."""
+        assert self._noise is not None
+        return noised_gradient(self.task, w, batch, self.buffers, self._frozen or frozen, self._noise)
 
     def forward(self, w: Tensor, batch: Batch, change: Change | None = None) -> Pass:
         """A pass in training mode, for losses of a method's own; see :meth:`differentiate`."""
@@ -171,13 +194,19 @@ class Client:
     def scan(self, body: Callable[[Carry, Batch], Carry], carry: Carry, batches: Batches) -> Carry:
         """``carry = body(carry, batch)`` over the batches.
 
-        ``carry`` is a tensor or a tuple or dict of tensors.
+        ``carry`` is a tensor or a tuple or dict of tensors; the body returns one of the same form.
         """
+        own = batches.split in ("train", "union") or (self.watched and batches.split != "public")
+        if self._noise is not None and own and not batches.anew:
+            raise unseen(f"goes through the {batches.split} samples as they are")
 
-        def of_augmented(carry: Carry, batch: Batch) -> Carry:
-            return body(carry, augmented(self.local.augment, batch, batches.stream))
+        def step(carry: Carry, batch: Batch) -> Carry:
+            if batches.augmented:
+                batch = augmented(self.local.augment, batch, batches.stream)
+            after: Carry = _of_form(carry, body(carry, batch))
+            return after
 
-        result: Carry = self._scan(self, of_augmented if batches.augmented else body, carry, batches)
+        result: Carry = self._scan(self, step, carry, batches)
         return result
 
     def mean(self, quantity: Callable[[Batch], Tensor], like: Tensor, split: str = "train") -> Tensor:
@@ -388,10 +417,17 @@ class Client:
         """
         local, rate = self.local, self.rate(lr)
         batches = self.batches(epochs=epochs, steps=steps, stream=stream, split=split, times=times)
+        descent, self._descents = self._descents, self._descents + 1
+        if self._noise is not None:
+            if not self.watched:
+                raise unseen("trains models for evaluation, outside its rounds")
+            batches = replace(batches, anew=True)
         optimizer, schedule = optimizer_of(local, apart), local.steps_schedule
         carry: dict[str, Any] = {"w": w, "slots": optimizer.init(w), "memory": memory}
         if self.buffers is not None:
             carry["buffers"] = self.buffers
+        if self._noise is not None:
+            carry["gradients"] = self.gradients
         if schedule is not None:
             carry["step"] = torch.zeros_like(self.n)
             length = (
@@ -401,8 +437,9 @@ class Client:
         def body(carry: dict[str, Any], batch: Batch) -> dict[str, Any]:
             w_k, slots, memory = carry["w"], carry["slots"], carry["memory"]
             self.buffers, after = carry.get("buffers"), {}
+            seen: Any = batch if self._noise is None else Covered(batch, descent)
             for update in range(updates):
-                g, memory = self._averaged(direction, w_k, batch, memory)
+                g, memory = self._averaged(direction, w_k, seen, memory)
                 if only is not None and local.clip:  # what does not move has no part in the norm
                     g = torch.where(only, g, 0)
                 step, slots = optimizer.update(g, slots, w_k)
@@ -415,10 +452,13 @@ class Client:
                 after["step"] = carry["step"] + updates
             if self.buffers is not None:
                 after["buffers"] = self.buffers
+            if isinstance(seen, Covered):
+                after["gradients"] = carry["gradients"] + seen.taken
             return {"w": w_k, "slots": slots, "memory": memory, **after}
 
         carry = self.scan(body, carry, batches)
         self.buffers = carry.get("buffers")
+        self.gradients = carry.get("gradients", self.gradients)
         return carry["w"], carry["memory"]
 
     def _averaged(
@@ -445,6 +485,28 @@ class Client:
             total = g if total is None else total + g
         assert total is not None  # as a batch has at least one part
         return total, memory
+
+
+def _of_form(given: Any, found: Any) -> Any:
+    """What a scan's body returned, with dicts in the order of what it was given; another form is refused."""
+    if isinstance(given, dict) and isinstance(found, dict) and given.keys() == found.keys():
+        return {name: _of_form(given[name], found[name]) for name in given}
+    if isinstance(given, (tuple, list)) and type(given) is type(found) and len(given) == len(found):
+        inner = [_of_form(one, other) for one, other in zip(given, found, strict=True)]
+        return type(given)(*inner) if hasattr(given, "_fields") else type(given)(inner)
+    if isinstance(given, (dict, tuple, list)) or isinstance(found, (dict, tuple, list)):
+        raise SartorError(
+            f"scan: its body was given {_form(given)} and returned {_form(found)}; it returns the same form"
+        )
+    return found
+
+
+def _form(carry: Any) -> str:
+    if isinstance(carry, dict):
+        return f"a dict of {', '.join(map(str, carry))}"
+    if isinstance(carry, (tuple, list)):
+        return f"a {type(carry).__name__} of {len(carry)}"
+    return "a tensor" if isinstance(carry, Tensor) else type(carry).__name__
 
 
 def require_plain_sgd(local: Local, method: str, *, weight_decay: bool = True) -> None:

@@ -56,7 +56,8 @@ def parts(batch: Batch, size: int) -> list[tuple[Tensor | float, Batch]]:
             whole, weight = weight.sum(), weight[rows]
             share = weight.sum() / whole
             weight = torch.where(share > 0, weight, 1.0)
-        found.append((share, Batch(x, y, weight, key)))
+        importance = None if batch.importance is None else batch.importance[rows]
+        found.append((share, Batch(x, y, weight, key, importance)))
     return found
 
 

@@ -38,6 +38,9 @@ def algorithms(
     sums: Annotated[
         Choice, _only("--sums/--rows", "Whose server needs only weighted sums (secure aggregation), or more.")
     ] = None,
+    private: Annotated[
+        str | None, _only("--private", "With a guarantee under [privacy]: central, local or samples.")
+    ] = None,
     sort: Annotated[str, _only("--sort", "By a column, as in year or sent.")] = "name",
     imports: Imports = None,
     as_json: AsJson = False,
@@ -62,6 +65,7 @@ def algorithms(
         "asynchronous": asynchronous,
         "needs_validation": validation,
         "sums_only": sums,
+        "private": private,
     }
     given = {key: value for key, value in wanted.items() if value is not None}
     if name is None:
@@ -111,4 +115,5 @@ def also(one: Card) -> str:
         "needs validation data": one.needs_validation,
         "sums only": one.sums_only,
     }
-    return ", ".join(word for word, true in words.items() if true)
+    known = [word for word, true in words.items() if true]
+    return ", ".join([*known, *(["private: " + " ".join(one.private)] if one.private else [])])

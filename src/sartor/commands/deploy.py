@@ -178,6 +178,14 @@ def join(
             show_default=False,
         ),
     ] = None,
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Misbehave, to test a federation: name=sign-flip, and settings of it, an option each.",
+            show_default=False,
+        ),
+    ] = None,
     imports: Imports = None,
 ) -> None:
     """Take part in a federation with the data and the personal models of this machine, which stay here.
@@ -187,6 +195,7 @@ def join(
     from sartor.remote.join import join as join_server
     from sartor.remote.join import loader
     from sartor.remote.policy import node_policy
+    from sartor.runs.experiment import read_attack
 
     logging.basicConfig(format="sartor: %(message)s", level=logging.WARNING, stream=sys.stderr)
     if device not in ("cpu", "cuda"):
@@ -205,6 +214,7 @@ def join(
         patience=patience,
         device=device,
         policy=agreed,
+        attack=read_attack(attack),
         show=lambda text: print(f"sartor: {text}", file=sys.stderr, flush=True),
     )
 

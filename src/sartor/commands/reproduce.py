@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sartor.studies.reproduction import Entry, Reproduction
 
 
-class Scale(str, Enum):
+class Scale(StrEnum):
     """The setting that is run."""
 
     small = "small"

@@ -97,8 +97,19 @@ def print_result(summary: dict[str, Any]) -> None:
     size = f"{summary['clients']} clients, {summary['rounds']} rounds, {summary['seconds']:.1f} s"
     traffic = f"{summary['bytes_down']:,} bytes down, {summary['bytes_up']:,} bytes up"
     print(f"{summary['algorithm']} on {summary['data']}: {size}, {traffic}")
+    if summary.get("privacy"):
+        print(_private(summary["privacy"]))
     if summary.get("stopped"):
         print(f"stopped after round {summary['stopped']['round']}: {summary['stopped']['reason']}")
+
+
+def _private(told: dict[str, Any]) -> str:
+    """What privacy costs or has cost, and for whom."""
+    hidden = "a client" if told["mode"] != "samples" else "a sample"
+    whom = f"{hidden} more or less" if told["neighbours"] == "add-remove" else f"{hidden} replaced"
+    spent = "no bound on ε" if told["epsilon"] is None else f"ε = {told['epsilon']:.4g}"
+    noise = f"noise {told['noise']:.4g}, clip {told['clip']:g}"
+    return f"{told['mode']} privacy: {spent} at δ = {told['delta']:g} for {whom} ({noise})"
 
 
 def print_cells(summary: dict[str, Any]) -> None:
@@ -149,6 +160,8 @@ def _print_cost(cost: dict[str, Any]) -> None:
         ("an evaluation", times["seconds_per_evaluation"]),
         ("the run", f"about {times['seconds']} ({_where(cost)})"),
     ]
+    if cost["privacy"]:
+        rows.append(("privacy", _private(cost["privacy"])))
     print_table(("", ""), rows)
     if cost["measured_clients"] < cost["clients"]:
         print(f"drawn out from one round with {cost['measured_clients']} clients")

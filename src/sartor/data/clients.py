@@ -27,7 +27,7 @@ from sartor.data.apportion import cut
 from sartor.data.labels import check_labels, listed, other_kind, texts_of
 from sartor.data.moments import Moments, moments_of
 from sartor.data.preprocessing import NumberColumns, Preprocessing
-from sartor.data.samples import TARGETS, inputs_of, is_class, number_of_classes, targets_of
+from sartor.data.samples import TARGETS, array_of, inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.streams import stream
 from sartor.errors import DataError
 from sartor.nests import Nest
@@ -44,8 +44,9 @@ PIECE = 1 << 20
 """Clients whose numbers of samples are hashed at a time."""
 POOLED_CLIENTS = 100
 """Lazy clients whose test samples are the pooled test set where none is given."""
-Samples: TypeAlias = "tuple[Any, Any]"
-"""The samples of one client as ``(x, y)``: arrays, tensors, or tuples and dicts of such."""
+Samples: TypeAlias = "tuple[Any, Any] | tuple[Any, Any, Any]"
+"""The samples of one client as ``(x, y)``: arrays, tensors, or tuples and dicts of such; perhaps with their
+weights, ``(x, y, weight)``."""
 Pair: TypeAlias = "tuple[Nest, Nest]"
 """Those that were read: inputs and targets as nests of tensors."""
 Change: TypeAlias = "Callable[[Nest], Nest]"
@@ -59,6 +60,8 @@ class Split:
     y: Nest
     start: np.ndarray
     count: np.ndarray
+    weight: torch.Tensor | None = None
+    """How much each sample counts in training, 1 on average over each client's; None: all the same."""
 
     def of(self, client: int) -> Pair:
         """The samples of one client, as views."""
@@ -68,7 +71,8 @@ class Split:
     def to(self, device: torch.device | str) -> Split:
         """The same samples on a device."""
         x, y = nests.mapped(lambda leaf: leaf.to(device), (self.x, self.y))
-        return dataclasses.replace(self, x=x, y=y)
+        weight = None if self.weight is None else self.weight.to(device)
+        return dataclasses.replace(self, x=x, y=y, weight=weight)
 
     def map(self, function: Change, targets: Change | None = None) -> Split:
         """The same samples with a function applied to ``x``, and perhaps another to ``y``."""
@@ -98,7 +102,7 @@ class LazySplit(Split):
     Samples of client ``i`` are ``count[i]`` from ``start[i]`` on of what is fetched for it.
     """
 
-    fetch: Callable[[int], Pair]
+    fetch: Callable[[int], Pair] = field(kw_only=True)
 
     def of(self, client: int) -> Pair:
         """The samples of one client, fetched or remembered."""
@@ -235,6 +239,7 @@ def from_clients(
     on and one to train on. ``x`` is an array, or arrays in tuples and dicts; types are kept. ``targets`` says
     what ``y`` is (:mod:`sartor.data.samples`): by default one class per sample, a whole number from 0 or a
     text. Texts are numbered in alphabetical order, or as in ``labels``, outside which there is none then.
+    ``(x, y, weight)`` says how much each sample counts in training, compared to others of its client.
 
     >>> x, y = np.eye(10), np.arange(10) % 2
     >>> data = from_clients({"north": (x, y), "south": (x[:5], y[:5])})
@@ -259,8 +264,9 @@ def from_clients(
     if len(set(names)) < len(names):
         raise DataError(f"{name}: two clients have the same name")
     found = _text_labels(clients) if targets in ("class", "any") else None
+    weights: list[tuple[torch.Tensor | None, int]] = []
     for client, given in zip(names, clients.values(), strict=True):
-        own = _splits_of(client, given, targets, found)
+        own, weight = _splits_of(client, given, targets, found)
         for split, fraction in (("test", test_fraction), ("validation", validation_fraction)):
             if split not in own and (fraction > 0 or split == "test"):
                 x, y = own["train"]
@@ -268,6 +274,8 @@ def from_clients(
                 strata = y.numpy() if is_class(y) else np.zeros(len(rows), np.int64)
                 kept, taken = cut(rows, strata, fraction, stream(seed, "cut", split, client))
                 own["train"], own[split] = nests.rows((x, y), kept), nests.rows((x, y), taken)
+                weight = None if weight is None else weight[kept]
+        weights.append((_relative(weight, client), nests.length(own["train"][1])))
         for split, samples in own.items():
             parts[split].append(samples)
     _check_shapes(names, parts)
@@ -276,26 +284,31 @@ def from_clients(
             f"{name}: {len(parts['validation'])} of {len(names)} clients have a validation split; "
             "give one to every client, or set validation_fraction to draw the missing ones"
         )
-    data = gather(names, parts, targets=targets, labels=found, name=name)
+    data = gather(names, parts, targets=targets, labels=found, name=name, weight=joined_weights(weights))
     _question_labels(data)
     return data if labels is None else relabel(data, labels)
 
 
 def _question_labels(data: ClientData) -> None:
-    """Say so where no two clients have a label in common: then they may not mean the same by them."""
+    """Say so where clients fall apart into groups without a label in common, which may mean other things."""
     if data.clients < 2 or data.classes is None or not is_class(data.train.y):
         return
     held = [set(data.train.of(client)[1].tolist()) for client in range(data.clients)]
-    if sum(map(len, held)) > len(set().union(*held)) or max(map(len, held)) < 2:
+    mine = set(held[0])
+    for _ in held:  # all labels that lead from client to client to those of the first
+        mine = mine.union(*(own for own in held if own & mine))
+    other = next((client for client, own in enumerate(held) if not own & mine), None)
+    if other is None or max(map(len, held)) < 2:
         return
-    words = [[data.labels[label] if data.labels else str(label) for label in sorted(own)] for own in held[:2]]
+    words = [
+        listed([data.labels[label] if data.labels else str(label) for label in sorted(held[client])])
+        for client in (0, other)
+    ]
     log.warning(
-        "%s: no two clients share a label (%s has %s, %s has %s); are labels the same at all of them?",
+        "%s: %s has the labels %s, %s has %s, and no client leads from the ones to the others; do labels "
+        "mean the same at all clients?",
         data.name,
-        data.names[0],
-        listed(words[0]),
-        data.names[1],
-        listed(words[1]),
+        *(data.names[0], words[0], data.names[other], words[1]),
     )
 
 
@@ -347,7 +360,7 @@ def lazy_clients(
     first = int(np.argmax(counts["train"] > 0))
 
     def split_of(split: str) -> LazySplit:
-        shown = LazySplit(*source(first), starts[split], counts[split], source)
+        shown = LazySplit(*source(first), starts[split], counts[split], fetch=source)
         x, y = shown.of(first)
         return dataclasses.replace(shown, x=x, y=y)
 
@@ -486,7 +499,8 @@ def _sum(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Their sum, which takes no memory where each is one number for all."""
     if first.strides == second.strides == (0,):
         return np.broadcast_to(first[:1] + second[:1], first.shape)
-    return np.add(first, second)
+    total: np.ndarray = first + second
+    return total
 
 
 def gather(
@@ -496,9 +510,11 @@ def gather(
     targets: str,
     labels: tuple[str, ...] | None,
     name: str,
+    weight: torch.Tensor | None = None,
 ) -> ClientData:
     """Client data from checked tensors, a pair per client and split; the pooled test set is theirs."""
     splits = _one_type({split: _concatenate(parts[split]) for split in SPLITS if parts[split]})
+    splits["train"] = dataclasses.replace(splits["train"], weight=weight)
     if not nests.length(splits["test"].y):
         raise DataError(f"{name}: no client has a test sample; give each client at least two samples")
     classes = None if labels is None else len(labels)
@@ -598,8 +614,8 @@ def check_fraction(name: str, fraction: float) -> None:
 
 def _splits_of(
     client: str, given: Samples | Mapping[str, Samples], targets: str, labels: tuple[str, ...] | None
-) -> dict[str, Pair]:
-    """The given splits of one client as checked tensors."""
+) -> tuple[dict[str, Pair], torch.Tensor | None]:
+    """The given splits of one client as checked tensors, and the weights of its training samples."""
     if not isinstance(given, Mapping):
         given = {"train": given}
     unknown = set(given) - set(SPLITS)
@@ -607,11 +623,11 @@ def _splits_of(
         raise DataError(
             f"client {client}: expected the splits train, test, validation, got {', '.join(map(str, given))}"
         )
-    own = {}
+    own, weight = {}, None
     for split, samples in given.items():
         where = f"client {client}, {split}"
-        if not isinstance(samples, (tuple, list)) or len(samples) != 2:
-            raise DataError(f"{where}: expected (x, y)")
+        if not isinstance(samples, (tuple, list)) or len(samples) not in (2, 3):
+            raise DataError(f"{where}: expected (x, y), or (x, y, weight)")
         x, y = inputs_of(samples[0], where), targets_of(samples[1], where, targets, labels)
         in_x, in_y = nests.length(x), nests.length(y)
         if in_x != in_y:
@@ -619,7 +635,44 @@ def _splits_of(
         if in_x == 0:
             raise DataError(f"{where}: no samples; leave the client out or give it data")
         own[split] = (x, y)
-    return own
+        if len(samples) == 3:
+            found = _weights_of(samples[2], in_x, where)
+            weight = found if split == "train" else weight
+    return own, weight
+
+
+def _weights_of(values: Any, samples: int, where: str) -> torch.Tensor:
+    """Weights of samples as numbers from 0."""
+    weight = torch.from_numpy(array_of(values, where, "weight").astype(np.float64))
+    if weight.shape != (samples,):
+        raise DataError(
+            f"{where}: weight has shape {tuple(weight.shape)}, expected one for {samples} samples"
+        )
+    wrong = ~(weight.isfinite() & (weight >= 0))
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise DataError(f"{where}: the weight of sample {row} is {float(weight[row])}; it is 0 or more")
+    return weight
+
+
+def _relative(weight: torch.Tensor | None, client: str) -> torch.Tensor | None:
+    """Weights that are 1 on average, exactly where all are the same; None where they are not given."""
+    if weight is None or not len(weight):
+        return weight
+    if not weight.any():
+        raise DataError(f"client {client}, train: all weights are 0; leave the client out")
+    # By the largest one first, as a sum of the largest numbers there are would be none.
+    weight = weight / weight.max()
+    return torch.ones_like(weight) if weight.min() == 1 else weight / weight.mean()
+
+
+def joined_weights(weights: Sequence[tuple[torch.Tensor | None, int]]) -> torch.Tensor | None:
+    """The weights of several samples one after the other, 1 where they have none; None: all are the same."""
+    if all(weight is None or bool((weight == 1).all()) for weight, _ in weights):
+        return None
+    return torch.cat(
+        [torch.ones(samples, dtype=torch.float64) if own is None else own for own, samples in weights]
+    )
 
 
 def _text_labels(clients: Mapping[str, Samples | Mapping[str, Samples]]) -> tuple[str, ...] | None:
@@ -629,7 +682,11 @@ def _text_labels(clients: Mapping[str, Samples | Mapping[str, Samples]]) -> tupl
         new: set[str] = set()
         for samples in given.values() if isinstance(given, Mapping) else (given,):
             # What is no pair of arrays is reported where the samples are read.
-            texts = texts_of(samples[1]) if isinstance(samples, (tuple, list)) and len(samples) == 2 else None
+            texts = (
+                texts_of(samples[1])
+                if isinstance(samples, (tuple, list)) and len(samples) in (2, 3)
+                else None
+            )
             if texts is not None:
                 new.update(np.unique(texts).tolist())
         try:
@@ -702,6 +759,8 @@ def _bytes_of(split: Split) -> Iterator[bytes]:
     yield split.count.astype("<i8").tobytes()
     yield from _leaf_bytes(split.y, "y")
     yield from _leaf_bytes(split.x, "x")
+    if split.weight is not None:
+        yield from _leaf_bytes(split.weight, "weight")
 
 
 def _leaf_bytes(nest: Nest, name: str) -> Iterator[bytes]:

@@ -43,9 +43,10 @@ def from_folder(
     """A folder with one npz file per client, named after it.
 
     A file holds ``x`` and ``y``, or ``train_x, train_y, test_x, test_y`` and perhaps ``validation_x,
-    validation_y``. A dict of arrays is written with its names behind a dot: ``x.input_ids``, ``x.length``;
-    a tuple with its places: ``x.0``, ``x.1``. What is not given is drawn as in
-    :func:`~sartor.data.clients.from_clients`, which has the other settings too.
+    validation_y``; beside them may be ``weight``, or ``train_weight``, of the training samples. A dict of
+    arrays is written with its names behind a dot: ``x.input_ids``, ``x.length``; a tuple with its places:
+    ``x.0``, ``x.1``. What is not given is drawn as in :func:`~sartor.data.clients.from_clients`, which has
+    the other settings too.
     """
     path = Path(path)
     files = sorted(path.glob("*.npz"))
@@ -66,8 +67,9 @@ def from_folder(
 def read_client(file: Path) -> Samples | Mapping[str, Samples]:
     """What an npz file holds of one client, as :func:`~sartor.data.clients.from_clients` takes it."""
     held = nested(read_npz(file))
-    if set(held) == {"x", "y"}:
-        return held["x"], held["y"]
+    if set(held) - {"weight"} == {"x", "y"}:
+        return tuple(held[part] for part in ("x", "y", "weight") if part in held)
+    weight = (held.pop("train_weight"),) if "train_weight" in held else ()
     known = {f"{split}_{part}" for split in SPLITS for part in "xy"}
     pairs = {split: (f"{split}_x", f"{split}_y") for split in SPLITS}
     given = {split: pair for split, pair in pairs.items() if set(pair) & set(held)}
@@ -80,7 +82,10 @@ def read_client(file: Path) -> Samples | Mapping[str, Samples]:
             f"{file}: expected the arrays x and y, or train_x, train_y, test_x, test_y and perhaps "
             f"validation_x, validation_y; it has {', '.join(held) or 'nothing'}"
         )
-    return {split: (held[x], held[y]) for split, (x, y) in given.items()}
+    return {
+        split: (held[x], held[y], *weight) if split == "train" else (held[x], held[y])
+        for split, (x, y) in given.items()
+    }
 
 
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:

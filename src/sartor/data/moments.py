@@ -24,14 +24,14 @@ class Moments:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Moments:
-        """The moments of some samples, as they are in float32."""
+        """The moments of some samples."""
         x = x.unsqueeze(1) if x.ndim == 1 else x
         flat = x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
         number = flat.shape[0] * flat.shape[2]
         chunks = torch.split(flat, 4096)
         nothing = torch.zeros(flat.shape[1], dtype=torch.float64)
-        mean = sum((chunk.float().double().sum(dim=(0, 2)) for chunk in chunks), nothing) / max(number, 1)
-        centred = ((chunk.float().double() - mean[:, None]).square().sum(dim=(0, 2)) for chunk in chunks)
+        mean = sum((chunk.double().sum(dim=(0, 2)) for chunk in chunks), nothing) / max(number, 1)
+        centred = ((chunk.double() - mean[:, None]).square().sum(dim=(0, 2)) for chunk in chunks)
         return cls(number, mean, sum(centred, nothing))
 
     def __add__(self, other: Moments) -> Moments:

@@ -65,14 +65,14 @@ class NumberColumns:
     >>> import pyarrow
     >>> NumberColumns(("b", "a")).samples({"a": pyarrow.array([1, 2]), "b": pyarrow.array([0.5, 1])}, "t")
     tensor([[0.5000, 1.0000],
-            [1.0000, 2.0000]])
+            [1.0000, 2.0000]], dtype=torch.float64)
     """
 
     kind: ClassVar[str] = "numbers"
     columns: tuple[str, ...]
 
     def samples(self, table: Columns, where: str) -> Nest:
-        """A row of float32 each."""
+        """A row of float64 each; a model's own type comes after all else."""
         for column in self.columns:
             check_column(table, column, where)
         return torch.from_numpy(
@@ -115,7 +115,7 @@ def _numbers(where: str, column: str, values: Any) -> npt.NDArray[Any]:
         raise DataError(
             f"{where}: column {column} does not hold numbers ({values.type}); leave it out of the features"
         )
-    return array.astype(np.float32)
+    return array.astype(np.float64)
 
 
 READERS: dict[str, type[TableReader]] = {reader.kind: reader for reader in (NumberColumns, TextColumn)}
@@ -152,8 +152,10 @@ class Preprocessing:
     def as_floats(self, x: Nest) -> Nest:
         """Samples with those leaves of whole numbers as floats that the model takes so."""
 
+        dtype: torch.dtype = getattr(torch, self.dtype or "float32")
+
         def changed(path: str, leaf: torch.Tensor) -> torch.Tensor:
-            return leaf.float() if path in self.numbers else leaf
+            return leaf.to(dtype) if path in self.numbers else leaf
 
         return nests.named(changed, x, "x") if self.numbers else x
 

@@ -25,7 +25,7 @@ NUMBERS = ("number", "date")
 TEXTS = ("category", "ordinal")
 FEATURES = (*NUMBERS, *TEXTS, "text")
 """Kinds of columns that a model sees."""
-ROLES = ("label", "client", "split")
+ROLES = ("label", "client", "split", "weight")
 """Kinds of columns of which there is one at most."""
 MISSING = {
     "number": ("refuse", "mean", "median"),

@@ -96,9 +96,10 @@ def from_schema(
     raw, owners = read_raw(path, columns, name)
     y = _targets(raw, columns, targets, labels, path)
     rows = {str(client): np.flatnonzero(owners == client) for client in np.unique(owners)}
-    split = role(columns, "split")
+    named = role(columns, "split"), role(columns, "weight")
+    split, weight = (None if name is None else raw[name] for name in named)
     clients: dict[str, Samples | Mapping[str, Samples]] = {
-        client: _split(mine, y, None if split is None else raw[split]) for client, mine in rows.items()
+        client: _split(mine, y, split, weight) for client, mine in rows.items()
     }
     data = from_clients(
         clients,
@@ -134,11 +135,13 @@ def prepared(data: ClientData) -> ClientData:
     """Clients of a table, with what all of them agree on learned from their training rows.
 
     >>> import csv
+    >>> from tempfile import mkdtemp
+    >>> path = Path(mkdtemp()) / "oslo.csv"
     >>> rows = [("sex", "age", "ill"), *[("f", 61, 0), ("m", 47, 1), ("f", "", 1)] * 4]
-    >>> with open("oslo.csv", "w", newline="") as file:
+    >>> with path.open("w", newline="") as file:
     ...     csv.writer(file).writerows(rows)
     >>> schema = {"sex": "category", "age": {"missing": "mean"}, "ill": "label"}
-    >>> data = prepared(from_schema("oslo.csv", schema))
+    >>> data = prepared(from_schema(path, schema))
     >>> data.names, data.columns[0].values, tuple(data.train.x.shape)
     (('oslo',), ('f', 'm'), (10, 4))
     """
@@ -169,7 +172,7 @@ class SchemaColumns:
     >>> reader = SchemaColumns(read_columns({"sex": {"kind": "category", "values": ["f", "m"]}}))
     >>> reader.samples({"sex": pyarrow.array(["m", "x"])}, "new")
     tensor([[0., 1., 0.],
-            [0., 0., 1.]])
+            [0., 0., 1.]], dtype=torch.float64)
     """
 
     kind: ClassVar[str] = "schema"
@@ -240,7 +243,7 @@ def encode(columns: Sequence[Column], raw: Mapping[str, npt.NDArray[Any]]) -> Ne
     made = [_numbers(column, raw) for column in features(columns)]
     indices = [_index(column, raw[column.name])[:, None] for column in numbered(columns)]
     rows = len(raw[features(columns)[0].name])
-    numbers = np.concatenate([np.zeros((rows, 0)), *made], axis=1).astype(np.float32)
+    numbers = np.concatenate([np.zeros((rows, 0)), *made], axis=1)
     categories = np.concatenate([np.zeros((rows, 0), np.int64), *indices], axis=1)
     return _nest(torch.from_numpy(numbers), torch.from_numpy(categories))
 
@@ -404,7 +407,7 @@ def read_columns_of(path: Path) -> dict[str, Any]:
 
 def _values(path: Path | str, column: Column, values: Any) -> dict[str, npt.NDArray[Any]]:
     """A column as the schema reads it; of a date whose parts are features, the seconds too."""
-    if column.kind == "number":
+    if column.kind in ("number", "weight"):
         return {column.name: as_numbers(path, column.name, values)}
     if column.kind == "date":
         seconds = as_seconds(path, column, values)
@@ -511,7 +514,7 @@ def _refuse_gaps(path: Path | str, column: Column, made: Mapping[str, npt.NDArra
         return
     row = int(np.argmax(gaps))
     where = f"{path}: column {column.name} has no value in row {row} (first row is 0)"
-    if column.kind in ("label", "split"):
+    if column.kind in ("label", "split", "weight"):
         raise DataError(f"{where}; every row needs one")
     raise DataError(f"{where}; say what fills gaps ({column.place}.missing), or leave the column out")
 
@@ -530,7 +533,7 @@ def _targets(
     texts = raw[label].astype(str)
     if targets == "number":
         try:
-            return texts.astype(np.float32)
+            return texts.astype(np.float64)
         except ValueError:
             raise DataError(f"{path}: column {label} holds no numbers, which are wanted") from None
     if labels is None:
@@ -542,13 +545,20 @@ def _targets(
 
 
 def _split(
-    rows: npt.NDArray[np.int64], y: npt.NDArray[Any], split: npt.NDArray[Any] | None
+    rows: npt.NDArray[np.int64],
+    y: npt.NDArray[Any],
+    split: npt.NDArray[Any] | None,
+    weight: npt.NDArray[Any] | None,
 ) -> Samples | Mapping[str, Samples]:
     """The rows of one client, by split where they say so."""
+
+    def samples(rows: npt.NDArray[np.int64]) -> Samples:
+        return (rows[:, None], y[rows]) if weight is None else (rows[:, None], y[rows], weight[rows])
+
     if split is None:
-        return rows[:, None], y[rows]
+        return samples(rows)
     wrong = sorted(set(split.tolist()) - set(SPLITS))
     if wrong:
         raise DataError(f"the split of a row is {shown(wrong[0])}; expected train, test or validation")
     parts = {part: rows[split[rows] == part] for part in SPLITS}
-    return {part: (mine[:, None], y[mine]) for part, mine in parts.items() if len(mine)}
+    return {part: samples(mine) for part, mine in parts.items() if len(mine)}

@@ -12,6 +12,7 @@ from sartor import nests
 from sartor.client.augment import check_augment
 from sartor.data.clients import ClientData, LazySplit, Split
 from sartor.engines.samples import Samples, samples_of
+from sartor.errors import SettingError
 from sartor.federation.engine import Engine
 from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task, unkeyed_words
@@ -61,7 +62,7 @@ class LocalEngine(Engine):
         if origins is None and union_size(
             data
         ):  # clients of several runs, or at a node, are not to be joined
-            whole = Split(train.x, train.y, everyone, everyone + union_size(data))
+            whole = Split(train.x, train.y, everyone, everyone + union_size(data), train.weight)
             self.samples["union"] = samples_of(whole, self.device)
         if data.public_x is not None:
             # In place of labels the places of samples: what is known of each is found by them.
@@ -73,6 +74,13 @@ class LocalEngine(Engine):
         train = self.samples["train"]
         self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1]), train.x)
         task.check_loss(train.x, train.y)
+        if train.weight is not None:
+            task.check_weighable(train.x, train.y)
+            if settings.privacy.mode == "samples":
+                raise SettingError(
+                    "privacy.mode = 'samples': the samples have weights, which are relative to their mean, "
+                    "which tells of all of them; leave the weights out"
+                )
         check_augment(settings.local, train.x, train.y)
         task.check_draws(train.x, train.y)
         if task.unkeyed:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sartor import nests
-from sartor.data.clients import ClientData, Split
+from sartor.data.clients import ClientData, Split, joined_weights
 from sartor.engines.base import Origins, union_size
 from sartor.engines.samples import Samples
 from sartor.engines.stacked.engine import StackedEngine
@@ -242,6 +242,7 @@ def _one_after_the_other(every: Sequence[ClientData]) -> ClientData:
             nests.joined([split.y for split in splits]),
             np.concatenate([split.start + first for split, first in zip(splits, begin, strict=False)]),
             np.concatenate([split.count for split in splits]),
+            joined_weights([(split.weight, nests.length(split.y)) for split in splits]),
         )
 
     validation = [data.validation for data in every if data.validation is not None]
@@ -277,7 +278,7 @@ def _unions(every: Sequence[ClientData], train: Samples, device: torch.device) -
     """The training data of all clients of each client's own run, where they lie one run after the other."""
     clients, sizes = [data.clients for data in every], [union_size(data) for data in every]
     start = np.repeat(np.cumsum([0, *sizes[:-1]]), clients)
-    return Samples(Split(train.x, train.y, start, np.repeat(sizes, clients)), device)
+    return Samples(Split(train.x, train.y, start, np.repeat(sizes, clients), train.weight), device)
 
 
 def _same_pool(one: ClientData, other: ClientData) -> bool:

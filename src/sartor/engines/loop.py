@@ -21,6 +21,7 @@ from sartor import nests, random
 from sartor.client.local import Batches, Client
 from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
+from sartor.engines.samples import batch_of
 from sartor.engines.schedule import plan, scan_table
 from sartor.errors import SartorError
 from sartor.federation.exchange import NOBODY, ClientError, Outcome, Work, checked_reply, untouched
@@ -138,6 +139,7 @@ class LoopEngine(LocalEngine):
             evaluation_batch=self.settings.evaluation_batch,
             most={split: int(samples.counts[number]) for split, samples in self.samples.items()},
             seed=seed,
+            noise=self.settings.sample_noise,
         )
         try:
             with torch.no_grad(), untouched(work.function, arguments):
@@ -190,10 +192,10 @@ class LoopEngine(LocalEngine):
             index = index[:count]
             key = (
                 random.stream(seed, "layers", client.round, client.number, turns[turn])
-                if self.task.draws or batches.augmented
+                if self.task.draws or batches.augmented or batches.anew
                 else 0
             )
-            carry = body(carry, Batch(nests.rows(x, index), nests.rows(y, index), None, key))
+            carry = body(carry, batch_of(nests.rows(x, index), nests.rows(y, index), None, key))
         return carry
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +11,20 @@ from torch import Tensor
 from sartor import nests
 from sartor.data.clients import LazySplit, Split
 from sartor.kernels.device import to_device
+from sartor.model.task import Batch
 from sartor.nests import Nest
+
+
+class Weighted(NamedTuple):
+    """Targets, and how much their samples count."""
+
+    y: Nest
+    weight: Tensor
+
+
+def batch_of(x: Nest, y: Nest, weight: Tensor | None, key: Tensor | int) -> Batch:
+    """A batch of samples whose targets may be :class:`Weighted`."""
+    return Batch(x, y.y, weight, key, y.weight) if isinstance(y, Weighted) else Batch(x, y, weight, key)
 
 
 class Samples:
@@ -17,6 +32,7 @@ class Samples:
 
     def __init__(self, split: Split, device: torch.device) -> None:
         self.x, self.y = nests.mapped(lambda leaf: leaf.to(device), (split.x, split.y))
+        self.weight = None if split.weight is None else split.weight.to(device)
         self.counts = np.array(split.count, dtype=np.int64)
         self._starts = np.array(split.start, dtype=np.int64)
         self.start, self.count = (torch.from_numpy(of).to(device) for of in (self._starts, self.counts))
@@ -33,6 +49,11 @@ class Samples:
         return first if (there & (self.counts[numbers] == each)).all() else None
 
     @property
+    def targets(self) -> Nest:
+        """The targets, with their weights where there are any."""
+        return self.y if self.weight is None else Weighted(self.y, self.weight)
+
+    @property
     def fetched(self) -> int:
         """How many numbers are brought for a client at most."""
         return 0
@@ -43,7 +64,7 @@ class Samples:
 
     def of(self, number: int) -> tuple[Nest, Nest, Tensor]:
         """Nests that hold the samples of one client, and every client's place in them."""
-        return self.x, self.y, self.start
+        return self.x, self.targets, self.start
 
 
 class LazySamples(Samples):

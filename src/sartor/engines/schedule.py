@@ -142,7 +142,7 @@ def plan(
     width = batches.width(most)
     counts = np.asarray(batches.count(sizes, epochs), dtype=np.int64)
     longest = int(counts.max(initial=0))
-    passes = -(-counts // np.maximum(batches.per_epoch(sizes, width), 1))
+    passes = -(-counts // np.maximum(batches.in_turn(sizes, width), 1))
     places = max(1, int((passes * sizes).max(initial=0)))
     if rounded:
         places = bucket(places)
@@ -203,9 +203,9 @@ def sample_table(
     clients, places = order.shape
     client = rows.clamp(max=clients - 1)
     size = sizes[client]
-    per_epoch = batches.per_epoch(size, width).clamp(min=1)
-    offset = (turns % per_epoch) * width
-    first = (turns // per_epoch) * size + offset
+    in_turn = batches.in_turn(size, width).clamp(min=1)
+    offset = (turns % in_turn) * width
+    first = (turns // in_turn) * size + offset
     real = torch.where(rows < clients, (size - offset).clamp(min=0, max=width), 0)
     place = (first[..., None] + torch.arange(width, device=order.device)).clamp(max=places - 1)
     sample = order.view(-1)[client[..., None] * places + place]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sartor.errors import SartorError
 from sartor.federation.functions import name_of
+from sartor.federation.reduction import PLAIN, Reducer
 from sartor.kernels.device import to_device
 
 Arguments = Mapping[str, Any]
@@ -72,6 +73,8 @@ class Replies:
     """Quantities that were added up as clients answered: the mean by p'_i, and the sum."""
     groups: dict[int, Replies] = field(default_factory=dict)
     """The replies of each group, where clients have models of their own."""
+    reducer: Reducer = PLAIN
+    """What makes a mean of them."""
 
     @property
     def by_group(self) -> dict[int, Replies]:
@@ -124,7 +127,8 @@ class Replies:
     def sum(self, name: str, weights: Tensor | None = None) -> Tensor:
         """Σ weight_i · value_i in the order of the clients' numbers, whatever the cohort's.
 
-        Zero if nobody answered.
+        Zero if nobody answered. Where the experiment has a rule in place of means (``[aggregate]``), it is
+        what stands for the values of positive weight, times the sum of the weights.
         """
         if weights is None and name in self.folded:
             return self.folded[name][1]
@@ -134,16 +138,20 @@ class Replies:
         order = _by_number(self.clients.tobytes(), self.device)
         if order is not None:
             values, weights = values[order], weights[order]
-        weights = weights.to(values.dtype)
-        if values.dim() == 2:
-            return weights @ values
-        return (weights @ values[:, None].flatten(1)).view(values.shape[1:])
+        return self.reducer.sum(name, values, weights)
 
     def mean(self, name: str, weights: Tensor | None = None) -> Tensor:
         """The mean over those who answered, by default with the weights p'_i; zero if nobody answered."""
         if weights is None and name in self.folded:
             return self.folded[name][0]
         return self.sum(name, self.weights if weights is None else weights / weights.sum())
+
+    def trusted(self, name: str) -> Tensor:
+        """Which replies the experiment's rule would use, a boolean each: all, unless it selects.
+
+        For methods that go by each reply and take no mean.
+        """
+        return self.reducer.trusted(name, self[name])
 
 
 class Sums:

@@ -25,6 +25,7 @@ from torch import Tensor
 from sartor import random
 from sartor.client.settings import Local
 from sartor.errors import SartorError, SettingError
+from sartor.federation.attacks import Attackers
 from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
 from sartor.federation.engine import Distant, Engine
 from sartor.federation.exchange import (
@@ -44,11 +45,15 @@ from sartor.federation.exchange import (
     joined,
     norms_of,
     personal,
+    references_of,
 )
 from sartor.federation.functions import name_of
 from sartor.federation.passage import Passage
+from sartor.federation.protection import Noised, Protection, transforms_of
+from sartor.federation.reduction import Reducer
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import STATES, StateStore, states_in
+from sartor.federation.transforms import inner_function
 from sartor.kernels.device import to_device
 from sartor.model.groups import tasks_of
 from sartor.model.task import Task
@@ -105,13 +110,27 @@ class Federation:
         self._checks: list[Check] = []
         self._checked = b""
         """The last cohort that was found to be one."""
+        self.drawn: np.ndarray | None = None
+        """The cohort that was drawn for the round under way."""
+        privacy = settings.privacy
+        self.protection = Protection(privacy, settings, self) if privacy.on else None
+        """What hides clients or their samples, and what that has cost."""
         self.round = 0
         self.states = StateStore(self.clients, engine.device, settings.states, homes=engine.homes)
         self.buffers = task.initial_buffers(engine.device) if task.buffer_size else None
         if self.buffers is not None and self.policy == "local":
             self.states.declare("buffers", self.buffers)
         self._answers = answers
-        self._passage = Passage(settings.transforms, self)
+        self._passage = Passage(transforms_of(settings, task), self)
+        self.attackers = Attackers(settings.attack, self)
+        """Who misbehaves, in a simulation."""
+        if self.attackers and self._distant is not None:
+            raise SettingError(
+                f"attack.name = {self.attackers.name!r}: is for simulations; at real machines a node "
+                "misbehaves that was told to (`sartor join --attack`), so leave [attack] out"
+            )
+        self.reducer = Reducer(settings.aggregate, self)
+        """What makes means of rows that clients sent."""
         self._streams: dict[str, int] = {}
         """What keyed each client's last job of a client function."""
         self._last: tuple[Call, Tensor | None] | None = None
@@ -151,6 +170,9 @@ class Federation:
     def round(self, round: int) -> None:
         if round > 1:
             self._passage.check()
+            self.reducer.check()
+        if self.protection is not None:
+            self.protection.account.begin_round()
         self._round, self._exchanges, self.answered = round, 0, 0
         self.heard: np.ndarray | None = None
         """Whose answers the last exchange that was waited for has used; None where there was none."""
@@ -190,8 +212,10 @@ class Federation:
 
     @cached_property
     def _counts(self) -> np.ndarray:
-        """n_i of every client, as far as they count (``replies.largest_weight``)."""
+        """n_i of every client, as far as they count (``replies.largest_weight``); 1 where they are hidden."""
         counts: np.ndarray = np.asarray(self.engine.counts["train"])
+        if self.protection is not None:
+            return np.ones_like(counts)
         if not self.conditions.largest_weight:
             return counts
         most = self.conditions.largest_weight * float(np.median(counts))
@@ -265,8 +289,11 @@ class Federation:
 
     @property
     def mean_buffers(self) -> Tensor | None:
-        """The float buffers that go with a shared model: the server's, or the mean of the clients'."""
-        if self.policy != "local" or self.buffers is None:
+        """The float buffers that go with a shared model: the server's, or the mean of the clients'.
+
+        Where clients are hidden they are those that a run starts from: a mean would tell of the clients'.
+        """
+        if self.policy != "local" or self.buffers is None or self.protection is not None:
             return self.buffers
         if self._distant is not None:
             replies = self.fetch(own_buffers, np.arange(self.clients))
@@ -299,10 +326,13 @@ class Federation:
         self._exchanges += 1
         function, shared, each = self._passage.down(function, numbers, shared, each, hyper)
         asked, answering, each = self._who(numbers, shared, each)
-        if not len(answering):
-            self._nobody()
+        hidden = self.protection
+        if hidden is not None:
+            hidden.check(asked)
         block = self._block() if fold else len(answering)
-        if block and block < len(answering):
+        if not len(answering):
+            replies = self._nobody() if hidden is None else hidden.nothing(function, shared, each, hyper)
+        elif block and block < len(answering):
             replies = self._folded(function, answering, shared, each, hyper, fold, block)
         else:
             outcome = self._run(
@@ -310,11 +340,11 @@ class Federation:
             )
             self._buffers_down(outcome, len(asked))
             replies = self._accept(function, outcome, self.buffers, Sent(answering, shared, each))
-        return self._heard(replies)
+        return self._heard(replies if hidden is None else hidden.released(function, replies, numbers))
 
     def _heard(self, replies: Replies) -> Replies:
         """Note whose answers an exchange has used; an error where there are none."""
-        if not len(replies):
+        if not len(replies) and not isinstance(replies, Noised):
             self._nobody()
         self.answered, self.heard = len(replies), replies.clients
         return replies
@@ -323,9 +353,12 @@ class Federation:
         """How many clients' replies are held at once where they are added up; 0: all.
 
         It follows from the model's size alone, so that neither engine nor chunk changes the order of sums.
-        Clients elsewhere answer all at once, and a transform at the server must see all replies.
+        Clients elsewhere answer all at once; a transform at the server must see all replies, and so must a
+        rule in place of means, or attackers.
         """
         if self._distant is not None or self._passage.transforms.server:
+            return 0
+        if self.reducer.rule is not None or self.attackers.falsify:
             return 0
         return max(1, self.settings.fold_bytes // max(1, self.task.size * self.task.dtype.itemsize))
 
@@ -360,6 +393,10 @@ class Federation:
         if buffers and before is not None and len(replies):
             self._take_buffers(replies, before, torch.cat(buffers))
         return replies
+
+    def shapes(self, work: Work) -> dict[str, Tensor]:
+        """What one client replies, as zeros; nothing is kept of it."""
+        return self.engine.shapes(work, self.with_states)
 
     def together(
         self, function: ClientFunction, shared: Arguments | None = None, hyper: Any = None
@@ -437,6 +474,15 @@ class Federation:
 
     # Work in flight -------------------------------------------------------------------------------
 
+    def starts(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> dict[str, Tensor]:
+        """Where the models of these clients' replies began, where that was sent; else nothing."""
+        known = {*sent.shared, *sent.each}
+        if not getattr(inner_function(function), "starts", None) or not known:
+            return {}
+        if not known.issuperset(references_of(inner_function(function))):
+            return {}
+        return self._passage.starts(function, clients, sent)
+
     def dispatch(
         self,
         function: ClientFunction,
@@ -461,6 +507,8 @@ class Federation:
             drawn = uniform(self._world, "dispatch", numbers, self.round, self._exchanges)
             idle[np.argsort(np.where(idle, drawn, np.inf), kind="stable")[room:]] = False
         started, each = self._select(numbers, each, idle)
+        if self.protection is not None:
+            self.protection.check(started)
         name = name_of(function)
         function, shared, each = self._passage.down(function, started, shared, each)
         self._send_down(shared, each, len(started))
@@ -574,14 +622,15 @@ class Federation:
         before = jobs[0].buffers
         if before is not None:
             before = torch.stack([job.buffers for job in jobs])
+        received = [self._passage.received(job.call, job.each, job.client) for job in jobs]
         replies = self._accept(jobs[0].call.function, outcome, before, self._sent(jobs))
         taken = set(replies.clients.tolist())
+        received = [got for job, got in zip(jobs, received, strict=True) if job.client in taken]
         jobs = [job for job in jobs if job.client in taken or self._arrival(job, "bad")]
         for job in jobs:
             self._arrival(job, "arrivals")
         given = {}
         if jobs:
-            received = [self._passage.received(job.call, job.each) for job in jobs]
             given = {name: torch.stack([one[name] for one in received]) for name in received[0]}
         ages = np.array([self.round - job.round for job in jobs], dtype=np.int64)
         return replace(replies, ages=ages, given=given)
@@ -589,7 +638,7 @@ class Federation:
     def _sent(self, jobs: list[Job]) -> Sent:
         """What the clients of these jobs were sent; each may have started from another version."""
         each: dict[str, Tensor] = {}
-        if self._passage.transforms.up:
+        if self._passage or self.attackers.falsify:
             rows = [{**job.call.shared, **job.each} for job in jobs]
             each = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return Sent(np.array([job.client for job in jobs], dtype=np.int64), {}, each)
@@ -751,7 +800,10 @@ class Federation:
         """Take replies in: bad ones are refused, states of the others move, buffers are averaged."""
         answered = numbers = outcome.clients
         size = sum(value[:1].nbytes for value in outcome.sent.values())
+        if self.protection is not None:
+            outcome = self.protection.settled(outcome)
         outcome = self._passage.up(function, outcome, sent)
+        outcome = self.attackers.forged(function, outcome, sent)
         good = self._good(function, numbers, outcome)
         if not good.all():
             places = to_device(np.flatnonzero(good), self._device)
@@ -761,13 +813,16 @@ class Federation:
             self._distant.settle(answered, numbers)
         for name, value in outcome.kept.items():
             self.states.write(name, numbers, value)
+        self._passage.delivered(function, numbers, sent)
         self.traffic.up += size * len(numbers)
         self.updates += len(numbers)
         self.notes["updates"] = self.updates
         replies = self._replies(numbers, self._passage.at_server(outcome.sent))
+        replies = replace(replies, reducer=self.reducer)
+        self.reducer.offered |= bool(len(replies))
         if outcome.buffers is not None and before is not None and len(numbers):
             self._take_buffers(replies, before, outcome.buffers)
-        return replies
+        return replies if self.protection is None else self.protection.bounded(function, replies)
 
     def _good(self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome) -> np.ndarray:
         """Which replies are finite and small enough; the first bad one ends the run if it is to."""
@@ -844,6 +899,7 @@ class Federation:
             if buffers is not None:
                 saved[f"call-buffers.{place}"] = buffers.cpu()
         saved |= {f"transforms.{name}": value for name, value in self._passage.save().items()}
+        saved |= {f"aggregate.{name}": value for name, value in self.reducer.save().items()}
         saved["plain"] = {
             "traffic": [self.traffic.down, self.traffic.up],
             "updates": self.updates,
@@ -852,6 +908,8 @@ class Federation:
             "calls": [self._passage.name_of_call(call.function) for call, _ in calls],
             "jobs": jobs,
         }
+        if self.protection is not None:
+            saved["plain"]["privacy"] = self.protection.save()
         if self._distant is not None:
             saved["plain"]["distant"] = self._distant.snapshot()
         return saved
@@ -876,10 +934,13 @@ class Federation:
         if "buffers" in saved:
             self.buffers = saved["buffers"].to(self._device)
         self._passage.load(under("transforms."))
+        self.reducer.load(under("aggregate."))
         plain = saved["plain"]
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]
         self._streams = dict(plain["streams"])
+        if self.protection is not None:
+            self.protection.load(plain["privacy"])
         self.queue = EventQueue()
         self.queue.wait_until(plain["now"])
         calls = [

@@ -24,6 +24,7 @@ from sartor.federation.exchange import (
     joined_groups,
 )
 from sartor.federation.federation import Answers, Federation
+from sartor.federation.reduction import Reduction, name_of_rule
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore, grouped_name
 from sartor.federation.transforms import Transforms
@@ -183,6 +184,12 @@ def _refuse_averages(groups: Groups, settings: FederationSettings) -> None:
         raise SettingError(
             f"model.buffers = 'average': clients have models of their own ([[models]]), and {having[0]} has "
             "float buffers; take 'local' or 'freeze'"
+        )
+    rule = settings.aggregate
+    if rule is not None and type(rule).init is not Reduction.init:
+        raise SettingError(
+            f"aggregate.name = {name_of_rule(rule)!r}: keeps a value from round to round, which would be of "
+            "different models where clients have models of their own ([[models]]); take another"
         )
     transforms = Transforms(settings.transforms)
     if transforms.down or transforms.server or transforms.stateful:

@@ -20,9 +20,9 @@ from sartor.federation.exchange import Call, ClientFunction, Outcome, Sent, Work
 from sartor.federation.functions import find_function, name_of, qualified_name
 from sartor.federation.transforms import (
     JOINT,
+    KNOWN,
     PLACES,
     TURN,
-    Transform,
     Transforms,
     inner_function,
     plain_shapes,
@@ -34,12 +34,15 @@ from sartor.federation.transforms import (
 if TYPE_CHECKING:
     from sartor.federation.federation import Federation
 
+FIRST = f"first{JOINT}"
+"""Begins the name of what all clients were told whole, to which the first differences are."""
+
 
 class Passage:
     """The transforms of a federation, with what the server keeps for them."""
 
-    def __init__(self, transforms: tuple[Transform, ...], federation: Federation) -> None:
-        self.transforms = Transforms(transforms)
+    def __init__(self, transforms: Transforms, federation: Federation) -> None:
+        self.transforms = transforms
         self._federation = federation
         self._states: dict[str, Tensor] = {}
         self._likes: dict[tuple[Any, ...], dict[str, Tensor]] = {}
@@ -70,7 +73,9 @@ class Passage:
         made = function
         if transforms.at_clients:
             states = self._client_states(function, numbers, shared, each, hyper)
-            made = transforms.around(function, shapes_of(shared, each), states)
+            shapes = shapes_of(shared, each)
+            shared, each, known = self._differences(function, numbers, shared, each)
+            made = transforms.around(function, shapes, states + known)
         if transforms.down:
             key = random.fold(federation.stream(f"down {name_of(function)}"), federation.round)
             key = random.fold(key, federation.exchange)
@@ -85,6 +90,40 @@ class Passage:
         if transforms.at_clients:
             shared = {**shared, TURN: federation.tensor(federation.exchange)}
         return made, shared, each
+
+    def _differences(
+        self,
+        function: ClientFunction,
+        numbers: np.ndarray,
+        shared: dict[str, Tensor],
+        each: dict[str, Tensor],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[str, ...]]:
+        """What is sent with differences to what each client has, and the names of what clients keep of it."""
+        federation, first = self._federation, name_of(function) + JOINT + KNOWN
+        one = {**shared, **{name: value[0] for name, value in each.items()}}
+        names = self.transforms.differing(one)
+        for name in names:
+            if KNOWN + first + name not in self._states:  # told whole, once
+                self._states[KNOWN + first + name] = one[name].expand(federation.clients, *one[name].shape)
+                self._states[FIRST + first + name] = one[name]
+                federation.traffic.down += one[name].nbytes * federation.clients
+            self._declare(first + name, self._states[FIRST + first + name])
+        held = {name: value[federation.tensor(numbers)] for name, value in self._known(function).items()}
+        rows = {name: shared[name] if name in shared else each[name] for name in names}
+        each = each | {name: value - held[name] for name, value in rows.items()}
+        return without(tuple(names), shared), each, tuple(first + name for name in names)
+
+    def _known(self, function: ClientFunction) -> dict[str, Tensor]:
+        """What each client has of the arguments of a function, a row each, where differences are sent."""
+        first = KNOWN + name_of(function) + JOINT + KNOWN
+        return {name[len(first) :]: held for name, held in self._states.items() if name.startswith(first)}
+
+    def _declare(self, name: str, initial: Tensor) -> None:
+        """Give every client a state for transforms, unless it has it."""
+        elsewhere = isinstance(self._federation.engine, Distant)
+        if name not in (self._told_of if elsewhere else self._federation.states):
+            self._federation.declare(**{name: initial})
+            self._told_of.add(name)
 
     def _row_down(self, key: Tensor, row: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.transforms.down.apply(key, row, self.transforms.down.initial(row))[0]
@@ -102,23 +141,33 @@ class Passage:
         if not (transforms.stateful or transforms.in_parts):
             return ()
         key = (function, shapes_of(shared, each))
-        elsewhere = isinstance(federation.engine, Distant)
         if key not in self._likes:
             given = without(references_of(function), shared)
             first = {name: value[:1] for name, value in without(references_of(function), each).items()}
             chosen = federation.hyper if hyper is None else hyper
             rounds = np.full(1, federation.round, dtype=np.int64)
             work = Work(function, chosen, numbers[:1], rounds, given, first, federation.buffers, keeps=False)
-            self._likes[key] = federation.engine.shapes(work, federation.with_states)
+            self._likes[key] = federation.shapes(work)
         states = transforms.states_for(function, self._likes[key])
         for name, initial in states.items():
-            if name not in (self._told_of if elsewhere else federation.states):
-                federation.declare(**{name: initial})
-                self._told_of.add(name)
+            self._declare(name, initial)
         return tuple(states)
 
-    def received(self, call: Call, each: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a client got: of what the server shared with all, and of what was its own."""
+    def received(self, call: Call, each: dict[str, Tensor], client: int) -> dict[str, Tensor]:
+        """What a client got: of what the server shared with all, and of what was its own.
+
+        It has to be asked before the reply counts, which the next difference is to.
+        """
+        known = self._known(inner_function(call.function))
+        return self._got(call, each, {name: held[client] for name, held in known.items()})
+
+    def _got(self, call: Call, each: dict[str, Tensor], known: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a client that had this known got."""
+        values = self._put_together(call, each)
+        return values | {name: held + values[name] for name, held in known.items()}
+
+    def _put_together(self, call: Call, each: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What was sent, of its parts."""
         sent = without((TURN,), {**call.shared, **each})
         shapes = getattr(call.function, "shapes", None)
         if shapes is None:
@@ -143,19 +192,41 @@ class Passage:
         self, function: ClientFunction, clients: np.ndarray, values: dict[str, Tensor], sent: Sent
     ) -> dict[str, Tensor]:
         """The models of which changes were sent."""
-        inner, task = inner_function(function), self._federation.task_of(clients)
-
-        def began(row: dict[str, Tensor]) -> dict[str, Tensor]:
-            return starts_of(inner, task, self.received(Call(function, sent.shared), row))
-
-        if not getattr(inner, "starts", None):
+        if not getattr(inner_function(function), "starts", None):
             return values
-        places = self._federation.tensor(np.flatnonzero(np.isin(sent.numbers, clients)))
-        rows = {name: value[places] for name, value in sent.each.items()}
-        starts = torch.vmap(began)(rows) if rows else began({})
+        starts = self.starts(function, clients, sent)
         one = {name: value[0] for name, value in values.items()}
         found = self.transforms.up.relative(starts, one)
         return values | {name: starts[name] + values[name] for name in found}
+
+    def starts(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> dict[str, Tensor]:
+        """Where the models that these clients reply began, as they were sent, a row each."""
+        inner, task = inner_function(function), self._federation.task_of(clients)
+        received = self._rows(function, clients, sent)
+        return torch.vmap(lambda row: starts_of(inner, task, row))(received)
+
+    def _rows(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> dict[str, Tensor]:
+        """What these clients got, a row each."""
+        federation, call = self._federation, Call(function, sent.shared)
+        places = federation.tensor(np.flatnonzero(np.isin(sent.numbers, clients)))
+        rows = {name: value[places] for name, value in sent.each.items()}
+        index = federation.tensor(clients)
+        known = {name: held[index] for name, held in self._known(inner_function(function)).items()}
+        if not rows:
+            same = self._got(call, {}, {})
+            return {name: value.expand(len(clients), *value.shape) for name, value in same.items()}
+        found: dict[str, Tensor] = torch.vmap(lambda row, known: self._got(call, row, known))(rows, known)
+        return found
+
+    def delivered(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> None:
+        """These clients have what they were sent: the next differences are to it."""
+        inner = inner_function(function)
+        known = self._known(inner) if len(clients) else {}
+        if known:
+            index, received = self._federation.tensor(clients), self._rows(function, clients, sent)
+            first = KNOWN + name_of(inner) + JOINT + KNOWN
+            for name, held in known.items():
+                self._states[first + name] = held.index_copy(0, index, received[name])
 
     def at_server(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
         """Replies after the transforms at the server."""

@@ -29,19 +29,32 @@ from torch import Tensor
 from sartor import random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry
-from sartor.federation.exchange import ClientFunction, Reply, argument_names, references_of, starts_of
+from sartor.federation.exchange import (
+    ClientFunction,
+    Reply,
+    argument_names,
+    as_tensor,
+    references_of,
+    starts_of,
+)
 from sartor.federation.functions import name_of
 from sartor.settings import setting
 
 PLACES = ("down", "up", "server")
 JOINT = "__"
 """Stands between a quantity and one of the parts that it is sent as."""
+GRADIENTS = "privacy__gradients"
+"""How many noised gradients are behind a reply, sent with it where samples are hidden."""
 TURN = "transform__turn"
 """The argument that tells clients which exchange of the round it is."""
+KNOWN = f"known{JOINT}"
+"""Begins the name of what a client keeps of an argument: what it got the last time."""
 
 State = dict[str, Tensor]
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 Key = int | Tensor
+Step = tuple[int, "Transform", str, tuple[int, ...], torch.dtype]
+"""The place of a transform in its chain, the transform, and the quantity: its name, shape and type."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,30 @@ class Transform:
 
     parts: ClassVar[tuple[str, ...]] = ()
     """What a value is sent as; left out: as one tensor of its own shape."""
+    joint: ClassVar[bool] = False
+    """Whether it is for all quantities of a message at once, by ``apply_joint``; it keeps no state then."""
+    clips: ClassVar[bool] = False
+    """Whether no value is longer than a bound after it."""
+    noises: ClassVar[bool] = False
+    """Whether it adds noise, to hide what a bounded value is."""
+    sealed: ClassVar[tuple[str, ...]] = ()
+    """Those parts that transforms after it leave alone, as a scale of the others."""
+    differs: ClassVar[bool] = False
+    """Whether what passes the way down is the difference to what the client got the last time."""
+
+    @property
+    def shortens(self) -> bool:
+        """Whether a value is never longer after it, so that a bound before it still holds."""
+        return self.clips
+
+    @property
+    def stateful(self) -> bool:
+        """Whether anything is kept for it."""
+        return type(self).init is not Transform.init
+
+    def bound(self, task: Any) -> Transform:
+        """The transform where models are this task's: one that goes by how they are laid out takes it up."""
+        return self
 
     def init(self, like: Tensor) -> State:
         """The state for a quantity like this one: a client's own on the way up, else the server's."""
@@ -71,6 +108,10 @@ class Transform:
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[Any, State]:
         """What is sent in place of the value, a dict where it has ``parts``, and the next state."""
         return value, state
+
+    def apply_joint(self, key: Key, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is sent in place of all values of a message, by name."""
+        return values
 
     def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The value that was sent as parts; ``like`` has its shape and type."""
@@ -132,17 +173,22 @@ class Chain:
     def initial(self, like: Mapping[str, Tensor]) -> State:
         """The states for quantities like these, by transform and quantity."""
         states: State = {}
-        for place, transform, name, value in self._steps(like):
-            states |= {_state(place, name, part): held for part, held in transform.init(value).items()}
+        device = next((value.device for value in like.values()), None)
+        for place, transform, name, shape, dtype in self._steps(like):
+            zeros = torch.zeros(shape, dtype=dtype, device=device)
+            states |= {_state(place, name, part): held for part, held in transform.init(zeros).items()}
         return states
 
     def apply(self, key: Key, values: Mapping[str, Tensor], states: State) -> tuple[dict[str, Tensor], State]:
         """What is sent of these quantities, and the next states."""
         sent, after = dict(values), dict(states)
+        sealed: set[str] = set()
         for place, transform in enumerate(self.transforms):
+            if transform.joint:
+                sent = transform.apply_joint(random.fold(key, _purpose(place, "")), sent)
+                continue
             for name in list(sent):
-                value = sent[name]
-                if not transform.concerns(name, value):
+                if name in sealed or not transform.concerns(name, sent[name]):
                     continue
                 prefix = _state(place, name, "")
                 own = {part[len(prefix) :]: held for part, held in states.items() if part.startswith(prefix)}
@@ -150,8 +196,27 @@ class Chain:
                 made, following = transform.apply(keyed, sent.pop(name), own)
                 parts = made if transform.parts else {"": made}
                 sent |= {f"{name}{JOINT}{part}" if part else name: held for part, held in parts.items()}
+                sealed |= {f"{name}{JOINT}{part}" for part in transform.sealed}
                 after |= {prefix + part: held for part, held in following.items()}
         return sent, after
+
+    def check_noise(self) -> None:
+        """Refuse noise on values that nothing bounds: it would hide nothing, however much there is."""
+        for place, noise in enumerate(self.transforms):
+            if not noise.noises:
+                continue
+            covering = [each.clips and _covers(each.of, noise.of) for each in self.transforms]
+            before = [at for at in range(place) if covering[at]]
+            if not before:
+                where = "put clip before it" if any(covering) else "list clip before it, for as much"
+                raise SettingError(f"transforms: noise hides only what is bounded when it is added; {where}")
+            for each in self.transforms[before[-1] + 1 : place]:
+                if each.parts or not each.shortens:
+                    kind = type(each).__name__.lower()
+                    raise SettingError(
+                        f"transforms: {kind} stands between clip and noise, and may make a value longer or "
+                        "sends it in parts; put it before clip, or after noise"
+                    )
 
     def relative(self, starts: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> list[str]:
         """The models among these quantities that pass the transforms as their changes."""
@@ -166,25 +231,41 @@ class Chain:
         if not any(transform.parts for transform in self.transforms):
             return dict(sent)
         values = dict(sent)
-        for _, transform, name, value in reversed(list(self._steps(like))):
+        for _, transform, name, shape, dtype in reversed(self._steps(like)):
             if transform.parts:
                 parts = {part: values.pop(f"{name}{JOINT}{part}") for part in transform.parts}
-                values[name] = transform.receive(parts, value)
+                zeros = torch.zeros(shape, dtype=dtype, device=parts[transform.parts[0]].device)
+                values[name] = transform.receive(parts, zeros)
         return values
 
-    def _steps(self, like: Mapping[str, Tensor]) -> list[tuple[int, Transform, str, Tensor]]:
-        """Which transform is applied to what, in order; found by applying them to zeros."""
-        steps = []
-        held = {name: torch.zeros_like(value) for name, value in like.items()}
-        for place, transform in enumerate(self.transforms):
-            for name in list(held):
-                if transform.concerns(name, held[name]):
-                    value = held[name]
-                    steps.append((place, transform, name, value))
-                    if transform.parts:
-                        made, _ = transform.apply(0, held.pop(name), transform.init(value))
-                        held |= {f"{name}{JOINT}{part}": made[part] for part in transform.parts}
-        return steps
+    def _steps(self, like: Mapping[str, Tensor]) -> tuple[Step, ...]:
+        """Which transform is applied to what, in order."""
+        return _steps(
+            self.transforms, tuple((name, tuple(value.shape), value.dtype) for name, value in like.items())
+        )
+
+
+@lru_cache(maxsize=1024)
+def _steps(transforms: tuple[Transform, ...], shapes: Shapes) -> tuple[Step, ...]:
+    """Which transform is applied to what, of which shape and type; found by applying them to zeros."""
+    steps: list[Step] = []
+    held, sealed = zeros_of(shapes), set[str]()
+    for place, transform in enumerate(transforms):
+        for name in list(held):
+            if name in sealed or not transform.concerns(name, held[name]):
+                continue
+            value = held[name]
+            steps.append((place, transform, name, tuple(value.shape), value.dtype))
+            if transform.parts:
+                made, _ = transform.apply(0, held.pop(name), transform.init(value))
+                held |= {f"{name}{JOINT}{part}": made[part] for part in transform.parts}
+                sealed |= {f"{name}{JOINT}{part}" for part in transform.sealed}
+    return tuple(steps)
+
+
+def _covers(these: tuple[str, ...], others: tuple[str, ...]) -> bool:
+    """Whether some quantities are among others; none named are all of them."""
+    return not these or (bool(others) and {*others} <= {*these})
 
 
 def _state(place: int, name: str, part: str) -> str:
@@ -199,26 +280,43 @@ def _purpose(place: int, name: str) -> int:
 
 
 class Transforms:
-    """The transforms of an experiment, by place."""
+    """The transforms of an experiment, by place; for models of a task, where that is given."""
 
-    def __init__(self, transforms: tuple[Transform, ...]) -> None:
+    def __init__(self, transforms: tuple[Transform, ...], task: Any = None, watched: bool = False) -> None:
         self.all = transforms
+        self.watched = watched
+        """Whether clients' training samples may be seen through noised gradients alone."""
         for transform in transforms:
             if transform.place == "server" and transform.parts:
                 kind = type(transform).__name__
                 raise SettingError(f"transforms: {kind} changes what is sent; it has no place at the server")
+        if any(made.differs for made in [made for made in transforms if made.place == "down"][1:]):
+            raise SettingError(
+                "transforms: difference comes first on the way down; what follows acts on differences"
+            )
         self.down, self.up, self.server = (
-            Chain(tuple(transform for transform in transforms if transform.place == place))
+            Chain(tuple(made.bound(task) if task else made for made in transforms if made.place == place))
             for place in PLACES
         )
+        for chain in (self.down, self.up, self.server):
+            chain.check_noise()
 
     def __bool__(self) -> bool:
-        return bool(self.down or self.up or self.server)
+        return bool(self.down or self.up or self.server or self.watched)
 
     @property
     def at_clients(self) -> bool:
         """Whether clients have to do anything about them."""
-        return bool(self.up) or any(transform.parts for transform in self.down.transforms)
+        return (
+            bool(self.up) or self.watched or any(made.parts or made.differs for made in self.down.transforms)
+        )
+
+    def differing(self, values: Mapping[str, Tensor]) -> list[str]:
+        """The arguments of which a client is sent the difference to what it has."""
+        first = next((made for made in self.down.transforms if made.differs), None)
+        return (
+            [] if first is None else [name for name, value in values.items() if first.concerns(name, value)]
+        )
 
     def around(
         self, function: ClientFunction, shapes: Shapes, states: tuple[str, ...] = ()
@@ -228,7 +326,7 @@ class Transforms:
         ``shapes`` are those of the arguments that the server means to send to one client, before the way
         down; ``states`` the names of what clients keep for transforms.
         """
-        return _around(self.down, self.up, function, shapes, states)
+        return _around(self.down, self.up, function, shapes, states, self.watched)
 
     def states_for(self, function: ClientFunction, like: Mapping[str, Tensor]) -> State:
         """What clients begin to keep for the transforms of this function's replies."""
@@ -238,7 +336,7 @@ class Transforms:
     @property
     def stateful(self) -> bool:
         """Whether clients keep anything for them."""
-        return any(type(transform).init is not Transform.init for transform in self.up.transforms)
+        return any(transform.stateful for transform in self.up.transforms)
 
     @property
     def in_parts(self) -> bool:
@@ -276,7 +374,12 @@ def read_shapes(plain: Any) -> Shapes:
 
 @lru_cache(maxsize=256)
 def _around(
-    down: Chain, up: Chain, function: ClientFunction, shapes: Shapes, states: tuple[str, ...]
+    down: Chain,
+    up: Chain,
+    function: ClientFunction,
+    shapes: Shapes,
+    states: tuple[str, ...],
+    watched: bool,
 ) -> ClientFunction:
     given = {name for name, _, _ in shapes}
     kept = [name for name in argument_names(function) if name not in given]
@@ -287,18 +390,23 @@ def _around(
         turn = arguments.pop(TURN)
         own = {name[len(first) :]: arguments.pop(name) for name in states}
         state = {name: arguments.pop(name) for name in kept}
+        known = {name: own.pop(KNOWN + name) for name in given if KNOWN + name in own}
         received = down.receive(arguments, zeros_of(shapes, turn.device))
-        starts = starts_of(function, client.task, received)
+        received |= {name: value + received[name] for name, value in known.items()}
+        starts = starts_of(function, client.task, received) if up else {}
         asked = {name: value for name, value in received.items() if name not in references}
+        client.watched = watched
         reply = function(client, hyper, **asked, **state)
         key = random.fold(client.stream(f"up {name_of(function)}"), turn)
-        values = {name: value for name, value in reply.sent.items() if isinstance(value, Tensor)}
+        dtype = client.task.dtype
+        values = {name: as_tensor(value, dtype, turn.device) for name, value in reply.sent.items()}
         for name in up.relative(starts, values):
             values[name] = values[name] - starts[name]
-        rest = {name: value for name, value in reply.sent.items() if name not in values}
         passed, after = up.apply(key, values, own)
+        after |= {KNOWN + name: received[name] for name in known}
         kept_for_up = {first + name: value for name, value in after.items()}
-        return Reply(**rest, **passed).keep(**reply.kept, **kept_for_up)
+        counted = {GRADIENTS: client.gradients} if watched else {}
+        return Reply(**passed, **counted).keep(**reply.kept, **kept_for_up)
 
     transformed.__name__ = name_of(function)
     transformed.inner, transformed.shapes, transformed.states = function, shapes, states  # type: ignore[attr-defined]

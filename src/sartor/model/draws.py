@@ -67,6 +67,11 @@ class Keyed(TorchFunctionMode):
         return _DRAWN[func](self.drawing, *args, **kwargs)
 
 
+def inside_transform() -> bool:
+    """Whether a torch.func transform, such as the stacked engine's vmap, is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _numbers(drawing: Counted, kind: Callable[..., Tensor], shape: Sequence[int], device: Any) -> Tensor:
     """The next numbers of a stream, in float64; they are drawn where the key is."""
     drawing.draws += 1
@@ -191,23 +196,51 @@ def _normal_in(drawing: Counted, self: Tensor, mean: float = 0.0, std: float = 1
     return mean + std * _normal(drawing, self)
 
 
+def _random_in(drawing: Counted, self: Tensor, *bounds: int, **options: Any) -> Tensor:
+    given = [*bounds, *(options[key] for key in ("from", "to") if key in options)]
+    whole = not self.dtype.is_floating_point
+    most = torch.iinfo(self.dtype).max if whole else int(2 / torch.finfo(self.dtype).eps)
+    low, high = given if len(given) == 2 else (0, *(given or [most + 1]))
+    return _whole(_uniform(drawing, self), low, high, self.dtype)
+
+
+def _cauchy_in(
+    drawing: Counted, self: Tensor, median: float = 0.0, sigma: float = 1.0, **options: Any
+) -> Tensor:
+    return median + sigma * torch.tan(math.pi * (_uniform(drawing, self) - 0.5))
+
+
+def _log_normal_in(
+    drawing: Counted, self: Tensor, mean: float = 1.0, std: float = 2.0, **options: Any
+) -> Tensor:
+    return torch.exp(_normal_in(drawing, self, mean, std))
+
+
+def _geometric_in(drawing: Counted, self: Tensor, p: float, **options: Any) -> Tensor:
+    return torch.floor(torch.log1p(-_uniform(drawing, self)) / math.log1p(-p)) + 1
+
+
 def _exponential_in(drawing: Counted, self: Tensor, lambd: float = 1.0, **options: Any) -> Tensor:
     return -torch.log1p(-_uniform(drawing, self)) / lambd
 
 
-def _dropout(whole_channels: bool) -> Callable[..., Tensor]:
+def _dropout(
+    whole_channels: bool, *, alpha: bool = False, trains: bool = True, in_place: bool = False
+) -> Callable[..., Tensor]:
+    drop = _alpha_dropped if alpha else dropped
+
     def draw(
         drawing: Counted,
         input: Tensor,
         p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
+        training: bool = trains,
+        inplace: bool = in_place,
         **known: Any,
     ) -> Tensor:
         training = known.get("train", training)
         if not training or p == 0:
             return input
-        result = dropped(drawing, input, p, whole_channels)
+        result = drop(drawing, input, p, whole_channels)
         return input.copy_(result) if inplace else result
 
     return draw
@@ -215,10 +248,63 @@ def _dropout(whole_channels: bool) -> Callable[..., Tensor]:
 
 def dropped(drawing: Counted, x: Tensor, p: float, whole_channels: bool = False) -> Tensor:
     """Dropout: numbers, or channels of samples, are zero with this probability, the others larger for it."""
+    return x * _kept(drawing, x, p, whole_channels) * (0.0 if p == 1 else 1 / (1 - p))
+
+
+SATURATED = 1.7580993408473766
+"""What SELU's output goes to, with its sign turned."""
+
+
+def _alpha_dropped(drawing: Counted, x: Tensor, p: float, whole_channels: bool = False) -> Tensor:
+    """Dropout to SELU's lowest value, moved so that mean and variance stay (Klambauer et al., eq. 6)."""
+    keep = _kept(drawing, x, p, whole_channels)
+    scale = 0.0 if p == 1 else 1 / math.sqrt((1 - p) * (1 + p * SATURATED**2))
+    return scale * (x * keep + SATURATED * (keep - 1 + p))
+
+
+def _kept(drawing: Counted, x: Tensor, p: float, whole_channels: bool) -> Tensor:
+    """1 where a number, or a channel of a sample, stays, else 0."""
     shape = x.shape[:2] if whole_channels else x.shape
     draws = _numbers(drawing, random.uniform, shape, x.device)
-    keep = (draws >= p).to(x.dtype)
-    return x * keep.view(*shape, *[1] * (x.dim() - len(shape))) * (0.0 if p == 1 else 1 / (1 - p))
+    return (draws >= p).to(x.dtype).view(*shape, *[1] * (x.dim() - len(shape)))
+
+
+def _rrelu(
+    drawing: Counted,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Below zero a slope that is drawn for every number; outside of training the mean one."""
+    slope: Any = (lower + upper) / 2
+    if training:
+        slope = (lower + (upper - lower) * _uniform(drawing, input)).to(input.dtype)
+    result = torch.where(input > 0, input, slope * input)
+    return input.copy_(result) if inplace else result
+
+
+def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's recurrent layers, one after the other, with dropout between them."""
+
+    def draw(drawing: Counted, *args: Any) -> Any:
+        first = 1 if isinstance(args[3], bool) else 2  # a packed sequence has the sizes of its batches too
+        (x, *sizes), (state, weights, biases, layers, p, train, both) = args[:first], args[first : first + 7]
+        if not train or p == 0 or layers == 1:
+            return function(*args)
+        each, ways, states = len(weights) // layers, 1 + both, []
+        for layer in range(layers):
+            here = slice(layer * ways, (layer + 1) * ways)
+            own = tuple(part[here] for part in state) if isinstance(state, tuple) else state[here]
+            mine = weights[layer * each : (layer + 1) * each]
+            x = dropped(drawing, x, p) if layer else x
+            x, *after = function(x, *sizes, own, mine, biases, 1, 0.0, train, both, *args[first + 7 :])
+            states.append(after)
+        return (x, *(torch.cat(parts) for parts in zip(*states, strict=True)))
+
+    return draw
 
 
 def _attention(
@@ -232,8 +318,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention with dropout of its weights; without any it is PyTorch's own."""
-    if dropout_p == 0:
+    """Attention with dropout of its weights; without any it is PyTorch's own.
+
+    That has no form for many clients at once, so there it is written out too.
+    """
+    if dropout_p == 0 and not inside_transform():
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -248,7 +337,8 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return dropped(drawing, scores.softmax(dim=-1), dropout_p) @ value
+    shares = scores.softmax(dim=-1)
+    return (shares if dropout_p == 0 else dropped(drawing, shares, dropout_p)) @ value
 
 
 @cache
@@ -280,11 +370,26 @@ _DRAWN: dict[Any, Callable[..., Tensor]] = {
     torch.Tensor.uniform_: _filled(_uniform_in),
     torch.Tensor.normal_: _filled(_normal_in),
     torch.Tensor.exponential_: _filled(_exponential_in),
+    torch.Tensor.log_normal_: _filled(_log_normal_in),
+    torch.Tensor.cauchy_: _filled(_cauchy_in),
+    torch.Tensor.geometric_: _filled(_geometric_in),
+    torch.Tensor.random_: _filled(_random_in),
     F.dropout: _dropout(False),
     torch.dropout: _dropout(False),
     F.dropout1d: _dropout(True),
     F.dropout2d: _dropout(True),
     F.dropout3d: _dropout(True),
     torch.feature_dropout: _dropout(True),
+    torch.dropout_: _dropout(False, in_place=True),
+    torch.feature_dropout_: _dropout(True, in_place=True),
+    F.alpha_dropout: _dropout(False, alpha=True, trains=False),
+    F.feature_alpha_dropout: _dropout(True, alpha=True, trains=False),
+    torch.alpha_dropout: _dropout(False, alpha=True),
+    torch.alpha_dropout_: _dropout(False, alpha=True, in_place=True),
+    torch.feature_alpha_dropout: _dropout(True, alpha=True),
+    torch.feature_alpha_dropout_: _dropout(True, alpha=True, in_place=True),
+    F.rrelu: _rrelu,
+    torch.rrelu: _rrelu,
+    **{kind: _recurrent(kind) for kind in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     F.scaled_dot_product_attention: _attention,
 }

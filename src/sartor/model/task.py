@@ -14,10 +14,11 @@ module draws, by ``F.dropout`` or ``torch.rand``, comes from the keyed streams t
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from sartor import nests
 from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.kernels.convolution import conv2d
-from sartor.model.draws import Keyed, dropped
+from sartor.model.draws import Keyed, dropped, inside_transform
 from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
 from sartor.model.precision import half_precision
 from sartor.nests import Nest
@@ -54,13 +55,15 @@ Where some are frozen they are as in evaluation, without dropout; ``True`` is ab
 class Batch(NamedTuple):
     """Some samples of one client: inputs and targets, nests of tensors.
 
-    ``weight`` is 1 for a real sample and 0 for padding; None when all are real.
+    ``weight`` is 1 for a real sample and 0 for padding; None when all are real. ``importance`` is how much a
+    sample counts, 1 on average over a client's training samples; None when all count the same.
     """
 
     x: Nest
     y: Nest
     weight: Tensor | None = None
     key: Tensor | int = 0
+    importance: Tensor | None = None
 
     @property
     def size(self) -> Tensor | int:
@@ -68,7 +71,9 @@ class Batch(NamedTuple):
         return nests.length(self.y) if self.weight is None else self.weight.sum()
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over the real samples of a quantity that has one entry per sample."""
+        """The mean over the real samples of a quantity that has one entry per sample, by their importance."""
+        if self.importance is not None:
+            values = values * self.importance.to(values.dtype)
         if self.weight is None:
             return values.mean()
         return (values * self.weight).sum() / self.weight.sum()
@@ -267,6 +272,15 @@ class Task:
         return self._constants.keys() == other._constants.keys() and all(
             torch.equal(value, other._constants[key]) for key, value in self._constants.items()
         )
+
+    @property
+    def constants_hash(self) -> str | None:
+        """What is not trained, by its SHA-256: nobody sends it, so all must have the same; None: nothing."""
+        digest = hashlib.sha256()
+        for key, value in sorted(self._constants.items()):
+            digest.update(f"{key} {list(value.shape)} {value.dtype} ".encode())
+            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy(force=True).tobytes())
+        return digest.hexdigest() if self._constants else None
 
     def _typed_as(self, dtype: torch.dtype) -> Task:
         task = Task(
@@ -508,7 +522,7 @@ class Task:
                 found["features"] = run.features.detach()
             return loss, {**found, "outputs": nests.mapped(torch.Tensor.detach, run.outputs)}
 
-        if _inside_transform():
+        if inside_transform():
             gradient, found = grad(with_tensors, has_aux=True)(w)
         else:  # plain autograd gives the same bits with less overhead
             with torch.enable_grad():
@@ -571,7 +585,11 @@ class Task:
         keyed = None if self._keyed is False else Keyed(mode)
         stills = self._stilled(module, mode)
         try:
-            with half_precision(w.device.type) if half else nullcontext(), keyed or nullcontext():
+            with (
+                half_precision(w.device.type) if half else nullcontext(),
+                keyed or nullcontext(),
+                _unbranched(),
+            ):
                 result = functional_call(module, named, *self.arguments(x), strict=False)
         finally:
             _context.mode = previous
@@ -721,6 +739,15 @@ class Task:
         tolerance = torch.finfo(self.dtype).eps ** 0.5
         pairs = [pair for pair in zip(*results, strict=True) if pair[0].is_floating_point()]
         self.unkeyed = not all(_close(one, other, tolerance) for one, other in pairs)
+
+    def check_weighable(self, x: Nest, y: Nest) -> None:
+        """Refuse samples of different weights where the loss of a sample cannot be told."""
+        self.check_loss(x, y)
+        if self._mixes(*self._few(x, y)):
+            raise SettingError(
+                f"model {self.name}: samples have weights, but its loss gives one number for a batch that is "
+                "no mean over samples; give one number per sample, or leave the weights out"
+            )
 
     def _raw_losses(self, outputs: Any, y: Nest) -> Tensor:
         """What the loss gives, or an error with the shapes that it was given."""
@@ -948,9 +975,18 @@ class _FloatTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _inside_transform() -> bool:
-    """Whether a torch.func transform, such as the stacked engine's vmap, is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+@contextmanager
+def _unbranched() -> Iterator[None]:
+    """Many clients at once cannot branch on data, and modules ask about that as they do of a compiler.
+
+    Hugging Face's leave a mask out where it masks nothing, unless they are being compiled.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = before or inside_transform()
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _counted_by_us(objective: Objective) -> bool:
@@ -1123,11 +1159,6 @@ def _shareable(module: nn.Module, name: str) -> nn.Module:
     """A copy of the module with BatchNorm and Dropout layers replaced by versions that clients can share."""
     module = copy.deepcopy(module)
     for path, layer in list(module.named_modules()):
-        if isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
-            kind = type(layer).__name__
-            raise SartorError(
-                f"model {name}: layer {path!r} is {kind}, which has no keyed form; take Dropout"
-            )
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
             what = "BatchNorm with momentum=None, an average over all batches ever seen"
             raise SartorError(f"model {name}: layer {path!r} is {what}; give it a momentum, such as 0.1")
@@ -1143,7 +1174,8 @@ def _shareable(module: nn.Module, name: str) -> nn.Module:
 def _replacement(layer: nn.Module, path: str) -> nn.Module | None:
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         return _BatchNorm(layer, path + "." if path else "")
-    if isinstance(layer, nn.modules.dropout._DropoutNd):
+    alpha = isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout))  # these draw by functions
+    if isinstance(layer, nn.modules.dropout._DropoutNd) and not alpha:
         return _Dropout(layer, path)
     if type(layer) is nn.Conv2d and (layer.groups, layer.dilation, layer.padding_mode) == (
         1,

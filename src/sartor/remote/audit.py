@@ -19,7 +19,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Audit:
     def add(self, event: str, words: str, **details: Any) -> None:
         """Write a line; when this returns it is on the disk."""
         number, before = (1, BEGINNING) if self.last is None else (self.last.line + 1, self.last.sha256)
-        time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        time = datetime.now(UTC).isoformat(timespec="seconds")
         content = {"line": number, "time": time, "event": event, "words": words, "details": details}
         content["before"] = before
         entry = _entry({**content, "sha256": _hash(content)})

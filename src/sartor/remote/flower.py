@@ -29,17 +29,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sartor.errors import SartorError, SettingError
+from sartor.files import locked
 from sartor.remote.connections import Listener
 from sartor.remote.flower_content import TYPE, VERSIONS, from_content, to_content  # turns telemetry off first
 from sartor.remote.keys import fingerprint
 from sartor.remote.limits import Limits
 from sartor.remote.messages import HEADER, Parts, readable
 from sartor.remote.requests import Failed
-
-try:
-    import fcntl
-except ImportError:  # no Unix
-    fcntl = None  # type: ignore[assignment]
 
 os.environ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
 
@@ -651,12 +647,9 @@ def _locked(database: Path) -> Any:
         os.close(os.open(database, os.O_CREAT | os.O_RDWR, 0o600))
     except OSError as error:
         raise SettingError(f"--store {database}: cannot be used: {error.strerror or error}") from None
-    if fcntl is not None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise SettingError(f"--store {database}: another server is using it") from None
+    if not locked(lock.fileno()):
+        lock.close()
+        raise SettingError(f"--store {database}: another server is using it")
     return lock
 
 
@@ -851,7 +844,7 @@ class _Signature:
 
     def intercept(self, context: Any, proceed: Callable[[Any], httpx.Response]) -> httpx.Response:
         """Sign a request, and compare the clocks when it is answered."""
-        stamp = datetime.datetime.fromtimestamp(self.now(), datetime.timezone.utc).isoformat()
+        stamp = datetime.datetime.fromtimestamp(self.now(), datetime.UTC).isoformat()
         headers = {
             FLEET_HTTP_PUBLIC_KEY_HEADER: self._public,
             TIMESTAMP_HEADER: stamp,

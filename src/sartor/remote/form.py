@@ -99,6 +99,7 @@ PERHAPS: dict[str, Check] = {
     "entries": wholes,
     "transformed": _or_none(_transformed),
     "columns": table,
+    "frozen": lambda value: isinstance(value, list) and all(map(_or_none(text), value)),
 }
 """Entries that it may have."""
 

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sartor.data.clients import ClientData, from_clients
 from sartor.data.leaf import from_leaf, is_leaf
 from sartor.data.loaders import from_folder, from_table, read_client
@@ -22,7 +24,8 @@ from sartor.data.settings import Data
 from sartor.data.tables import from_schema, is_table
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.extensions import function_file
-from sartor.files import OWNER_ALONE, private_folder, write
+from sartor.federation.attacks import Attack, single_handed
+from sartor.files import OWNER_ALONE, alone, private_folder, write
 from sartor.model.objectives import chosen_objective
 from sartor.remote.addresses import is_loopback, split_address
 from sartor.remote.audit import Audit
@@ -30,6 +33,7 @@ from sartor.remote.keys import own_key, read_key
 from sartor.remote.node import Load, Node
 from sartor.remote.policy import Policy
 from sartor.runs.experiment import Experiment, anchored, import_named
+from sartor.runs.setup import poisoned
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +86,13 @@ def loader(path: Path, name: str | None, client_column: str | None, label_column
     return load
 
 
+def _poisoned(load: Load, attack: Attack, experiment: Experiment) -> ClientData:
+    """A node's data, with what an attack makes of its training samples."""
+    data = load(experiment)
+    everyone = np.arange(data.clients)
+    return poisoned(data, attack.settled(data.train.x), everyone, experiment.seed) if attack.on_data else data
+
+
 def _from_function(path: str, experiment: Experiment) -> ClientData:
     """The clients that a function of the node's owner gives."""
     named = Data(path=path, validation=experiment.data.validation)
@@ -115,14 +126,14 @@ def join(
     patience: float = 600.0,
     device: str = "cpu",
     policy: Policy | None = None,
+    attack: Attack | None = None,
     show: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Take part in the run of a server until it ends; a server that is gone is waited for.
 
     ``policy`` is what this node agrees to; what it is asked for and what leaves it is logged in ``state``.
+    With ``attack`` it misbehaves, for tests of a federation.
     """
-    from sartor.remote.flower import FleetLink, Lost, clocks_apart
-
     host, _ = split_address(address)
     if certificates is None and not insecure and not is_loopback(host):
         raise SettingError(
@@ -130,12 +141,37 @@ def join(
             "give the certificate that `sartor keys` made for it, or --insecure"
         )
     private_folder(state)
+    with alone(state, "another node is using it; give every node a folder of its own (--state)"):
+        given = (address, load, state, key, certificates, patience, device, policy or Policy(), attack, show)
+        _take_part(*given)
+
+
+def _take_part(
+    address: str,
+    load: Load,
+    state: Path,
+    key: Path | None,
+    certificates: Path | None,
+    patience: float,
+    device: str,
+    policy: Policy,
+    attack: Attack | None,
+    show: Callable[[str], None],
+) -> None:
+    """Answer a server until its run ends."""
+    from sartor.remote.flower import FleetLink, Lost, clocks_apart
+
     own = read_key(key) if key is not None else own_key(state / "key.pem")
     known = state / "known.json"
     numbers = _known(known)
-    policy, audit = policy or Policy(), Audit(state)
+    audit = Audit(state)
     audit.add("started", f"Started to join {address}, with its policy.", policy=policy.to_mapping())
-    node = Node(load, state / "runs", device=device, policy=policy, audit=audit)
+    attack = single_handed(attack)
+    if attack is not None:
+        load = partial(_poisoned, load, attack)
+        audit.add("attack", "Misbehaves, as it was told to.", attack=repr(attack))
+        show(f"this node misbehaves: {attack}")
+    node = Node(load, state / "runs", device=device, policy=policy, audit=audit, attack=attack)
     link = FleetLink(
         address, own, certificates=certificates, insecure=certificates is None, known=numbers.get(address, 0)
     )

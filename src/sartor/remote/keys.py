@@ -64,7 +64,7 @@ def make_keys(
     taken = [name for name in names if (folder / name).exists()]
     if taken:
         raise SettingError(f"{folder / taken[0]}: exists already; give another folder")
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
 
     def certificate(subject: str, key: Any, issuer: str, by: Any, authority: bool) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder(

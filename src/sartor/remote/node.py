@@ -42,16 +42,19 @@ from sartor.engines import make_engine
 from sartor.engines.base import Origins
 from sartor.errors import SartorError
 from sartor.extensions import imported, installed
+from sartor.federation.attacks import Attack, falsified, keys_of, single_handed
 from sartor.federation.exchange import ClientFunction, Outcome, Work, is_personal
 from sartor.federation.federation import own_buffers
 from sartor.federation.functions import find_function
+from sartor.federation.protection import transforms_of
 from sartor.federation.states import StateStore, grouped_name
-from sartor.federation.transforms import Transforms, read_shapes
+from sartor.federation.transforms import read_shapes
 from sartor.files import OWNER_ALONE, private_folder, write
 from sartor.model.groups import build_groups, tasks_of
 from sartor.model.networks import build_task
 from sartor.model.objectives import chosen_objective
 from sartor.model.task import Task
+from sartor.privacy.settings import Privacy
 from sartor.remote.admission import form_of, moments_like, received_moments, sent_moments
 from sartor.remote.audit import Audit, answered, introduced
 from sartor.remote.form import check_form
@@ -90,6 +93,10 @@ class Closed(SartorError):
     """A request for a run that this node has not been told of, as it was started anew."""
 
 
+class Unfit(SartorError):
+    """What this node has is not what the run needs, and will not be at a second try."""
+
+
 class Hosted:
     """The clients of this node in a run: where they are trained, and what they keep.
 
@@ -107,6 +114,8 @@ class Hosted:
         dealt: Mapping[str, Any],
     ) -> None:
         engine = replace(experiment.engine, device=device)
+        if experiment.privacy.mode == "central":  # which is the server's affair alone
+            experiment = replace(experiment, privacy=Privacy())
         algorithm = registered()[experiment.algorithm](experiment.hyper)
         resolved = resolve(replace(experiment, engine=engine), algorithm, task, data)
         settings = federation_settings(resolved)
@@ -114,7 +123,7 @@ class Hosted:
         self.engine = make_engine(resolved.engine.name, task, data, settings, origins)
         self.policy, self.numbers = settings.buffers, numbers
         self.task, self.data, self.dealt = task, data, dealt
-        self.transforms = Transforms(settings.transforms)
+        self.transforms = transforms_of(settings, task)
         self.groups = task.groups
         of = None if task.groups is None else task.groups.of
         self.states = StateStore(len(numbers), self.engine.device, settings.states, of)
@@ -163,7 +172,8 @@ class Hosted:
 class Node:
     """The clients of one machine. ``task`` stands in for the model that the experiment names.
 
-    ``policy`` says what it agrees to, ``audit`` keeps what it was asked for and what has left it.
+    ``policy`` says what it agrees to, ``audit`` keeps what it was asked for and what has left it. With
+    ``attack`` it misbehaves, for tests of a federation.
     """
 
     def __init__(
@@ -175,7 +185,9 @@ class Node:
         device: str = "cpu",
         policy: Policy | None = None,
         audit: Audit | None = None,
+        attack: Attack | None = None,
     ) -> None:
+        self._attack = single_handed(attack)
         self._load, self._folder, self._device = load, folder, device
         self._policy, self._audit = policy or Policy(), audit or Audit(None)
         self._given_task = task
@@ -227,7 +239,7 @@ class Node:
             return encode({"nonce": nonce, "error": str(error), "closed": True})
         except SartorError as error:
             self._note_refusal(kind, str(error))
-            if kind == "hello":  # it will not go better the next time
+            if kind == "hello" or isinstance(error, Unfit):  # it will not go better the next time
                 self.refusal = str(error)
             else:
                 log.warning("request refused: %s", error)
@@ -322,6 +334,7 @@ class Node:
             task = build_groups(
                 task, experiment.models, of, x, y, data.classes, experiment.seed, entries=entries
             )
+        _same_constants(task, header.get("frozen"))
         data = with_public(data, experiment)
         dealt = {key: header[key] for key in ("groups", "entries")} if experiment.models else {}
         hosted = self._hosted = Hosted(experiment, task, data, numbers, self._device, dealt)
@@ -359,7 +372,7 @@ class Node:
         outcome = self._run_at(self._around(function, header), header, groups)
         self._evaluated.note(header, groups, function, hosted.group(places), outcome.sent)
         kept = dict(outcome.kept)
-        groups = {"sent": outcome.sent}
+        groups = {"sent": self._sent(function, header, groups, outcome.sent)}
         averaged = outcome.buffers is not None and hosted.policy == "average"
         self._policy.check_reply(str(header["function"]), [*outcome.sent, *(["buffers"] if averaged else [])])
         if averaged and self._policy.require:
@@ -374,6 +387,25 @@ class Node:
         if header["keeps"] and kept:
             self._journal.stage(int(header["exchange"]), rows_of(torch.from_numpy(numbers), kept))
         return {"exchange": header["exchange"]}, groups
+
+    def _sent(
+        self, function: ClientFunction, header: Mapping[str, Any], groups: Groups, sent: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What is sent of what a function has replied: all as it is, unless this node misbehaves."""
+        if self._attack is None or not self._attack.on_replies or not header["keeps"]:
+            return sent
+        assert self._experiment is not None
+        given = {} if header.get("transformed") else {**groups.get("shared", {}), **groups.get("each", {})}
+        began = getattr(function, "starts", {})
+        starts = {name: given[start] for name, start in began.items() if start in given}
+        numbers = torch.tensor(header["numbers"], dtype=torch.int64)
+        everyone = torch.arange(len(numbers))
+
+        def keys(name: str) -> Tensor:
+            turn = int(header["round"]), int(header["exchange"])
+            return keys_of(self._experiment.seed, name, *turn, numbers)  # type: ignore[union-attr]
+
+        return falsified(self._attack, sent, starts, everyone, everyone[:0], keys)
 
     def _run_at(self, function: ClientFunction, header: Mapping[str, Any], groups: Groups) -> Outcome:
         """Have the clients that a request names run a function."""
@@ -619,6 +651,17 @@ def _same_public(experiment: Experiment, wanted: Any) -> None:
         raise SartorError(f"{what} cannot be loaded at this node: {error}") from None
     if found is None or hash_of(found) != wanted:
         raise SartorError(f"{what} are others at this node than at the server; load the same at both")
+
+
+def _same_constants(task: Task, wanted: Any) -> None:
+    """Refuse a model whose frozen weights, which nobody sends, are not the server's."""
+    for own, told in zip(tasks_of(task), wanted or (), strict=False):
+        if own.constants_hash != told:
+            raise Unfit(
+                f"model {own.name}: what is not trained of it is another at this node than at the server "
+                f"(SHA-256 {(own.constants_hash or 'none')[:12]}, there {(told or 'none')[:12]}); load the "
+                "same weights at both"
+            )
 
 
 def _same_code(wanted: Any) -> dict[str, str]:

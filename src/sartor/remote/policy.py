@@ -141,10 +141,21 @@ class Policy:
             raise Refused(f"the last transforms on the way up are not those it requires: {fault} (require)")
 
     def _missing(self, up: list[Transform]) -> str | None:
-        """What keeps transforms from ending with those that are required."""
+        """What keeps transforms from ending with those that are required.
+
+        What only compresses, by sending parts, may come after them and not before: they act on whole values.
+        """
+        if not self.require:
+            return None
+        final = TRANSFORMS[self.require[-1].name]
+        while up and up[-1].parts and type(up[-1]) is not final:
+            up = up[:-1]
         if len(up) < len(self.require):
             return f"{', '.join(each.name for each in self.require)} wanted, {len(up) or 'none'} there"
-        last = up[len(up) - len(self.require) :]
+        before, last = up[: -len(self.require)], up[-len(self.require) :]
+        early = next((type(made).__name__.lower() for made in before if made.parts), None)
+        if early:
+            return f"{early} comes before them, which sends parts"
         faults = (wanted.fault(found) for wanted, found in zip(self.require, last, strict=True))
         return next((fault for fault in faults if fault), None)
 

@@ -135,6 +135,17 @@ def require_deployable(experiment: Experiment) -> None:
     named = () if experiment.columns else (experiment.model,)  # a schema says how many categories there are
     for choice in (*named, *(group.choice for group in experiment.models)):
         check_told(choice, "the server sees no samples")
+    privacy = experiment.privacy
+    if privacy.mode == "samples" and privacy.noise is None:
+        raise SettingError(
+            "privacy.epsilon: with mode = 'samples' its noise follows from the samples of all clients, which "
+            "no node knows; give privacy.noise (--dry-run of a simulation says what it costs)"
+        )
+    if privacy.on and not privacy.secret:
+        log.warning(
+            "privacy.secret = false: noise follows from the seed, and whoever knows it can take the noise "
+            "off; set it to true, unless this is a trial"
+        )
 
 
 def listen(service: Service, *, anew: bool = True) -> SuperLink:
@@ -237,7 +248,8 @@ def _serve_on(
     if resume is not None:
         return resume_run(resume, data=data, progress=progress, opened=open_federation, observers=observers)
     own = replace(experiment.data, name=OWN_DATA, clients=data.clients)
-    experiment = replace(experiment, data=own, replies=experiment.replies.deployed())
+    replies = experiment.replies.deployed(compares=experiment.privacy.mode != "central")
+    experiment = replace(experiment, data=own, replies=replies)
     return execute(
         experiment, data=data, out=out, progress=progress, opened=open_federation, observers=observers
     )

@@ -160,6 +160,7 @@ class RemoteEngine(Distant):
         self._groups = task.groups
         self._models = [_Model(own, data, settings, group) for group, own in enumerate(tasks_of(task))]
         """What a client of each group replies, tried here."""
+        self._frozen = [own.constants_hash for own in tasks_of(task)]
         self._begun = time.monotonic()
 
     # What the federation tells --------------------------------------------------------------------
@@ -313,6 +314,7 @@ class RemoteEngine(Distant):
             "labels": self._data.labels,
             **self._groups_told(numbers),
             **({} if self._data.columns is None else {"columns": columns_mapping(self._data.columns)}),
+            "frozen": self._frozen,
             "at": min((one.at for one in back), default=self._exchange),
             "without": sorted({exchange for one in back for exchange in one.without}),
             "keep": sorted({exchange for one in back for exchange in one.keep}),

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import html
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
@@ -20,7 +20,17 @@ from sartor.report.interactive import spec
 from sartor.report.runs import Material, flat
 from sartor.report.sites import site_tables, sites_of
 from sartor.report.style import variables
-from sartor.report.tables import Entry, Table, comparison, own_models, participation, settings, statistics
+from sartor.report.tables import (
+    Entry,
+    Table,
+    attacks,
+    comparison,
+    own_models,
+    participation,
+    privacy,
+    settings,
+    statistics,
+)
 from sartor.runs.record import environment, to_json
 
 VOID = ("meta", "input")
@@ -59,8 +69,8 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
     tables = [comparison(material), *own_models(material)]
     for compared in material.comparisons:
         tables += statistics(compared)
-    heard = participation(material)
-    tables += [] if heard is None else [heard]
+    found = (attacks(material), privacy(material), participation(material))
+    tables += [table for table in found if table is not None]
     sites = sites_of(material)
     tables = tables if sites is None else [*site_tables(sites), *tables]
     sections = [_table_section(f"table-{number}", table) for number, table in enumerate(tables)]
@@ -276,7 +286,7 @@ def _words(title: str, rows: Sequence[tuple[str, Any]]) -> Markup:
 
 
 def _made() -> str:
-    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"Made by Sartor {environment()['sartor']} on {when}."
 
 

@@ -97,9 +97,11 @@ class Run:
 
     @cached_property
     def names(self) -> list[str]:
-        """The clients' names, in their order."""
+        """The clients' names, in their order; those that attack are marked."""
         if "client" in self.clients:
-            return [str(name) for name in self.clients["client"]]
+            names = [str(name) for name in self.clients["client"]]
+            attacks = self.clients.get("attacker") or [False] * len(names)
+            return [f"{name} (attacker)" if bad else name for name, bad in zip(names, attacks, strict=True)]
         if self.partition is not None:
             return list(self.partition.names)
         return []

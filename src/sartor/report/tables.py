@@ -100,6 +100,10 @@ def _columns(material: Material) -> list[_Column]:
     def sent(run: Run) -> float | None:
         return float(sum((row.get("bytes_down") or 0) + (row.get("bytes_up") or 0) for row in run.rounds))
 
+    def epsilon(run: Run) -> float | None:
+        spent: float | None = run.rounds[-1].get("epsilon") if run.rounds else None
+        return spent
+
     def seconds(run: Run) -> float | None:
         return float(sum(row.get("seconds") or 0 for row in run.rounds))
 
@@ -112,7 +116,10 @@ def _columns(material: Material) -> list[_Column]:
     columns = [
         *(_Column(CELL_WORDS.get(cell, cell), of_cell(cell, score), shown, more=more) for cell in cells),
         *(judged if score != "loss" else ()),
+        _Column("honest clients", of_cell(OWN, "benign", score), shown, more=more),
+        _Column("attack succeeds", of_cell(OWN, "attack_success"), _percent),
         _Column("loss, own test data", of_cell(OWN, "loss"), lambda value: f"{value:.4f}"),
+        _Column("ε spent", epsilon, "{:.3g}".format, spread=False),
         _Column("MB sent", sent, lambda value: f"{value / 1e6:.1f}", spread=False),
         _Column("seconds of training", seconds, lambda value: f"{value:.1f}", spread=False),
     ]
@@ -163,6 +170,61 @@ def participation(material: Material) -> Table | None:
     )
     heads = ["run", "rounds", "least", "median", "most", "never heard", "who"]
     return Table("Who took part", about, heads, rows)
+
+
+def privacy(material: Material) -> Table | None:
+    """A row per run that hides its clients or their samples: what that has cost; None where no run does."""
+    rows = []
+    for label, _, run in material.labelled():
+        told = (run.summary or {}).get("privacy")
+        if told:
+            hidden = "a sample" if told["mode"] == "samples" else "a client"
+            whom = f"{hidden} {'more or less' if told['neighbours'] == 'add-remove' else 'replaced'}"
+            words = [label, told["mode"], whom]
+            numbers = [told[key] for key in ("epsilon", "delta", "noise", "clip")]
+            entries = [Entry("–" if number is None else f"{number:.4g}", number) for number in numbers]
+            rows.append([*(Entry(word, word) for word in words), *entries])
+    if not rows:
+        return None
+    about = "What was spent by the end, on hiding what is named: docs/privacy.md says what that means."
+    heads = ["run", "mode", "hides", "ε", "δ", "noise multiplier", "clip"]
+    return Table("Privacy", about, heads, rows)
+
+
+def attacks(material: Material) -> Table | None:
+    """A row per run with attackers: who they are, and how they and the others fare; None where nobody is."""
+    rows = []
+    score = material.headline
+    shown = _percent if is_share(score) else "{:.4g}".format
+    for label, _, run in material.labelled():
+        bad = [bool(value) for value in run.clients.get("attacker", [])]
+        if not any(bad):
+            continue
+        cell = "personal_local" if "personal_local" in run.last else "shared_local"
+        values = run.clients.get(f"{cell}_{score}", [None] * len(bad))
+        pairs = list(zip(values, bad, strict=True))
+        means = [
+            mean_and_deviation([value for value, is_bad in pairs if is_bad is which])[0]
+            for which in (False, True)
+        ]
+        names = [str(name) for name, is_bad in zip(run.clients["client"], bad, strict=True) if is_bad]
+        named = ", ".join(names[:MOST_NAMED]) + (
+            f" and {len(names) - MOST_NAMED} more" if names[MOST_NAMED:] else ""
+        )
+        name = str(run.config.get("attack", {}).get("name", "unknown"))
+        rule = str(run.config.get("aggregate", {}).get("name", "mean"))
+        entries = [Entry(text, text) for text in (label, name, rule)]
+        entries.append(Entry(f"{len(names)} of {len(bad)}", float(len(names))))
+        entries += [Entry("–" if mean is None else shown(mean), mean) for mean in means]
+        rows.append([*entries, Entry(named, named)])
+    if not rows:
+        return None
+    about = (
+        f"Clients that misbehave in a simulation, and the {score} of the others and of themselves on own "
+        "test data at the last evaluation, plain means."
+    )
+    heads = ["run", "attack", "aggregate", "attackers", "honest clients", "attackers' own", "who"]
+    return Table("Attackers", about, heads, rows)
 
 
 def _over_seeds(group: Group, column: _Column) -> Entry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from sartor.runs.experiment import Experiment, to_mapping
@@ -60,7 +60,7 @@ def made() -> dict[str, Any]:
     """When, and with which versions."""
     told = environment()
     return {
-        "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
         **{name: told[name] for name in ("sartor", "torch")},
     }
 

@@ -25,7 +25,7 @@ from sartor.model.task import Task
 from sartor.runs.cadence import Cadence
 from sartor.runs.evaluation import evaluate
 from sartor.runs.experiment import Experiment
-from sartor.runs.loop import draw_cohort
+from sartor.runs.protection import cost_of, unbounded
 from sartor.runs.run import models_told, tensors_of
 from sartor.runs.setup import Setup, open_federation, set_up
 
@@ -57,7 +57,7 @@ def estimate(
     setup = set_up(experiment, data=data, task=task)
     experiment, data = setup.experiment, setup.data
     clients, size = data.clients, max(task.size for task in tasks_of(setup.task))
-    cohort = len(draw_cohort(experiment.seed, 1, clients, experiment.cohort))
+    cohort = experiment.cohort.size(clients)
     steps = _steps(experiment, data.train.count)
     whole = float(steps.mean()) * cohort
     last, before = _measure(setup, cohort)
@@ -92,6 +92,7 @@ def estimate(
             "client_states": last.state_bytes * clients,
             "data": _data_bytes(data),
         },
+        "privacy": cost_of(experiment, setup.algorithm, data.train.count) if experiment.privacy.on else None,
         "seconds_per_round": round_seconds,
         "seconds_per_evaluation": evaluation_seconds,
         "seconds": seconds,
@@ -148,7 +149,8 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
     experiment, algorithm = setup.experiment, setup.algorithm
     chosen = _some(setup.data, count)
     data, task = setup.data.some(chosen), regrouped(setup.task, lambda of: of[chosen])
-    federation = open_federation(experiment, task, data)
+    tried = replace(experiment, privacy=unbounded(experiment.privacy))
+    federation = open_federation(tried, task, data)
     server = algorithm.start(federation)
     cohort = np.arange(count - share, count)  # the largest: a round waits for them
     seconds = evaluating = 0.0

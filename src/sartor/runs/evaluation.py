@@ -25,6 +25,7 @@ from sartor import random
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Client
 from sartor.errors import SartorError
+from sartor.federation.attacks import Attack
 from sartor.federation.exchange import Call, ClientFunction, Reply, is_personal
 from sartor.federation.federation import Federation
 from sartor.federation.functions import maker, name_of
@@ -117,7 +118,66 @@ def evaluate(
     if personal is not None:
         pooling = _worth_pooling(federation, settings, len(clients))
         cells |= _personal_cells(personal, clients, tried, pooling)
+    return _with_attack(cells, clients, federation, models, personal) if federation.attackers else cells
+
+
+def _with_attack(
+    cells: dict[str, Cell],
+    clients: np.ndarray,
+    federation: Federation,
+    models: Tensor | None,
+    personal: Call | None,
+) -> dict[str, Cell]:
+    """The cells with the means over the clients that do not attack, and how often a trigger succeeds."""
+    cells = {name: _with_benign(cell, clients, federation) for name, cell in cells.items()}
+    calls = {"personal_local": personal}
+    if models is not None and models.dim() == 1:
+        calls["shared_local"] = Call(shared_model, {"w": models})
+    for name, call in calls.items():
+        if call is not None and federation.attackers.attack.trigger is not None:
+            told = {"attack_success": _success(call, clients, federation)}
+            cells[name] = replace(cells[name], extra={**cells[name].extra, **told})
     return cells
+
+
+def _with_benign(cell: Cell, clients: np.ndarray, federation: Federation) -> Cell:
+    """A cell with the means over the clients that do not attack."""
+    honest = ~np.isin(clients, federation.attackers.numbers)
+    if len(cell.n) != len(clients) or not honest.any():
+        return cell
+    scores = {name: values[honest] for name, values in cell.scores.items()}
+    benign = replace(cell, n=cell.n[honest], loss=cell.loss[honest], scores=scores, extra={}).summary()
+    return replace(cell, extra={**cell.extra, "benign": {**benign, "clients": int(honest.sum())}})
+
+
+def _success(call: Call, clients: np.ndarray, federation: Federation) -> float | None:
+    """The share of honest clients' test samples of other classes that the trigger turns into its label."""
+    attackers = federation.attackers
+    places = np.flatnonzero(~np.isin(clients, attackers.numbers))
+    if not len(places):
+        return None
+    index = federation.tensor(places)
+    each = {name: rows[index] for name, rows in call.each.items()}
+    function = triggered_of(call.function, attackers.attack)
+    matrix = (
+        federation.ask(function, clients[places], call.shared, each)["test.confusion"].double().sum(dim=0)
+    )
+    others = torch.arange(len(matrix), device=matrix.device) != attackers.attack.trigger
+    total = float(matrix[others].sum())
+    return float(matrix[others, attackers.attack.trigger].sum()) / total if total else None
+
+
+@lru_cache(maxsize=256)
+def triggered_of(function: ClientFunction, attack: Attack) -> ClientFunction:
+    """As :func:`evaluation_of` on test samples with an attack's trigger, the labels as they are."""
+
+    @wraps(function)
+    def evaluated(client: Client, hyper: Any, **arguments: Any) -> Reply:
+        model = function(client, hyper, **arguments).sent["w"]
+        outputs = partial(client.outputs, model) if isinstance(model, Tensor) else model
+        return Reply(**_counts(client, lambda x: outputs(attack.triggered(x)), "test", "confusion"))
+
+    return evaluated
 
 
 def _shared_cells(models: Tensor, clients: np.ndarray, tried: Tried) -> dict[str, Cell]:

@@ -36,7 +36,7 @@ from sartor.runs.result import Result
 from sartor.runs.run import Run
 from sartor.runs.setup import Opened, Setup, open_federation, set_up_everywhere
 from sartor.runs.signature import Signature
-from sartor.runs.stopping import EarlyStop
+from sartor.runs.stopping import EarlyStop, WithinBudget
 from sartor.runs.tracking import Tracking
 from sartor.runs.tracking import check as check_trackers
 
@@ -142,7 +142,7 @@ def carry_out(
             interrupted = stack.enter_context(interruptions(alone))
         run = Run(setup, federation, folder)
         run.watched = bool(observers)
-        deciding = Several([EarlyStop(), *(map(Guarded, observers) if writes else ())])
+        deciding = Several([EarlyStop(), WithinBudget(), *(map(Guarded, observers) if writes else ())])
         kept = list(_keeping(setup.experiment, folder, progress, interrupted)) if writes else []
         keeping = Several([*kept, *([] if shared is None else [Saving(shared)])])
         try:

@@ -20,13 +20,14 @@ import hashlib
 import json
 import os
 import re
-import sys
+import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sartor.robust  # noqa: F401  # registers its rules
 from sartor.algorithms import registered
 from sartor.client.augment import AUGMENTATIONS, Augmentation, written
 from sartor.client.settings import Local
@@ -46,21 +47,18 @@ from sartor.data.sources import SOURCES
 from sartor.engines.settings import Engine
 from sartor.errors import SettingError
 from sartor.extensions import Code, code_name, function_file, import_code, imported, installed_code, is_file
+from sartor.federation.attacks import ATTACKS, Attack, AttackChoice
 from sartor.federation.clock import AVAILABILITY, DELAYS
-from sartor.federation.settings import AvailabilityChoice, Cohort, DelayChoice, Replies
+from sartor.federation.reduction import AGGREGATES
+from sartor.federation.settings import AggregateChoice, AvailabilityChoice, Cohort, DelayChoice, Replies
 from sartor.federation.transforms import Transforms
 from sartor.model.groups import ModelGroup
 from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
+from sartor.privacy.settings import Privacy
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
 from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
 from sartor.transforms import TRANSFORMS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 Imports = str | Path | Sequence[str | Path]
 """Files or modules of a user's own, one or several."""
@@ -95,6 +93,9 @@ class Experiment:
     availability: AvailabilityChoice
     delay: DelayChoice
     replies: Replies
+    privacy: Privacy
+    aggregate: AggregateChoice
+    attack: AttackChoice
     evaluate: Evaluate
     stop: Stop
     checkpoint: Checkpoints
@@ -176,13 +177,16 @@ _SECTIONS: dict[str, type] = {
     "availability": AvailabilityChoice,
     "delay": DelayChoice,
     "replies": Replies,
+    "privacy": Privacy,
+    "aggregate": AggregateChoice,
+    "attack": AttackChoice,
     "evaluate": Evaluate,
     "stop": Stop,
     "checkpoint": Checkpoints,
     "engine": Engine,
     "tracking": Tracking,
 }
-_CHOICES = ("partition", "features", "model", "objective", "availability", "delay")
+_CHOICES = ("partition", "features", "model", "objective", "availability", "delay", "aggregate", "attack")
 CODE = (("model", "path"), ("objective", "path"), ("data", "path"), ("data", "tokens"), ("public", "path"))
 """Settings that may name a function in a file."""
 WHO = ("clients", "share", "every", "first")
@@ -200,6 +204,8 @@ def _registry(section: str) -> Mapping[str, Any]:
         "objective": OBJECTIVES,
         "availability": AVAILABILITY,
         "delay": DELAYS,
+        "aggregate": AGGREGATES,
+        "attack": ATTACKS,
     }
     return chosen[section]
 
@@ -332,6 +338,8 @@ def _things(experiment: Experiment) -> Iterator[Any]:
     """What an experiment names that a package of somebody else may have registered."""
     yield registered()[experiment.algorithm]
     yield type(experiment.model.settings)
+    yield type(experiment.aggregate.settings)
+    yield type(experiment.attack.settings)
     yield from map(type, (*experiment.transforms, *experiment.local.augment))
     if experiment.data.path is None and experiment.data.name in SOURCES:
         yield SOURCES[experiment.data.name]
@@ -579,6 +587,19 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         raise SettingError(f"{path}: values are nested too deeply") from None
     except ValueError as error:  # bad syntax, a number of too many digits, a null character in the path
         raise SettingError(f"{ascii(str(path))[1:-1]}: not a TOML experiment: {error}") from None
+
+
+def read_attack(words: Sequence[str] | None) -> Attack | None:
+    """The attack of ``key=value`` texts, as a node may be told by; None where there are none.
+
+    >>> read_attack(["name=scaling", "factor=7"])
+    Scaling(of=(), factor=7.0)
+    """
+    values = dict(map(_parse_override, words or ()))
+    if not values:
+        return None
+    name = _name(values.pop("name", None), "attack")
+    return build(ATTACKS[name], values, "--attack")
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

@@ -71,6 +71,7 @@ class RunSettings(TypedDict, total=False):
     availability: Mapping[str, Any]
     delay: Mapping[str, Any]
     replies: Mapping[str, Any]
+    privacy: Mapping[str, Any]
     evaluate: Mapping[str, Any]
     stop: Mapping[str, Any]
     checkpoint: Mapping[str, Any]

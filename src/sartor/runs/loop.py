@@ -12,6 +12,7 @@ from sartor import random
 from sartor.engines import sharded as distributed
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.settings import Cohort
+from sartor.privacy.account import BudgetSpent
 from sartor.runs.observers import Observer
 from sartor.runs.participation import written
 from sartor.runs.run import Run
@@ -47,8 +48,10 @@ def go_through(run: Run, deciding: Observer, keeping: Observer) -> dict[str, Any
 
 def draw_cohort(seed: int, round: int, clients: int, settings: Cohort) -> np.ndarray:
     """The clients of a round, sorted: a function of seed and round alone, so every method sees the same."""
-    count = settings.size(clients)
-    return np.asarray(random.choose(random.stream(seed, "cohort", round), clients, count), dtype=np.int64)
+    key = random.stream(seed, "cohort", round)
+    if settings.sampling == "poisson":
+        return np.flatnonzero(random.uniform(key, clients).numpy() < settings.rate(clients)).astype(np.int64)
+    return np.asarray(random.choose(key, clients, settings.size(clients)), dtype=np.int64)
 
 
 def _start(run: Run, deciding: Observer, keeping: Observer) -> None:
@@ -63,10 +66,14 @@ def _play(run: Run) -> dict[str, Any]:
     started, before = federation.engine.seconds(), replace(federation.traffic)
     federation.round, federation.answered = federation.round + 1, 0
     cohort = draw_cohort(experiment.seed, run.round, federation.clients, experiment.cohort)
+    federation.drawn = cohort
     try:
         run.server = run.algorithm.round(run.server, federation, cohort)
     except NobodyAnswered:
         federation.answered = 0
+    except BudgetSpent as spent:
+        federation.answered = 0
+        run.stop(str(spent))
     if run.cadence.due(run.round):
         _make_ready(run)
     run.look()
@@ -81,6 +88,7 @@ def _play(run: Run) -> dict[str, Any]:
         "bytes_down": federation.traffic.down - before.down,
         "bytes_up": federation.traffic.up - before.up,
         **federation.notes,
+        **({} if federation.protection is None else federation.protection.account.row()),
     }
     row.update(run.observe(run.cadence.due(run.round)))
     return row

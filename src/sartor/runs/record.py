@@ -36,17 +36,16 @@ import os
 import platform
 import re
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from sartor.errors import SartorError
 from sartor.extensions import Code, code_name, function_file, import_again
-from sartor.files import UNFINISHED, leftovers, replacing, sync, write, writing
+from sartor.files import UNFINISHED, Busy, alone, leftovers, replacing, sync, write, writing
 from sartor.runs.experiment import (
     Experiment,
     code_named,
@@ -59,9 +58,6 @@ from sartor.runs.experiment import (
 )
 from sartor.runs.participation import by_round
 from sartor.runs.seals import BLANK, KEY, is_whole, sealed
-
-if sys.platform != "win32":
-    import fcntl
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -84,14 +80,6 @@ STATES = "states"
 FILES = (CONFIG, ENVIRONMENT, PARTITION, SIGNATURE, ROUNDS, CLIENTS, SUMMARY, MODELS)
 BEGINNING = f"{UNFINISHED}run"
 """Lies in a folder until all is written that a run begins with; then another run may have the folder."""
-
-
-LOOKS = 10
-"""How often a folder that is locked is tried, 20 ms apart."""
-
-
-class Busy(SartorError):
-    """Another process is at a run."""
 
 
 class RunFolder:
@@ -196,17 +184,8 @@ class RunFolder:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Let no other process continue this run meanwhile; the system undoes it when a process is killed."""
-        if sys.platform == "win32":  # a folder cannot be locked there
+        with alone(self.path, "another process is at this run; wait for it or stop it"):
             yield
-            return
-        with writing(self.path):
-            handle = os.open(self.path, os.O_RDONLY)
-        try:
-            if not _locked(handle):
-                raise Busy(f"{self.path}: another process is at this run; wait for it or stop it")
-            yield
-        finally:
-            os.close(handle)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -562,19 +541,6 @@ class RunFolder:
                 yield temporary
 
 
-def _locked(handle: int) -> bool:
-    """Whether a folder could be locked; whoever only looks into it lets go again at once."""
-    for _ in range(LOOKS):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.02)
-        except OSError:  # a file system without locks
-            return True
-    return False
-
-
 def identity(config: Mapping[str, Any]) -> str:
     """The sha256 of a stored experiment without what may change when it is continued."""
     changing = ("rounds", "checkpoint", "tracking")
@@ -601,7 +567,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "processors": os.cpu_count(),
         "device": device,
         "device_name": _device_name(device),
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 

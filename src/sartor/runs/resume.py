@@ -52,8 +52,10 @@ def resume(
     changed. ``observers`` are told what happens from now on.
 
     >>> import sartor
-    >>> first = sartor.run("fedavg", data="digits", clients=3, rounds=1, out="run")
-    >>> len(resume("run", rounds=3).rounds)
+    >>> from tempfile import mkdtemp
+    >>> folder = mkdtemp()
+    >>> first = sartor.run("fedavg", data="digits", clients=3, rounds=1, out=folder)
+    >>> len(resume(folder, rounds=3).rounds)
     3
     """
     check_observers(observers)

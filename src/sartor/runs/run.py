@@ -217,6 +217,8 @@ class Run:
         groups = self.task.groups
         if groups is not None:
             columns["model"] = [groups.names[group] for group in groups.of[clients].tolist()]
+        if self.federation.attackers:
+            columns["attacker"] = np.isin(clients, self.federation.attackers.numbers).tolist()
         for name, cell in cells.items():
             if len(cell.n) == len(clients) and name != "shared_pooled":
                 # A client without samples, or with one class, has no result rather than a result of zero.
@@ -315,6 +317,8 @@ class Run:
             "last": {name: last.get(name) for name in CELLS},
             "best_by_validation": {name: self._best(name, validated=True) for name in CELLS},
             "best_on_test": {name: self._best(name, validated=False) for name in CELLS},
+            "privacy": None if federation.protection is None else federation.protection.account.told(),
+            **({"attack": self._attack()} if federation.attackers else {}),
             "notes": self._notes(last),
             "model_sha256": hash_of(self.final),
             "shared_model": self._shared_name(self.final),
@@ -322,6 +326,32 @@ class Run:
             "bytes_up": federation.traffic.up,
             "seconds": seconds,
         }
+
+    def _attack(self) -> dict[str, Any]:
+        """Who attacked, and how."""
+        attackers = self.federation.attackers
+        return {
+            "name": attackers.name,
+            "share": len(attackers.numbers) / self.federation.clients,
+            "attackers": [self.data.names[number] for number in attackers.numbers.tolist()],
+        }
+
+    def _attack_words(self, last: Mapping[str, Mapping[str, Any]]) -> str:
+        """Who attacked, and how the others fare."""
+        attackers, score = self.federation.attackers, self.headline
+        cells = [name for name in ("personal_local", "shared_local") if "benign" in last.get(name, {})]
+        told = [
+            f"{name} of the honest ones: {score.replace('_', ' ')} {last[name]['benign'][score]:.4g}"
+            for name in cells
+            if last[name]["benign"].get(score) is not None
+        ]
+        told += [
+            f"the trigger succeeds at {last[name]['attack_success']:.1%} ({name})"
+            for name in cells
+            if last[name].get("attack_success") is not None
+        ]
+        who = f"{len(attackers.numbers)} of {self.federation.clients} clients attack ({attackers.name})"
+        return "; ".join([who, *told])
 
     def _notes(self, last: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """What a reader of the numbers has to know: how models start, and whether they answer alike."""
@@ -332,6 +362,8 @@ class Run:
             if not task.seeded
         ]
         notes += [unkeyed_words(task) for task in self.federation.tasks if task.unkeyed]
+        if self.federation.attackers:
+            notes.append(self._attack_words(last))
         for name in CELLS:
             found = last.get(name, {}).get("constant")
             if found is None or (name != "shared_pooled" and 2 * found["constant"] <= found["of"]):

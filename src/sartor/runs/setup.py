@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from sartor import nests
+from sartor import nests, random
 from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
 from sartor.client.local import Batches
@@ -30,7 +31,9 @@ from sartor.engines import sharded as distributed
 from sartor.engines.ways import choose_way
 from sartor.errors import DataError, SettingError
 from sartor.federation import Federation
+from sartor.federation.attacks import Attack
 from sartor.federation.clock import Conditions
+from sartor.federation.reduction import Mean, needs_selection
 from sartor.federation.settings import FederationSettings
 from sartor.model.groups import assign, build_groups
 from sartor.model.networks import Factory, ModelChoice, build_task, check_told, settled
@@ -39,6 +42,7 @@ from sartor.model.task import Task
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.metrics import measured
 from sartor.runs.outputs import values_of
+from sartor.runs.protection import refuse_buffers, refuse_unprotected, settled_privacy
 from sartor.runs.settings import AUTO
 
 log = logging.getLogger(__name__)
@@ -132,6 +136,9 @@ def set_up(
     data = with_public(data, experiment)
     algorithm = registered()[experiment.algorithm](experiment.hyper)
     algorithm.check(experiment.local)
+    refuse_unprotected(experiment, algorithm)
+    refuse_rule(experiment, data.clients)
+    experiment, data = attacked(experiment, data)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
 
@@ -180,6 +187,57 @@ def refuse_groups(experiment: Experiment) -> None:
         )
 
 
+def attacked(experiment: Experiment, data: ClientData) -> tuple[Experiment, ClientData]:
+    """The experiment with its attackers named, and the data with what they train on, where it is changed."""
+    choice = experiment.attack
+    attackers = choice.who(data.names, experiment.seed, strict=True)
+    if choice.file is not None:  # the file may be another by the next time
+        choice = replace(choice, file=None, clients=tuple(data.names[number] for number in attackers))
+    attack: Attack = choice.settings
+    if attack.on_data and len(attackers):
+        train = data.train
+        if isinstance(train, LazySplit):
+            raise SettingError(
+                f"attack.name = {choice.name!r}: changes training samples, which are fetched when they are "
+                "needed here; take an attack on replies"
+            )
+        if not is_class(train.y):
+            raise SettingError(f"attack.name = {choice.name!r}: changes labels, and the data have no classes")
+        attack = attack.settled(train.x)
+        choice = replace(choice, settings=attack)
+        data = poisoned(data, attack, attackers, experiment.seed)
+    return replace(experiment, attack=choice), data
+
+
+def poisoned(data: ClientData, attack: Attack, attackers: np.ndarray, seed: int) -> ClientData:
+    """The data with what attackers train on in place of their samples."""
+    train, stream = data.train, random.stream(seed, "poison")
+    x, y = nests.mapped(torch.clone, train.x), nests.mapped(torch.clone, train.y)
+    for number in attackers.tolist():
+        own = slice(int(train.start[number]), int(train.start[number] + train.count[number]))
+        key = random.fold(stream, number)
+        changed = attack.poison(key, nests.rows(x, own), nests.rows(y, own), data.classes)
+        for whole, part in zip(nests.leaves((x, y)), nests.leaves(changed), strict=True):
+            whole[own] = part
+    return replace(data, train=replace(train, x=x, y=y))
+
+
+def refuse_rule(experiment: Experiment, clients: int) -> None:
+    """Refuse a rule in place of means that the method has no place for, or too few clients."""
+    rule, method = experiment.aggregate.settings, experiment.algorithm
+    if rule == Mean():
+        return
+    reduces = registered()[method].reduces
+    if reduces == "nothing":
+        raise SettingError(
+            f"aggregate.name = {experiment.aggregate.name!r}: {method} takes no mean of replies and has no "
+            "place for it; leave [aggregate] out, or take another method"
+        )
+    if reduces == "rows" and not rule.selects:
+        raise SettingError(needs_selection(rule, method))
+    rule.check(experiment.cohort.size(clients))
+
+
 def fitted(
     data: ClientData,
     task: Task,
@@ -192,16 +250,17 @@ def fitted(
     Whole numbers stay what they are where the model takes them so, as an embedding does; one that takes
     floats alone gets them as numbers like others. ``like`` is as for :func:`~sartor.data.clients.prepare`.
     """
-    numbers = tuple(sorted(task.numbers(data.train.x)))
+    numbers, dtype = tuple(sorted(task.numbers(data.train.x))), str(task.dtype).removeprefix("torch.")
     if numbers:
-        data = data.preprocessed(Preprocessing(numbers=numbers).as_floats, numbers=numbers)
+        floats = Preprocessing(numbers=numbers, dtype=dtype)
+        data = data.preprocessed(floats.as_floats, numbers=numbers, dtype=dtype)
     data = prepare(data, normalise=normalise, like=like)
     leaves = nests.leaves((data.train.x, data.train.y))
     if all(leaf.dtype == task.dtype for leaf in leaves if leaf.is_floating_point()):
         return data
     # A number beyond the model's type becomes inf, which would only be seen as a loss that is not finite.
     _check_finite(data, task.dtype)
-    noted = replace(data.preprocessing, dtype=str(task.dtype).removeprefix("torch."))
+    noted = replace(data.preprocessing, dtype=dtype)
     return replace(data.map(task.typed, task.typed), preprocessing=noted)
 
 
@@ -311,7 +370,9 @@ def resolve(
         local=local,
         evaluate=replace(experiment.evaluate, headline=what.headline, every=_every(experiment)),
         model=replace(experiment.model, buffers=buffers),
+        privacy=settled_privacy(experiment, algorithm, data.train.count),
     )
+    refuse_buffers(decided, task)
     return replace(decided, engine=replace(decided.engine, way=_way(decided, task, data)))
 
 
@@ -350,6 +411,7 @@ def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Fed
 def federation_settings(experiment: Experiment) -> FederationSettings:
     """What a federation and its engine go by, of a resolved experiment; this is the one place that says."""
     engine, replies = experiment.engine, experiment.replies
+    algorithm = registered()[experiment.algorithm](experiment.hyper)
     return FederationSettings(
         local=experiment.local,
         hyper=experiment.hyper,
@@ -378,5 +440,11 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         way=engine.way,
         otherwise=engine.otherwise,
         transforms=experiment.transforms,
-        union=not registered()[experiment.algorithm].deployable,
+        privacy=experiment.privacy,
+        cohort=experiment.cohort,
+        exchanges=algorithm.exchanges(),
+        gradients=algorithm.gradients,
+        aggregate=experiment.aggregate.settings,
+        attack=experiment.attack,
+        union=not algorithm.deployable,
     )

@@ -1,4 +1,4 @@
-"""Runs that end early: when a metric has reached its target, or has not become better for long."""
+"""Runs that end early: a metric is at its target or has long not become better, or a budget is spent."""
 
 from __future__ import annotations
 
@@ -46,6 +46,25 @@ class EarlyStop(Observer):
         reason = reason_to_stop(values, self.metric, run.experiment.stop, self._more)
         if reason is not None:
             run.stop(reason)
+
+
+class WithinBudget(Observer):
+    """Ends a run before a round would pass its budget."""
+
+    def start(self, run: Run) -> None:
+        """A run that is resumed for more rounds may have none left."""
+        self._judge(run)
+
+    def round(self, run: Run, row: Mapping[str, Any]) -> None:
+        """See whether there is enough left for another."""
+        self._judge(run)
+
+    def _judge(self, run: Run) -> None:
+        protection = run.federation.protection
+        if protection is None or run.round >= run.experiment.rounds or protection.account.may_go_on():
+            return
+        budget, spent = run.experiment.privacy.epsilon, protection.account.spent
+        run.stop(f"privacy.epsilon = {budget:g}: another round would pass it, {spent:.4g} are spent")
 
 
 def reason_to_stop(

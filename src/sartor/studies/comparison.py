@@ -50,6 +50,7 @@ from sartor.runs.evaluation import CELLS
 from sartor.runs.experiment import Experiment, fingerprint, from_mapping, to_mapping
 from sartor.runs.inputs import Given, Inputs, RunSettings, gather
 from sartor.runs.metrics import spread
+from sartor.runs.observers import Observer
 from sartor.runs.record import environment, write_json
 from sartor.settings import build, check, meaning, setting, shown, unknown
 from sartor.studies.library import Failure, KeptRun, Runs
@@ -226,6 +227,7 @@ def compare(
     together: str | None = None,
     out: str | Path | None = None,
     progress: bool = False,
+    observers: Sequence[Observer] = (),
     **settings: Unpack[RunSettings],
 ) -> Comparison:
     """Run methods on the same clients, cohorts and batches, and compare them.
@@ -237,11 +239,12 @@ def compare(
     are for every method that is compared. What ``[compare]`` of the experiment says stands where nothing is
     given here. ``together`` says whether the seeds of a method are trained in one batch (``yes``, ``no``, or
     ``auto``: where that is faster). Everything is stored in the folder ``out``, where finished runs are
-    found again.
+    found again. ``observers`` are told of every run that is made, one after the other.
 
+    >>> from tempfile import mkdtemp
     >>> chosen = {"fedavg": {}, "fast": {"algorithm": "fedavg", "lr": 0.5}}
     >>> local = {"batch": 16}
-    >>> result = compare(chosen, clients=5, rounds=2, seeds=2, references=False, local=local, out="both")
+    >>> result = compare(chosen, clients=5, rounds=2, seeds=2, references=False, local=local, out=mkdtemp())
     >>> [(method.label, method.main) for method in result.methods]
     [('fedavg', 'shared_local'), ('fast', 'shared_local')]
     >>> result.pairs[0].pairs
@@ -270,7 +273,7 @@ def compare(
     base = plan.check(methods)
     chosen_seeds = plan.seeds(options.seeds, "compare")
     folder = plan.folder("comparisons", base) if out is None else Path(out)
-    runs = Runs(folder, progress, options.together)
+    runs = Runs(folder, progress, options.together, observers)
     made, failed = _run_all(plan, methods, chosen_seeds, runs)
     finished = [method for method in methods if len(made[method.label]) == len(chosen_seeds)]
     if not finished:

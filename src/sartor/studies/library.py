@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from sartor.runs.durations import left
 from sartor.runs.execute import execute, execute_setup
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.inputs import Inputs
+from sartor.runs.observers import Observer, check_observers
 from sartor.runs.record import CONFIG, RunFolder, environment
 from sartor.runs.resume import resume
 from sartor.runs.setup import load_data, set_up
@@ -84,7 +85,18 @@ class Failure:
 class Runs:
     """The runs under one folder. All experiments asked for differ in seed, algorithm and hyper-parameters."""
 
-    def __init__(self, out: Path, progress: bool = False, together: str = "auto") -> None:
+    def __init__(
+        self,
+        out: Path,
+        progress: bool = False,
+        together: str = "auto",
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        check_observers(observers)
+        if observers and together == "yes":
+            raise SettingError(
+                "together = 'yes': observers are told of one run after the other; leave one of them out"
+            )
         if "MASTER_ADDR" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
             raise SartorError("many runs are made by one process; start them without torchrun")
         if out.exists() and not out.is_dir():
@@ -96,7 +108,9 @@ class Runs:
         """Whether it is told how the runs go."""
         self.bars = progress and sys.stderr.isatty()
         """Whether every run shows its rounds; in a log file a line for each run is enough."""
-        self.together = together
+        self.observers = observers
+        """Who is told of every run that is made."""
+        self.together = "no" if observers else together
         self.made, self.seconds = 0, 0.0
         """How many runs were made, and how long that took."""
         self._hashes: dict[int, str] = {}
@@ -120,7 +134,7 @@ class Runs:
                 run = RunFolder.open(folder)
                 reused = run.finished
                 if not reused:
-                    resume(folder, data=inputs.data, progress=self.bars)
+                    resume(folder, data=inputs.data, progress=self.bars, observers=self.observers)
                     self._count(1, begin)
                 return _read(run, experiment, reused)
             before = len(self._made)
@@ -150,8 +164,9 @@ class Runs:
     def _make(self, inputs: Inputs, folder: Path, later: Iterable[Inputs]) -> tuple[Path, SartorError | None]:
         """Make a run, and other seeds with it where that is faster."""
         if self.together == "no" or not may_share(inputs.experiment):
-            data, task, own = inputs.data, inputs.task, inputs.own
-            execute(inputs.experiment, data=data, task=task, own=own, out=folder, progress=self.bars)
+            given: Any = {"data": inputs.data, "task": inputs.task, "own": inputs.own}
+            told: Any = {"progress": self.bars, "observers": self.observers}
+            execute(inputs.experiment, **given, out=folder, **told)
             return folder, None
         setups = [set_up(inputs.experiment, data=inputs.data, task=inputs.task)]
         missing = ((other, place) for other in later if RunFolder.is_free(place := self._folder(other)))

@@ -362,8 +362,9 @@ def reproduce(
     (small: one). ``methods`` and ``columns`` leave it at some of them; ``settings`` win over the entry's, and
     what they give is stored with them and not held against the bands.
 
-    >>> short = {"rounds": 5}
-    >>> result = reproduce("comfed/table4", methods=["fedavg"], columns=["5"], settings=short, out="r")
+    >>> from tempfile import mkdtemp
+    >>> some = {"methods": ["fedavg"], "columns": ["5"], "settings": {"rounds": 5}}
+    >>> result = reproduce("comfed/table4", **some, out=mkdtemp())
     >>> [(number.method, number.column) for number in result.numbers]
     [('fedavg', '5')]
     """

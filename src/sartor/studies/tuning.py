@@ -45,6 +45,7 @@ from sartor.algorithms import registered
 from sartor.errors import SartorError, SettingError
 from sartor.runs.experiment import Experiment, toml_text
 from sartor.runs.inputs import RunSettings, gather
+from sartor.runs.observers import Observer
 from sartor.runs.record import environment, write_json, write_text
 from sartor.runs.setup import load_data
 from sartor.settings import Meaning, build, meaning, setting, unknown
@@ -171,6 +172,7 @@ def search(
     together: str | None = None,
     out: str | Path | None = None,
     progress: bool = False,
+    observers: Sequence[Observer] = (),
     **settings: Unpack[RunSettings],
 ) -> Search:
     """Choose hyper-parameters by their score on validation data, with ``budget`` trials for every method.
@@ -179,9 +181,10 @@ def search(
     spaces: ``{"fedprox": {"lr": [0.01, 0.1], "mu": {"low": 0.001, "high": 1, "log": True}}}``. All else is
     as for :func:`sartor.compare`. Clients need validation data, of ``data.validation`` or their own.
 
+    >>> from tempfile import mkdtemp
     >>> settings = {"data": {"validation": 0.2}, "local": {"batch": 16}}
     >>> space = {"fedavg": {"lr": [0.001, 0.1]}}
-    >>> found = search(space, experiment=settings, method="grid", clients=4, rounds=2, out="tried")
+    >>> found = search(space, experiment=settings, method="grid", clients=4, rounds=2, out=mkdtemp())
     >>> found.methods[0].best
     {'lr': 0.1}
     """
@@ -205,7 +208,7 @@ def search(
     chosen_seeds = plan.seeds(options.seeds, "search")
     _require_validation(plan, trials[0], chosen_seeds[0])
     folder = plan.folder("searches", base) if out is None else Path(out)
-    runs = Runs(folder, progress, options.together)
+    runs = Runs(folder, progress, options.together, observers)
     tuned: list[Tuned] = []
     score, sign = "accuracy", 1.0
     for each in methods:

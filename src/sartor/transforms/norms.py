@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ class Clip(Transform):
     """A value with a norm above a bound is scaled down to it."""
 
     norm: float = setting(1.0, "the largest norm", above=0)
+    clips: ClassVar[bool] = True
 
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[Tensor, State]:
         """min(1, norm / ‖value‖) · value."""
         found = torch.linalg.vector_norm(value)
-        return value * (self.norm / found.clamp(min=self.norm)), state
+        return torch.where(found > self.norm, value * (self.norm / found), value), state
 
 
 @register_transform("scale")
@@ -30,6 +32,11 @@ class Scale(Transform):
     """A value times a factor."""
 
     factor: float = setting(1.0, "the factor")
+
+    @property
+    def shortens(self) -> bool:
+        """Where the factor is no larger than 1."""
+        return abs(self.factor) <= 1
 
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[Tensor, State]:
         """factor · value."""

@@ -76,6 +76,7 @@ class FedAsync(Algorithm[FedAsyncHyper, FedAsyncServer]):
     paper = "Xie et al. 2019"
     server_keeps = "w, its version"
     client_keeps = "nothing"
+    reduces = "nothing"
     traffic = "1 / 1"
 
     def start(self, federation: Federation) -> FedAsyncServer:

@@ -58,6 +58,7 @@ class FedBuff(Algorithm[FedBuffHyper, FedBuffServer]):
     paper = "Nguyen et al. 2022"
     server_keeps = "w, the buffer"
     client_keeps = "nothing"
+    reduces = "nothing"
     traffic = "1 / 1"
 
     def start(self, federation: Federation) -> FedBuffServer:

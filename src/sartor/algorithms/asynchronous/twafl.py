@@ -123,7 +123,7 @@ class TWAFL(Algorithm[TWAFLHyper, TWAFLServer]):
         w, n = server.w, federation.sizes.to(models.dtype)
         for part, seen in zip(parts, stamps, strict=True):
             weights = time_weights(seen, n, hyper.base)
-            mean = weights @ part.take(models)
+            mean = federation.reducer.sum("w", part.take(models), weights)
             w = part.put(w, torch.where(weights.sum() > 0, mean, part.take(w)))
         return replace(server, w=w, models=models, stamps=stamps)
 

@@ -97,7 +97,7 @@ class APFL(Algorithm[APFLHyper, Server]):
         ("micro", "learns its share from a whole batch"),
         ("schedule_over", "learns its share with the rate of the round"),
     )
-    sums_only = True
+    gradients_a_step = 2
 
     def start(self, federation: Federation) -> Server:
         """The initial model, for the server and for every client."""

@@ -124,6 +124,7 @@ class Apple(Algorithm[AppleHyper, AppleServer]):
     traffic = "N / 1"
     buffers = "local"
     quadratic = True
+    reduces = "rows"
 
     def start(self, federation: Federation) -> AppleServer:
         """Equal cores, mixed by p0."""
@@ -151,7 +152,8 @@ class Apple(Algorithm[AppleHyper, AppleServer]):
         place = server.places[federation.tensor(cohort)]
         replies = federation.map(local_training, cohort, shared, {"place": place})
         answered = server.places[replies.index]
-        return replace(server, cores=server.cores.index_copy(0, answered, replies["core"]))
+        cores = torch.where(replies.trusted("core")[:, None], replies["core"], server.cores[answered])
+        return replace(server, cores=server.cores.index_copy(0, answered, cores))
 
     def shared(self, server: AppleServer) -> None:
         """There is no shared model."""

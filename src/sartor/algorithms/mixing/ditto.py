@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
+from sartor.client.settings import Local
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch
@@ -76,6 +78,12 @@ class Ditto(Algorithm[DittoHyper, Server]):
     server_keeps = "w"
     client_keeps = "v_i, with float buffers"
     traffic = "1 / 1"
+
+    def gradients(self, local: Local, n: Any) -> Any:
+        """Those of the global model and of the personal one."""
+        epochs = self.hyper.personal_epochs
+        own = replace(local, epochs=epochs, partial=0.0, steps=0) if epochs else local
+        return super().gradients(local, n) + super().gradients(own, n)
 
     def start(self, federation: Federation) -> Server:
         """The initial model, for the server and for every client."""

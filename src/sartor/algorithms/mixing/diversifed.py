@@ -116,6 +116,7 @@ class Diversifying(Algorithm[H, S]):
     traffic = "1 / 1"
     buffers = "local"
     quadratic = True
+    reduces = "rows"
 
     def shared(self, server: S) -> None:
         """There is no shared model."""

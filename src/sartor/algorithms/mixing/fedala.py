@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Server, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Server, register
 from sartor.algorithms.mixing.ala import FedALAHyper, Mixing, top_layers
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, NobodyAnswered, Reply, personal
@@ -79,6 +79,7 @@ class FedALA(Algorithm[FedALAHyper, FedALAServer]):
     server_keeps = "w, who has trained"
     client_keeps = "its last top layers, mixing weights"
     traffic = "1 / 1"
+    unprotected = (("samples", SEES_SAMPLES),)
 
     def start(self, federation: Federation) -> FedALAServer:
         """The initial model; mixing weights of 1 take the global model whole."""

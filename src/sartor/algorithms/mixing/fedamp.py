@@ -63,6 +63,7 @@ class FedAMP(Algorithm[H, FedAMPServer]):
     traffic = "1 / 1"
     buffers = "local"
     quadratic = True
+    reduces = "rows"
 
     def start(self, federation: Federation) -> FedAMPServer:
         """Everyone has the initial model; nobody is known yet."""

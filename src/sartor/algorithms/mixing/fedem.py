@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.base import MORE_THAN_SAMPLES, Algorithm, Hyper, register
 from sartor.algorithms.mixing.ifca import models_apart
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
@@ -132,6 +132,7 @@ class FedEM(Algorithm[FedEMHyper, FedEMServer]):
     server_keeps = "M models, with float buffers"
     client_keeps = "π_i (M numbers)"
     traffic = "M / M"
+    unprotected = (("samples", MORE_THAN_SAMPLES),)
     refuses = (("micro", "hands the statistics of its components on from batch to batch"),)
 
     def start(self, federation: Federation) -> FedEMServer:

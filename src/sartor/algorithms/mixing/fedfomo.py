@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sartor import random
-from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, register
 from sartor.algorithms.mixing.ifca import losses
 from sartor.algorithms.mixing.last_models import Models
 from sartor.client.local import Client
@@ -98,8 +98,10 @@ class FedFomo(Algorithm[FedFomoHyper, FedFomoServer]):
     server_keeps = "the last model of every client (N × d), preferences (N × N)"
     client_keeps = "θ_i, and the model its last training started from"
     traffic = "M − 1 / 1, and M − 1 numbers up"
+    unprotected = (("samples", SEES_SAMPLES),)
     buffers = "local"
     quadratic = True
+    reduces = "rows"
 
     def start(self, federation: Federation) -> FedFomoServer:
         """Everyone has the initial model; nothing is on offer."""
@@ -124,13 +126,13 @@ class FedFomo(Algorithm[FedFomoHyper, FedFomoServer]):
         replies = federation.map(local_training, cohort, each=each)
         order = np.argsort(cohort)
         places = order[np.searchsorted(cohort[order], replies.clients)]
-        answered = replies.index
+        answered, received = replies.index, server.received(replies)
         theirs = chosen[federation.tensor(places)]
         rows = answered[:, None].expand_as(theirs)
         return FedFomoServer(
-            **server.received(replies),
+            **received,
             preferences=server.preferences.index_put((rows, theirs), replies["gain"], accumulate=True),
-            offered=torch.zeros_like(server.offered).index_fill(0, answered, 1.0),
+            offered=torch.zeros_like(server.offered).index_copy(0, answered, received["known"][answered]),
         )
 
     def _choose(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import MORE_THAN_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.mixing.discrepancy import mean_discrepancy
 from sartor.client.local import Client, refuse
 from sartor.errors import SartorError
@@ -102,6 +102,7 @@ class FedPHP(Algorithm[FedPHPHyper, Server]):
     client_keeps = "private model p_i, with float buffers; its rounds"
     traffic = "1 / 1"
     sums_only = True
+    unprotected = (("samples", MORE_THAN_SAMPLES),)
 
     def start(self, federation: Federation) -> Server:
         """The initial model; nobody has a private one."""

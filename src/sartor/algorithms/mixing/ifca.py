@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sartor import random
-from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, register
 from sartor.algorithms.server.weights import weights_of
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
@@ -110,6 +110,10 @@ class IFCA(Algorithm[IFCAHyper, IFCAServer]):
     server_keeps = "k models"
     client_keeps = "nothing"
     traffic = "k / 1"
+    unprotected = (
+        ("local", "its clients send whole numbers, their choices"),
+        ("samples", SEES_SAMPLES),
+    )
     buffers = "local"
 
     def start(self, federation: Federation) -> IFCAServer:

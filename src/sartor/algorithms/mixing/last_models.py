@@ -28,11 +28,14 @@ class Models:
         return {"models": w.expand(federation.clients, -1).clone(), "known": w.new_zeros(federation.clients)}
 
     def received(self, replies: Replies) -> dict[str, Any]:
-        """The same with the models ``w`` of those who answered."""
+        """The same with the models ``w`` of those who answered.
+
+        A model that the experiment's rule would not use is not known: it is no other's, and has no others.
+        """
         clients = torch.as_tensor(replies.clients, device=self.models.device)
         return {
             "models": self.models.index_copy(0, clients, replies["w"]),
-            "known": self.known.index_fill(0, clients, 1.0),
+            "known": self.known.index_copy(0, clients, replies.trusted("w").to(self.known.dtype)),
         }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import TRAINS_FOR_EVALUATION, Algorithm, Hyper, Server, register
 from sartor.algorithms.server.weights import weights_of
 from sartor.client.local import Client, require_plain_sgd
 from sartor.federation.exchange import Call, Reply, personal
@@ -116,6 +116,7 @@ class PerFedAvg(Algorithm[PerFedAvgHyper, Server]):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
+    unprotected = (("samples", TRAINS_FOR_EVALUATION),)
     refuses = (
         ("micro", "has a direction made of several batches"),
         ("schedule_over", "needs several batches for a step"),

@@ -89,6 +89,7 @@ class PFedHN(Algorithm[PFedHNHyper, PFedHNServer]):
     paper = "Shamsian et al. 2021"
     server_keeps = "hypernetwork, an embedding of every client"
     client_keeps = "nothing"
+    reduces = "rows"
     traffic = "1 / 1"
     buffers = "local"
 
@@ -121,7 +122,7 @@ class PFedHN(Algorithm[PFedHNHyper, PFedHNServer]):
         replies = federation.map(local_training, cohort, each={"w": theta})
         if not replies.counts.any():
             return server
-        share = weights_of(replies, weighted=False)[:, None]
+        share = weights_of(replies, False, replies.trusted("delta"))[:, None]
         gradient = gradient_of(network, replies.index, -share * replies["delta"])
         if hyper.clip:
             norm = torch.stack([value.norm() for value in gradient.values()]).norm()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import TRAINS_FOR_EVALUATION, Algorithm, Hyper, Server, register
 from sartor.algorithms.server.weights import weights_of
 from sartor.client.local import Client, require_plain_sgd
 from sartor.federation.exchange import Call, Reply, personal
@@ -96,6 +96,7 @@ class PFedMe(Algorithm[PFedMeHyper, Server]):
     server_keeps = "w"
     client_keeps = "θ_i, with float buffers"
     traffic = "1 / 1"
+    unprotected = (("samples", TRAINS_FOR_EVALUATION),)
     refuses = (
         ("micro", "takes its own steps on every batch"),
         ("schedule_over", "has steps of its own inside of a step"),

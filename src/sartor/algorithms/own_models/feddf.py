@@ -50,11 +50,16 @@ def group_model(client: Client, hyper: FedDFHyper, w: Tensor) -> Reply:
 def ensemble(server: Prototypical, replies: Replies, tasks: tuple[Task, ...], x: Tensor) -> Tensor:
     """The mean scores of samples over all clients' models, of whatever group."""
     total: Tensor | None = None
+    every: list[Tensor] = []
     for group, part in replies.by_group.items():
         models = server.w[group] + part["delta"]
-        scores = torch.vmap(lambda w, task=tasks[group]: task.outputs(w, x))(models).sum(dim=0)
+        every.append(torch.vmap(lambda w, task=tasks[group]: task.outputs(w, x))(models))
+        scores = every[-1].sum(dim=0)
         total = scores if total is None else total + scores
     assert total is not None
+    if replies.reducer.rule is not None:
+        rows = torch.cat(every)
+        return replies.reducer.sum("scores", rows, torch.full_like(rows[:, 0, 0], 1 / len(rows)))
     return total / len(replies)
 
 

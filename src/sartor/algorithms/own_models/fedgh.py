@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sartor import nests
-from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, register
 from sartor.algorithms.split_models.prototypes import class_sums, feature_size, with_count
 from sartor.client.local import Client
 from sartor.errors import SettingError
@@ -81,7 +81,9 @@ class FedGH(Algorithm[FedGHHyper, Head]):
     paper = "Yi et al. 2023"
     server_keeps = "a head"
     client_keeps = "its model"
+    reduces = "nothing"
     traffic = "head / classes × features"
+    unprotected = (("samples", SEES_SAMPLES),)
     buffers = "local"
     own_models = True
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import MORE_THAN_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.own_models.mutual import divergence, passes
 from sartor.algorithms.references.separate import own_model
 from sartor.algorithms.split_models.prototypes import need_classes, width
@@ -63,6 +63,7 @@ class FedKD(Algorithm[Hyper, Server]):
     server_keeps = "the mentee w"
     client_keeps = "its mentor, a map of features"
     traffic = "mentee / mentee"
+    unprotected = (("samples", MORE_THAN_SAMPLES),)
     refuses = (("micro", "weighs what is told by the loss of a whole batch"),)
     buffers = "freeze"
     own_models = True

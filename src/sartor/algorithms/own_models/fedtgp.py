@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sartor.algorithms.base import Algorithm, register
+from sartor.algorithms.base import MORE_THAN_SAMPLES, Algorithm, register
 from sartor.algorithms.references.separate import own_model
 from sartor.algorithms.split_models.fedproto import FedProtoHyper, by_prototypes, local_training
 from sartor.algorithms.split_models.prototypes import no_prototypes
@@ -96,7 +96,9 @@ class FedTGP(Algorithm[FedTGPHyper, Trained]):
     paper = "Zhang et al. 2024"
     server_keeps = "prototypes, the network that makes them"
     client_keeps = "its model"
+    reduces = "nothing"
     traffic = "classes × features / classes × features"
+    unprotected = (("samples", MORE_THAN_SAMPLES),)
     refuses = (("mixup", "compares features with those of a sample's class"),)
     buffers = "local"
     own_models = True

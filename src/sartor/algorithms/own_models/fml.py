@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import MORE_THAN_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.own_models.mutual import divergence, passes
 from sartor.algorithms.references.separate import own_model
 from sartor.algorithms.split_models.prototypes import need_classes
@@ -68,6 +68,7 @@ class FML(Algorithm[FMLHyper, Server]):
     server_keeps = "the meme w"
     client_keeps = "its model"
     traffic = "meme / meme"
+    unprotected = (("samples", MORE_THAN_SAMPLES),)
     buffers = "freeze"
     own_models = True
 

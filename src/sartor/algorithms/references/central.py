@@ -45,6 +45,7 @@ class Central(Algorithm[CentralHyper, Server]):
     paper = "central training"
     server_keeps = "w, and all data"
     client_keeps = "nothing"
+    reduces = "nothing"
     traffic = "0 / 0"
     deployable = False
 

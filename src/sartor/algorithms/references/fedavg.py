@@ -8,7 +8,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import TRAINS_FOR_EVALUATION, Algorithm, Hyper, Server, register
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, ClientFunction, Reply, personal
 from sartor.federation.federation import Federation
@@ -81,6 +81,7 @@ class FedUpdate(FedAvg[FedUpdateHyper]):
     """
 
     name = "fedupdate"
+    unprotected = (("samples", TRAINS_FOR_EVALUATION),)
     family = "personal"
     paper = "Jiang et al. 2019"
 

@@ -43,9 +43,14 @@ class Separate(Algorithm[Hyper, Nothing]):
     paper = "local training"
     server_keeps = "nothing"
     client_keeps = "w_i"
+    reduces = "nothing"
     traffic = "0 / 0"
     buffers = "local"
     own_models = True
+
+    def exchanges(self) -> int:
+        """Nothing leaves a client."""
+        return 0
 
     def start(self, federation: Federation) -> Nothing:
         """Every client starts from the initial model."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sartor import random
+from sartor.federation.reduction import Reducer
 
 PIECE = 2**13
 """Columns worked on at once: so many of 160 rows stay in a processor's cache."""
@@ -79,6 +80,17 @@ def group(
         stays = ~again & ~(members == numbers[:, None]).any(dim=1)
         representatives[stays] = (starts if unmoved is None else unmoved)[stays]
     return Groups(members, representatives)
+
+
+def by_rule(found: Groups, rows: Tensor, reducer: Reducer) -> Groups:
+    """The same groups; where the experiment has a rule in place of means, it makes their representatives."""
+    if reducer.rule is None:
+        return found
+    numbers = torch.arange(len(found.representatives), device=rows.device)
+    belongs = (found.members == numbers[:, None]).to(rows.dtype)
+    size = belongs.sum(dim=1, keepdim=True)
+    made = reducer.sums("trained", rows, belongs / size.clamp(min=1))
+    return Groups(found.members, torch.where(size > 0, made, found.representatives))
 
 
 def lloyd(points: Tensor, centres: Tensor, *, most: int = 100, enough: float = 0.0) -> tuple[Tensor, Tensor]:

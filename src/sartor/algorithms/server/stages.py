@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sartor.algorithms.server.similarity import cosines, mixtures
+from sartor.federation.reduction import PLAIN, Reducer
 from sartor.model.task import Part, Task
 
 
@@ -34,14 +35,20 @@ def cosines_by_stage(
     return similar
 
 
-def mixed_by_stage(rows: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
-    """Σ_j ω_ij row_j with each stage's own weights, [m, d]."""
+def mixed_by_stage(
+    rows: Tensor, weights: dict[str, Tensor], stages: list[Part], reducer: Reducer = PLAIN
+) -> Tensor:
+    """Σ_j ω_ij row_j with each stage's own weights, [m, d], or what stands in its place by ``reducer``."""
     first = next(iter(weights.values()))
     mixed = rows.new_empty(len(first), rows.shape[1])
     places = torch.arange(len(first), device=rows.device)
     for stage in stages:
-        own = weights[stage.name]
-        mixed = stage.put(mixed, mixtures(stage.take(rows), places, own.__getitem__))
+        own, theirs = weights[stage.name], stage.take(rows)
+        if reducer.rule is None:
+            made = mixtures(theirs, places, own.__getitem__)
+        else:
+            made = reducer.sums("delta", theirs, own)
+        mixed = stage.put(mixed, made)
     return mixed
 
 

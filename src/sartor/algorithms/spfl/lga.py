@@ -111,7 +111,7 @@ class Leaping(Algorithm[LGAHyper, S]):
         counted = self._counted(server, federation, replies, uploads)
         clients, late = counted.clients, counted.late[:, None]
         weights = torch.full((len(clients),), 1 / len(clients), dtype=w.dtype, device=w.device)
-        new = w + weights @ counted.changes
+        new = w + federation.reducer.sum("delta", counted.changes, weights)
 
         # For who is in time, t1 is the round that begins now.
         after = torch.where(late, uploads.after[clients], new)

@@ -21,8 +21,10 @@ from sartor.algorithms.server.similarity import mean_model
 from sartor.algorithms.server.stages import cosines_by_stage, mixed_by_stage, stages_of
 from sartor.algorithms.server.tables import rows
 from sartor.client.local import Client
+from sartor.client.settings import Local
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
+from sartor.federation.reduction import Reducer
 from sartor.model.task import Part
 from sartor.settings import setting
 
@@ -109,8 +111,15 @@ class Similar(Algorithm[H, S]):
     buffers = "local"
     quadratic = True
 
+    def gradients(self, local: Local, n: Any) -> Any:
+        """Those of every batch's steps."""
+        hyper = self.hyper
+        return (1 if hyper.joined_updates else hyper.local_updates) * super().gradients(local, n)
+
     @abstractmethod
-    def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
+    def mix(
+        self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part], reducer: Reducer
+    ) -> Tensor:
         """The new models of those who answered, from where they started and their updates."""
 
     def is_refresh(self, federation: Federation) -> bool:
@@ -161,7 +170,7 @@ class Together(Similar[H, SPFLServer]):
             name: mixing_weights(cosine[pairs], replies.n.double(), self.hyper)
             for name, cosine in similar.items()
         }
-        mixed = self.mix(starts[clients], delta, weights, stages)
+        mixed = self.mix(starts[clients], delta, weights, stages, federation.reducer)
         return replace(server, models=server.models.index_copy(0, clients, mixed), cosines=similar)
 
     def welcome(self, server: SPFLServer, federation: Federation) -> SPFLServer:
@@ -170,10 +179,15 @@ class Together(Similar[H, SPFLServer]):
 
 
 def moved(
-    start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part], alpha: float
+    start: Tensor,
+    delta: Tensor,
+    weights: dict[str, Tensor],
+    stages: list[Part],
+    alpha: float,
+    reducer: Reducer,
 ) -> Tensor:
     """w_{g,i} + α Σ_j ω_ij Δ_j, stage by stage (7)."""
-    return torch.add(start, mixed_by_stage(delta, weights, stages), alpha=alpha)
+    return torch.add(start, mixed_by_stage(delta, weights, stages, reducer), alpha=alpha)
 
 
 @register
@@ -189,6 +203,8 @@ class SPFL(Together[SPFLHyper]):
 
     name = "spfl"
 
-    def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
+    def mix(
+        self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part], reducer: Reducer
+    ) -> Tensor:
         """The models, moved by everyone's updates."""
-        return moved(start, delta, weights, stages, self.hyper.alpha)
+        return moved(start, delta, weights, stages, self.hyper.alpha, reducer)

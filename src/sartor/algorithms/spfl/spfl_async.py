@@ -24,6 +24,7 @@ from sartor.algorithms.spfl.spfl import (
 )
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.federation import Federation
+from sartor.federation.reduction import Reducer
 from sartor.model.task import Part
 from sartor.settings import setting
 
@@ -105,12 +106,14 @@ class SPFLAsync(Similar[SPFLAsyncHyper, SPFLAsyncServer]):
             name: mixing_weights(cosine[clients[:, None], heard[None, :]], counts, hyper)
             for name, cosine in known.cosines.items()
         }
-        mixed = self.mix(models[clients], updates[heard], weights, stages)
+        mixed = self.mix(models[clients], updates[heard], weights, stages, federation.reducer)
         return replace(known, models=models.index_copy(0, clients, mixed))
 
-    def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
+    def mix(
+        self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part], reducer: Reducer
+    ) -> Tensor:
         """The models, moved by the last known updates."""
-        return moved(start, delta, weights, stages, self.hyper.alpha)
+        return moved(start, delta, weights, stages, self.hyper.alpha, reducer)
 
     def welcome(self, server: SPFLAsyncServer, federation: Federation) -> SPFLAsyncServer:
         """A newcomer gets the mean of the models."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from sartor.algorithms.base import register
 from sartor.algorithms.server.stages import mixed_by_stage
 from sartor.algorithms.spfl.spfl import SimilarHyper, Together
+from sartor.federation.reduction import Reducer
 from sartor.model.task import Part
 
 
@@ -19,6 +20,8 @@ class SPFLW(Together[SimilarHyper]):
 
     name = "spfl-w"
 
-    def mix(self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part]) -> Tensor:
+    def mix(
+        self, start: Tensor, delta: Tensor, weights: dict[str, Tensor], stages: list[Part], reducer: Reducer
+    ) -> Tensor:
         """Averages of the trained models."""
-        return mixed_by_stage(start + delta, weights, stages)
+        return mixed_by_stage(start + delta, weights, stages, reducer)

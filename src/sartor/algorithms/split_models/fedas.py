@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.prototypes import class_sums, feature_size, one_hot, with_count
 from sartor.client.local import Client
 from sartor.errors import SartorError
@@ -117,6 +117,7 @@ class FedAS(Algorithm[FedASHyper, FedASServer]):
     server_keeps = "body"
     client_keeps = "its last model, with float buffers"
     traffic = "|body| / |body|"
+    unprotected = (("samples", SEES_SAMPLES),)
     refuses = (
         ("micro", "lets the classes of a whole batch count alike"),
         ("mixup", "compares features with those of a sample's class"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import TRAINS_FOR_EVALUATION, Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.fedper import train_inside
 from sartor.algorithms.split_models.fedrep import train_outside
 from sartor.client.local import Client
@@ -72,6 +72,7 @@ class FedBABU(Algorithm[FedBABUHyper, Server]):
     client_keeps = "the initial head"
     traffic = "|body| / |body|"
     sums_only = True
+    unprotected = (("samples", TRAINS_FOR_EVALUATION),)
 
     def start(self, federation: Federation) -> Server:
         """The initial model; every client has its fixed layers."""

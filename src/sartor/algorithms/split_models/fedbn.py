@@ -81,6 +81,7 @@ class FedBN(Algorithm[FedBNHyper, FedBNServer]):
     server_keeps = "all but BatchNorm layers; their mean, for newcomers"
     client_keeps = "BatchNorm layers with statistics"
     traffic = "1 / 1"
+    unprotected = (("central", "it averages norms and statistics, which are no changes"),)
     buffers = "local"
 
     def start(self, federation: Federation) -> FedBNServer:

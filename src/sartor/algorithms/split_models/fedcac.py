@@ -105,6 +105,7 @@ class FedCAC(Algorithm[FedCACHyper, FedCACServer]):
     server_keeps = "w"
     client_keeps = "its critical entries"
     traffic = "2 / 1 + a mask, in two exchanges"
+    unprotected = (("local", "its clients send which parameters are critical, which are no numbers"),)
     buffers = "local"
     quadratic = True
 
@@ -126,7 +127,7 @@ class FedCAC(Algorithm[FedCACHyper, FedCACServer]):
         together, common = partners(replies["mask"][here], federation.round / self.hyper.beta)
         mix = together.to(w.dtype) / together.sum(dim=1, keepdim=True)
         with suppress(NobodyAnswered):  # whoever the means do not reach stays with its own model
-            each = {"customised": mix @ replies["y"][here]}
+            each = {"customised": federation.reducer.sums("y", replies["y"][here], mix)}
             federation.map(receive, replies.clients[here], each=each)
         pairs = max(len(here) * (len(here) - 1), 1)
         size = common.diagonal().mean().clamp(min=1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sartor import random
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import MORE_THAN_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.linear_heads import affine, linear_head, linear_layer, normalised
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
@@ -135,6 +135,7 @@ class FedCP(Algorithm[FedCPHyper, FedCPServer]):
     server_keeps = "w: body and global head; the policy"
     client_keeps = "personal head"
     traffic = "1 + |policy| / 1 + |policy|"
+    unprotected = (("samples", MORE_THAN_SAMPLES),)
     refuses = (("micro", "compares the features of whole batches"),)
 
     def start(self, federation: Federation) -> FedCPServer:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import ASKS_EVERYONE, MORE_THAN_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.prototypes import feature_size
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
@@ -113,6 +113,7 @@ class FedDBE(Algorithm[FedDBEHyper, FedDBEServer]):
     server_keeps = "w, mean features z̄"
     client_keeps = "bias b_i of the features"
     traffic = "1 / 1 (once |features| up, by everyone)"
+    unprotected = (("central", ASKS_EVERYONE), ("samples", MORE_THAN_SAMPLES))
     refuses = (("micro", "has a running mean of the features of whole batches"),)
 
     def start(self, federation: Federation) -> FedDBEServer:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, register
 from sartor.algorithms.server.simplex import head_mix
 from sartor.algorithms.split_models.fedper import train_inside
 from sartor.algorithms.split_models.fedrep import train_outside
@@ -125,6 +125,7 @@ class FedPAC(Algorithm[FedPACHyper, FedPACServer]):
     server_keeps = "w, a prototype of each class"
     client_keeps = "head"
     traffic = "1 + |head| / 1 + statistics, in two exchanges"
+    unprotected = (("samples", SEES_SAMPLES),)
     refuses = (("mixup", "compares features with those of a sample's class"),)
     quadratic = True
 
@@ -152,7 +153,8 @@ class FedPAC(Algorithm[FedPACHyper, FedPACServer]):
             own_share = a.diagonal().mean()
             heads = federation.task.part("head").take(replies["y"][here])
             with suppress(NobodyAnswered):  # whoever the mix does not reach stays with its own head
-                federation.map(receive, replies.clients[here], each={"mix": a @ heads})
+                mixed = federation.reducer.sums("y", heads, a)
+                federation.map(receive, replies.clients[here], each={"mix": mixed})
         return FedPACServer(common.prototypes, common.known, w, own_share)
 
     def shared(self, server: FedPACServer) -> Tensor:

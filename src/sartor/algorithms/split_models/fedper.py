@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import TRAINS_FOR_EVALUATION, Algorithm, Hyper, Server, register
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, ClientFunction, Reply, personal
 from sartor.federation.federation import Federation
@@ -135,6 +135,7 @@ class FedPer(SplitModel[H]):
     server_keeps = "body"
     client_keeps = "personal layers"
     traffic = "|body| / |body|"
+    unprotected = (("samples", TRAINS_FOR_EVALUATION),)
 
     def shared(self, server: Server) -> Tensor | None:
         """A body alone is no model, unless it is all of it."""

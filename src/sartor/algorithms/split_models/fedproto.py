@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, register
+from sartor.algorithms.base import MORE_THAN_SAMPLES, Algorithm, Hyper, register
 from sartor.algorithms.references.separate import own_model
 from sartor.algorithms.split_models.prototypes import (
     Prototypes,
@@ -101,6 +101,7 @@ class FedProto(Algorithm[FedProtoHyper, Prototypes]):
     server_keeps = "a prototype of each class"
     client_keeps = "its model"
     traffic = "classes × features / classes × features"
+    unprotected = (("samples", MORE_THAN_SAMPLES),)
     refuses = (("mixup", "compares features with those of a sample's class"),)
     buffers = "local"
     own_models = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sartor.algorithms.base import register
+from sartor.algorithms.base import MORE_THAN_SAMPLES, register
 from sartor.algorithms.split_models.fedper import FedPer, FedPerHyper, answer, assemble, train_inside
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
@@ -63,5 +63,6 @@ class FedRep(FedPer[FedRepHyper]):
 
     name = "fedrep"
     sums_only = True
+    unprotected = (("samples", MORE_THAN_SAMPLES),)
     paper = "Collins et al. 2021"
     training = staticmethod(alternating_training)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.linear_heads import affine
 from sartor.algorithms.split_models.prototypes import class_counts, feature_size, need_classes
 from sartor.client.local import Client
@@ -72,6 +72,7 @@ class FedRoD(Algorithm[Hyper, Server]):
     server_keeps = "w: body and generic head"
     client_keeps = "personal head P_i"
     traffic = "1 / 1"
+    unprotected = (("samples", SEES_SAMPLES),)
 
     def start(self, federation: Federation) -> Server:
         """The initial model; every personal head is zero."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sartor import random
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.linear_heads import affine, linear_head, linear_layer, normalised
 from sartor.algorithms.split_models.prototypes import class_counts
 from sartor.client.local import Client
@@ -125,6 +125,7 @@ class GPFL(Algorithm[GPFLHyper, GPFLServer]):
     server_keeps = "body, embeddings of the classes, conditional valve"
     client_keeps = "personal head"
     traffic = "|body| + |embeddings| + |valve| / the same"
+    unprotected = (("samples", SEES_SAMPLES),)
     refuses = (
         ("micro", "takes the root of a sum over a whole batch"),
         ("mixup", "compares features with the embedding of a sample's class"),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Server, register
+from sartor.algorithms.base import SEES_SAMPLES, Server, register
 from sartor.algorithms.references.fedavg import FedAvg, FedAvgHyper
 from sartor.algorithms.split_models.prototypes import feature_size, one_hot
 from sartor.client.local import Client
@@ -121,6 +121,7 @@ class KNNPer(FedAvg[KNNPerHyper]):
     """
 
     name = "knn-per"
+    unprotected = (("samples", SEES_SAMPLES),)
     family = "personal"
     paper = "Marfoq et al. 2022"
 

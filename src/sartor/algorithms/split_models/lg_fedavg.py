@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from sartor.algorithms.base import Server, register
+from sartor.algorithms.base import TRAINS_FOR_EVALUATION, Server, register
 from sartor.algorithms.split_models.fedper import SplitHyper, SplitModel, assemble
 from sartor.algorithms.split_models.fedrep import train_outside
 from sartor.client.local import Client
@@ -59,6 +59,7 @@ class LGFedAvg(SplitModel[LGFedAvgHyper]):
     client_keeps = "body, with float buffers"
     traffic = "|head| / |head|"
     sums_only = True
+    unprotected = (("samples", TRAINS_FOR_EVALUATION),)
 
     def personalize(self, server: Server, cohort: np.ndarray) -> Call:
         """The head with the client's own body."""

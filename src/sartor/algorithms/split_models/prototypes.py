@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,9 +89,21 @@ def distance(z: Tensor, y: Tensor, prototypes: Tensor, known: Tensor) -> Tensor:
     return known[y] * ((z.flatten(1) - prototypes[y]) ** 2).mean(dim=1)
 
 
+def _sums_by_class(replies: Replies) -> Tensor:
+    """Σ n_ij C_i^j and Σ n_ij, where the experiment's rule makes each class's mean of those who hold it."""
+    sums = replies["sums"]
+    counts = sums[..., -1]
+    means = sums[..., :-1] / counts.clamp(min=1)[..., None]
+    by_class = [
+        replace(replies, values={"sums": means[:, label]}).sum("sums", counts[:, label])
+        for label in range(sums.shape[1])
+    ]
+    return torch.cat([torch.stack(by_class), counts.sum(dim=0)[:, None]], dim=1)
+
+
 def merged(server: Prototypes, replies: Replies) -> Prototypes:
     """C^j = Σ n_ij C_i^j / Σ n_ij over the clients that hold j; a class nobody holds keeps its prototype."""
-    sums = replies.sum("sums")
+    sums = replies.sum("sums") if replies.reducer.rule is None else _sums_by_class(replies)
     counts = sums[:, -1:]  # FedProto's step 3
     means = torch.where(counts > 0, sums[:, :-1] / counts.clamp(min=1), server.prototypes)
     return Prototypes(means, torch.where(counts[:, 0] > 0, 1, server.known))

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, register
-from sartor.algorithms.server.grouping import Groups, group
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, register
+from sartor.algorithms.server.grouping import Groups, by_rule, group
 from sartor.algorithms.tailored.exchanges import gradients_at, scaled_model, survey, trained_model
 from sartor.algorithms.variance_reduction.fsvrg import FSVRGHyper, aggregation_scale, exchange_counts
 from sartor.client.local import require_plain_sgd
@@ -86,7 +86,12 @@ class AFSVRG(Algorithm[H, AFSVRGServer]):
     server_keeps = "ŵ, moments m and v, which client has which feature"
     client_keeps = "scaling Λ_i of the features"
     traffic = "4 / 3, in three exchanges"
+    unprotected = (("samples", SEES_SAMPLES),)
     refuses = (("augment", "corrects by gradients over the samples as they are"),)
+
+    def exchanges(self) -> int:
+        """Survey, training, and the gradients at what came of it."""
+        return 3
 
     def start(self, federation: Federation) -> AFSVRGServer:
         """One model; the clients' feature counts are exchanged."""
@@ -106,7 +111,9 @@ class AFSVRG(Algorithm[H, AFSVRGServer]):
         choice = first["loss"].argmin(dim=1)[able]  # (18)
         each = {"w": server.w[choice], "g": g[choice]}
         second = federation.map(self.training(server, federation), first.clients[able], each=each)
-        found = self.grouped(server, federation, second["trained"], first.mean("gradient"))  # (52)
+        trained = second["trained"]
+        found = self.grouped(server, federation, trained, first.mean("gradient"))  # (52)
+        found = by_rule(found, trained, federation.reducer)
         scale = self.scale(server, federation, second)
         w = server.w + scale * self.change(server, federation, found, scale)  # (60)
         third = federation.map(gradients_at, second.clients, {"w": w})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -54,4 +55,5 @@ class Inbox:
         clients, began = (values.pop(name).cpu().numpy() for name in ("clients", "began"))
         federation, counts = self.federation, self.federation.sizes[clients].cpu().numpy()
         ages = federation.round - began
-        return Replies(clients, counts, values, order.device, federation.task.dtype, ages)
+        replies = Replies(clients, counts, values, order.device, federation.task.dtype, ages)
+        return replace(replies, reducer=federation.reducer)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sartor.algorithms.asynchronous.aging import AsyncHyper, ages_of, weights_by_age
 from sartor.algorithms.base import register
+from sartor.algorithms.server.grouping import by_rule
 from sartor.algorithms.tailored.a_fsvrg import AFSVRGServer
 from sartor.algorithms.tailored.exchanges import gradients_at, survey
 from sartor.algorithms.tailored.inbox import Inbox, Waiting
@@ -96,7 +97,8 @@ class MAFSVRGAsync(MAFSVRG[MAFSVRGAsyncHyper]):
         self, server: MAFSVRGAsyncServer, federation: Federation, inbox: Inbox, second: Replies
     ) -> MAFSVRGAsyncServer:
         """The models that groups of the trained ones stand for; gradients there are asked for."""
-        found = self.grouped(server, federation, self.brought_forward(server, second), server.w)
+        forward = self.brought_forward(server, second)
+        found = by_rule(self.grouped(server, federation, forward, server.w), forward, federation.reducer)
         scale = self.scale(server, federation, second)
         w = server.w + scale * self.change(server, federation, found, scale)  # (60)
         if len(w) > len(server.w):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sartor import random
-from sartor.algorithms.base import Server, register
+from sartor.algorithms.base import ASKS_EVERYONE, SEES_SAMPLES, Server, register
 from sartor.algorithms.references.fedavg import FedAvg, FedAvgHyper
 from sartor.algorithms.split_models.prototypes import class_sums, feature_size, one_hot, with_count
 from sartor.client.local import Client
@@ -93,6 +93,7 @@ class CCVR(FedAvg[CCVRHyper]):
     paper = "Luo et al. 2021"
     server_keeps = "w, the calibrated model"
     traffic = "1 / 1 (before an evaluation, by everyone, once more w down and class covariances up)"
+    unprotected = (("central", ASKS_EVERYONE), ("samples", SEES_SAMPLES))
 
     def start(self, federation: Federation) -> CCVRServer:
         """The initial model; one without a declared head, or data without classes, is refused."""

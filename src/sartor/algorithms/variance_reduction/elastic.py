@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
 from sartor.federation.federation import Federation
@@ -62,6 +62,7 @@ class Elastic(Algorithm[ElasticHyper, Server]):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 2"
+    unprotected = (("samples", SEES_SAMPLES),)
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the mean of the changes with a step for every entry."""

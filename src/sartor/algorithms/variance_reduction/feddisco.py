@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.prototypes import class_counts, need_classes
 from sartor.client.local import Client
 from sartor.federation.exchange import Replies, Reply
@@ -65,6 +65,7 @@ class FedDisco(Algorithm[FedDiscoHyper, Server]):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
+    unprotected = (("samples", SEES_SAMPLES),)
 
     def start(self, federation: Federation) -> Server:
         """The initial model; data without classes is refused."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sartor import random
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import ASKS_EVERYONE, SEES_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.split_models.linear_heads import affine, linear_head, linear_layer
 from sartor.algorithms.split_models.prototypes import class_counts
 from sartor.client.local import Client
@@ -108,6 +108,7 @@ class FedGen(Algorithm[FedGenHyper, FedGenServer]):
     server_keeps = "w, generator, shares of the classes"
     client_keeps = "nothing"
     traffic = "1 + |generator| / 1 (once class counts up, by everyone)"
+    unprotected = (("central", ASKS_EVERYONE), ("samples", SEES_SAMPLES))
     refuses = (("micro", "draws a generated batch for every batch"),)
 
     def start(self, federation: Federation) -> FedGenServer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Server, register
+from sartor.algorithms.base import SEES_SAMPLES, Server, register
 from sartor.algorithms.references.fedavg import FedAvg, FedAvgHyper
 from sartor.algorithms.split_models.prototypes import class_counts, need_classes, one_hot
 from sartor.client.local import Client
@@ -65,6 +65,7 @@ class FedLC(FedAvg[FedLCHyper]):
     """
 
     name = "fedlc"
+    unprotected = (("samples", SEES_SAMPLES),)
     paper = "Zhang et al. 2022"
     training = staticmethod(calibrated_training)
 

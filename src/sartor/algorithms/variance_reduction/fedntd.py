@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Server, register
+from sartor.algorithms.base import MORE_THAN_SAMPLES, Server, register
 from sartor.algorithms.references.fedavg import FedAvg, FedAvgHyper
 from sartor.algorithms.split_models.prototypes import need_classes
 from sartor.client.local import Client
@@ -64,6 +64,7 @@ class FedNTD(FedAvg[FedNTDHyper]):
     """
 
     name = "fedntd"
+    unprotected = (("samples", MORE_THAN_SAMPLES),)
     paper = "Lee et al. 2022"
     refuses = (("mixup", "distils the classes that are not the sample's"),)
     training = staticmethod(distilled_training)

@@ -46,6 +46,7 @@ class FedSAM(FedAvg[FedSAMHyper]):
     """
 
     name = "fedsam"
+    gradients_a_step = 2
     paper = "Qu et al. 2022, Caldarola et al. 2022"
     refuses = (("micro", "takes its gradient uphill of the whole batch's"),)
     training = staticmethod(sharpness_aware_training)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import ASKS_EVERYONE, SEES_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.variance_reduction.mime import gradient_at
 from sartor.client.local import Client, require_plain_sgd
 from sartor.federation.exchange import Reply
@@ -118,7 +118,12 @@ class FSVRG(Algorithm[FSVRGHyper, FSVRGServer]):
     server_keeps = "w, which client has which feature"
     client_keeps = "scaling S_k of the features"
     traffic = "3 / 2, in two exchanges"
+    unprotected = (("central", ASKS_EVERYONE), ("samples", SEES_SAMPLES))
     refuses = (("augment", "corrects by gradients over the samples as they are"),)
+
+    def exchanges(self) -> int:
+        """Gradients first, then training."""
+        return 2
 
     def start(self, federation: Federation) -> FSVRGServer:
         """The initial model; the clients' feature counts are exchanged."""

@@ -60,6 +60,7 @@ class LoSAC(Algorithm[Hyper, LoSACServer]):
     server_keeps = "w, gradient estimate G"
     client_keeps = "its last gradient φ_i"
     traffic = "2 / 2"
+    unprotected = (("central", "it weighs clients by their share of all samples"),)
     refuses = (("micro", "refreshes its estimate with the gradient of every batch"),)
 
     def start(self, federation: Federation) -> LoSACServer:

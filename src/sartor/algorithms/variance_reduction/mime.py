@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.client.local import Client, Direction, require_plain_sgd
 from sartor.federation.exchange import ClientFunction, Reply
 from sartor.federation.federation import Federation
@@ -121,6 +121,11 @@ class Mime(Mimic):
     name = "mime"
     sums_only = True
     traffic = "3 + |s| / 2, in two exchanges"
+    unprotected = (("samples", SEES_SAMPLES),)
+
+    def exchanges(self) -> int:
+        """Gradients first, then training."""
+        return 2
 
     def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
         """The gradients at w, then local training with their mean."""
@@ -139,12 +144,17 @@ class MimeSVRG(Algorithm[Hyper, MimeServer]):
 
     name = "mimesvrg"
     sums_only = True
+    unprotected = (("samples", SEES_SAMPLES),)
     family = "global"
     paper = "Karimireddy et al. 2021"
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "3 / 2, in two exchanges"
     refuses = (("augment", "corrects by gradients over the samples as they are"),)
+
+    def exchanges(self) -> int:
+        """Gradients first, then training."""
+        return 2
 
     def start(self, federation: Federation) -> MimeServer:
         """The initial model; SGD has no statistics."""

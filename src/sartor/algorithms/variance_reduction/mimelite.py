@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from sartor.algorithms.base import register
+from sartor.algorithms.base import SEES_SAMPLES, register
 from sartor.algorithms.variance_reduction.mime import MimeHyper, MimeServer, Mimic, step
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
@@ -32,6 +32,7 @@ class MimeLite(Mimic):
     name = "mimelite"
     sums_only = True
     traffic = "1 + |s| / 2"
+    unprotected = (("samples", SEES_SAMPLES),)
 
     def round(self, server: MimeServer, federation: Federation, cohort: np.ndarray) -> MimeServer:
         """Local training, then new statistics from the gradients at w."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import MORE_THAN_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
 from sartor.federation.federation import Federation
@@ -73,6 +73,7 @@ class MOON(Algorithm[MOONHyper, Server]):
     server_keeps = "w"
     client_keeps = "its last local model, with float buffers"
     traffic = "1 / 1"
+    unprotected = (("samples", MORE_THAN_SAMPLES),)
 
     def start(self, federation: Federation) -> Server:
         """The initial model; nobody has trained yet."""

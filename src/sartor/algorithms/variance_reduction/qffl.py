@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from sartor.algorithms.base import Algorithm, Hyper, Server, register
+from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
 from sartor.federation.federation import Federation
@@ -57,6 +57,7 @@ class QFFL(Algorithm[QFFLHyper, Server]):
     server_keeps = "w"
     client_keeps = "nothing"
     traffic = "1 / 1"
+    unprotected = (("samples", SEES_SAMPLES),)
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then a step whose length the curvatures set."""

@@ -291,7 +291,7 @@ class StackedEngine(LocalEngine):
             part = replace(shape, lanes=len(places), in_a_row=first is not None)
             if first is not None:
                 here = slice(first, first + len(places) * shape.width)
-                data = nests.rows(samples.x, here), nests.rows(samples.y, here)
+                data = nests.rows(samples.x, here), nests.rows(samples.targets, here)
             seen = fixed if first is None else fixed._replace(data={**fixed.data, split: data})
             carries.append(run(replace(plan, shape=part), None, seen, rows, memo, carry))
         return tree_map(lambda *parts: torch.cat(parts), *carries)
@@ -315,7 +315,7 @@ class StackedEngine(LocalEngine):
         return moved
 
     def _data(self) -> dict[str, tuple[Nest, Nest]]:
-        return {split: (samples.x, samples.y) for split, samples in self.samples.items()}
+        return {split: (samples.x, samples.targets) for split, samples in self.samples.items()}
 
     def _scan(
         self,

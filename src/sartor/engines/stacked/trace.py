@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from sartor import nests, random
 from sartor.client.local import Batches, Client
+from sartor.engines.samples import batch_of
 from sartor.engines.schedule import Plan
 from sartor.errors import NotStackable, SartorError
 from sartor.federation.exchange import (
@@ -226,7 +227,7 @@ class Tracer:
 
     def _step_of(self, program: Program, batches: Batches, plan: Plan) -> Callable[..., Any]:
         """A step as it stands: of every lane, or of one where they are apart."""
-        draws = self.task.draws or batches.augmented
+        draws = self.task.draws or batches.augmented or batches.anew
 
         def lane(
             rows: Rows,
@@ -247,7 +248,7 @@ class Tracer:
                 self._replay(program, fixed, rows, memo)
             except Suspended as reached:
                 with untouched(program.function, {**fixed.arguments, **rows.arguments}):
-                    return reached.body(carry, Batch(x, y, weight, key))
+                    return reached.body(carry, batch_of(x, y, weight, key))
             raise SartorError(
                 f"{name_of(program.function)}: a client function must make the same scans each time"
             )
@@ -301,12 +302,19 @@ class Tracer:
         run = self._compiled(graph) if self.settings.compile else graph
         return Traced(run, result_spec[0], reads)
 
+    @property
+    def _draws(self) -> bool:
+        """Whether anything is drawn in a step or on the way up."""
+        settings = self.settings
+        drawn = self.task.draws or settings.local.augment or settings.transforms
+        return bool(drawn or settings.sample_noise is not None)
+
     def _compiled(self, graph: fx.GraphModule) -> Callable[[list[Tensor]], list[Tensor]]:
         """The graph compiled; as it stands if the compiler, which only makes it faster, fails."""
         # Keyed draws are products of numbers that wrap, of which the compiler's algebra knows nothing.
         wrapping: dict[str, Any] = {"constant_and_index_propagation": False}
         run: Callable[[list[Tensor]], list[Tensor]] = torch.compile(
-            graph, dynamic=False, options=wrapping if self.task.draws or self.settings.local.augment else None
+            graph, dynamic=False, options=wrapping if self._draws else None
         )
         plain = False
 
@@ -366,6 +374,7 @@ class Tracer:
             evaluation_batch=self.settings.evaluation_batch,
             most=self.most,
             seed=rows.origins[1] if rows.origins else self.settings.seed,
+            noise=self.settings.sample_noise,
         )
         arguments = {**fixed.arguments, **rows.arguments}
         with untouched(program.function, arguments):

@@ -1,0 +1,137 @@
+"""Rules that give a centre of the rows which few of them cannot move far.
+
+Weights are those of the method, as long as ``weights`` does not say otherwise: a rule withstands attackers
+with less than its share *of the weight*. With equal weights each is the rule of its paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sartor.federation.reduction import Reduction, State, register_aggregate
+from sartor.robust.orders import by_columns, median, trimmed_mean
+from sartor.robust.selections import bulyan_choice, most_attackers
+from sartor.settings import setting
+
+Reduced = tuple[Tensor, State]
+
+
+@register_aggregate("median")
+@dataclass(frozen=True)
+class Median(Reduction):
+    """The median of every coordinate (Yin et al. 2018)."""
+
+    def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
+        """Half of the weight on either side."""
+        return median(rows, weights), state
+
+
+@register_aggregate("trimmed-mean")
+@dataclass(frozen=True)
+class TrimmedMean(Reduction):
+    """The mean of every coordinate without a share at either end (Yin et al. 2018)."""
+
+    share: float = setting(0.3, "share of the weight that is cut off at either end", low=0, below=0.5)
+
+    def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
+        """What is between the ends."""
+        return trimmed_mean(rows, weights, self.share), state
+
+
+@register_aggregate("geometric-median")
+@dataclass(frozen=True)
+class GeometricMedian(Reduction):
+    """The point with the least sum of distances to the rows (Pillutla et al. 2022).
+
+    Weiszfeld's iterations begin at the coordinates' medians and end when a step is below 10⁻⁶ of the median
+    distance.
+    """
+
+    steps: int = setting(50, "iterations at most", low=1)
+
+    def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
+        """Rows weighted by the inverse of their distance, again and again."""
+        centre = median(rows, weights)
+        for _ in range(self.steps):
+            distance = distances_from(centre, rows)
+            scale = distance.median()
+            share = weights / distance.clamp(min=1e-12 * scale).clamp(min=torch.finfo(rows.dtype).tiny)
+            step = _shifted(rows, centre, share / share.sum())
+            centre = centre + step
+            if float(torch.linalg.vector_norm(step)) <= 1e-6 * float(scale):
+                break
+        return centre, state
+
+
+@register_aggregate("centred-clipping")
+@dataclass(frozen=True)
+class CentredClipping(Reduction):
+    """The mean of rows that are clipped around the last round's centre (Karimireddy et al. 2021).
+
+    v ← v + Σ weight_i (row_i − v) min(1, radius / ‖row_i − v‖). Without a last value, v starts at the
+    coordinates' medians.
+    """
+
+    radius: float | None = setting(
+        None, "largest distance from the centre; left out: the median of the rows' distances", above=0
+    )
+    steps: int = setting(3, "how often it is clipped in a round", low=1)
+
+    def init(self, like: Tensor) -> State:
+        """No value yet."""
+        return {"centre": torch.zeros_like(like), "known": torch.zeros((), device=like.device)}
+
+    def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
+        """Clip, and move to the mean."""
+        centre = state["centre"] if state["known"] > 0 else median(rows, weights)
+        for _ in range(self.steps):
+            distance = distances_from(centre, rows)
+            radius = distance.median() if self.radius is None else self.radius
+            factor = radius / distance.clamp(min=torch.finfo(rows.dtype).tiny)
+            centre = centre + _shifted(rows, centre, weights * factor.clamp(max=1))
+        return centre, {"centre": centre, "known": torch.ones_like(state["known"])}
+
+
+@register_aggregate("bulyan")
+@dataclass(frozen=True)
+class Bulyan(Reduction):
+    """Krum again and again, then near every coordinate's median the mean (El Mhamdi et al. 2018).
+
+    n − 2f rows are chosen by Krum, each among those left; of every coordinate the n − 4f numbers nearest to
+    their median are averaged, all alike whatever the method's weights. Needs n ≥ 4f + 3; a round with
+    fewer replies takes the largest f that they allow.
+    """
+
+    share: float = setting(0.2, "share of attackers in a round: f, rounded up", low=0, below=0.25)
+
+    def check(self, clients: int) -> None:
+        """Refuse more attackers than so many clients allow."""
+        most_attackers(self.share, clients, 4, "bulyan")
+
+    def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
+        """The mean of numbers near the medians of chosen rows."""
+        chosen, f = bulyan_choice(rows, self.share)
+        near = max(1, len(chosen) - 2 * f)
+
+        def mean(columns: Tensor) -> Tensor:
+            values = columns.sort(dim=1).values
+            count = values.shape[1]
+            middle = (values[:, (count - 1) // 2] + values[:, count // 2])[:, None] / 2
+            places = (values - middle).abs().topk(near, dim=1, largest=False).indices
+            return middle[:, 0] + (values.gather(1, places) - middle).mean(dim=1)
+
+        return by_columns(rows[chosen], mean), state
+
+
+def distances_from(centre: Tensor, rows: Tensor) -> Tensor:
+    """‖row_i − centre‖ of every row."""
+    return torch.stack([torch.linalg.vector_norm(row - centre) for row in rows])
+
+
+def _shifted(rows: Tensor, centre: Tensor, weights: Tensor) -> Tensor:
+    """Σ weight_i (row_i − centre); a row of weight 0 counts for nothing, whatever it holds."""
+    used = torch.nonzero(weights).flatten()
+    return weights[used] @ (rows[used] - centre)
