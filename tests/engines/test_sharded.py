@@ -101,7 +101,7 @@ def counting(client: Client, hyper: Any, w: Tensor, c: Tensor) -> Reply:
     return Reply(seen=w * client.number + c).keep(c=c + w + client.number)
 
 
-def in_flight() -> dict[str, Tensor]:
+def in_flight() -> dict[str, Any]:
     """What is left of work that answers one by one, saved and restored while some of it is under way."""
     admit(__name__)
     first, second = (federations()["loop"]() for _ in range(2))
@@ -113,7 +113,18 @@ def in_flight() -> dict[str, Tensor]:
     replies.append(first.collect(2)["seen"])
     second.restore(first.snapshot())
     replies.append(second.collect(4)["seen"])
-    return {"seen": torch.cat(replies), "c": second.states["c"]}
+    # Two that began from other versions, at one rank or at two; they train, so buffers go along.
+    for client in (1, 3):
+        second.round += 1
+        second.dispatch(stepping, [client], shared={"w": second.initial()})
+        second.buffers = None if second.buffers is None else second.buffers + 1
+    replies.append(second.collect(2)["w"][:, :2])
+    return {"seen": torch.cat(replies), "c": second.states["c"], "buffers": second.mean_buffers}
+
+
+def stepping(client: Client, hyper: Any, w: Tensor) -> Reply:
+    """A step from what is sent."""
+    return Reply(w=client.descend(w, lr=0.1, steps=1))
 
 
 def fails_at_three(client: Client, hyper: Any) -> Reply:

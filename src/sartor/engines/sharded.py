@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -166,7 +167,7 @@ class Ranks(Homes):
         """Values of these clients, of which each rank gives its own in their order: one exchange for all."""
         of = self.of(numbers)
         length = int(np.bincount(of, minlength=self.ranks).max())
-        widths = [value[:1].nbytes or value.new_empty((1, *value.shape[1:])).nbytes for value in values]
+        widths = [value.element_size() * math.prod(value.shape[1:]) for value in values]
         packed = torch.zeros((length, sum(widths)), dtype=torch.uint8, device=values[0].device)
         if len(values[0]):
             own = [value[:, None].flatten(1).contiguous().view(torch.uint8) for value in values]
@@ -283,7 +284,8 @@ def _alike(
     buffers = None
     if start is not None and any(one & 1 for one in found):
         # Those of a share of which nobody took a step are what they were given.
-        buffers = start.expand(count, -1) if own.buffers is None else own.buffers
+        given = start.expand(count, -1) if count else start.view(-1, start.shape[-1])[:0]
+        buffers = given if own.buffers is None else own.buffers
     return replace(own, buffers=buffers)
 
 

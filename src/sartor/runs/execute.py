@@ -128,7 +128,8 @@ def carry_out(
     interrupted: Callable[[], bool] | None = None,
 ) -> Result:
     """The rounds that are left, with whatever happens on the way."""
-    federation = (opened or open_federation)(setup.experiment, setup.task, setup.data)
+    made = opened or open_federation
+    federation = distributed.together(lambda: made(setup.experiment, setup.task, setup.data))
     if folder is not None:
         federation.states.keep_in(folder.path / STATES)
     shared, writes = folder, distributed.rank() == 0
