@@ -1,7 +1,10 @@
-# Everything happens in .venv, which `make install` builds from pyproject.toml and constraints.txt.
+# Everything happens in .venv, which is built from pyproject.toml and constraints.txt: `make run` installs what a user
+# has, `make install` all that a contributor needs.
 PYTHON ?= python3
 BIN := .venv/bin
+USABLE := .venv/.usable
 STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # Processes that run tests: one more than there are cores, as one of them mostly waits for servers and nodes.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
@@ -9,12 +12,16 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(USABLE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs,flower,hf,onnx,plot,privacy,report,track]'
+	$(PIP) -e '.[report]'
+	touch $(USABLE)
+
+$(STAMP): $(USABLE)
+	$(PIP) -e '.[dev,docs,flower,hf,onnx,plot,privacy,report,track]'
 	touch $(STAMP)
 
-run: install
+run: $(USABLE)
 	$(BIN)/python -m sartor.commands.demo
 
 test: lint
@@ -52,6 +59,7 @@ bench: install
 	$(BIN)/python bench/evaluation.py
 	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/rows.py
+	$(BIN)/python bench/rules.py
 	$(BIN)/python bench/flower.py
 
 clean:

@@ -298,7 +298,7 @@ def test_c_is_the_mean_of_all_c_i_through_drop_outs(engine: str, option: str, we
 
 GENERATOR = torch.Generator().manual_seed(3)
 CENTRES = torch.randn(5, 4, generator=GENERATOR, dtype=torch.float64)
-CURVATURES = 0.5 + 1.5 * torch.rand(5, 4, generator=GENERATOR, dtype=torch.float64)
+CURVATURES = 1 + torch.rand(5, 4, generator=GENERATOR, dtype=torch.float64)
 OPTIMUM = (CURVATURES * CENTRES).sum(0) / CURVATURES.sum(0)
 
 
@@ -332,15 +332,15 @@ def broken(function: Any) -> type[Algorithm]:
     return type("Broken", (scaffold,), {"client_function": staticmethod(function)})
 
 
-TOGETHER = [list(range(5))] * 40
+TOGETHER = [list(range(5))] * 25
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffold_reaches_the_optimum_of_unlike_clients(option: str) -> None:
-    assert distance(registered()["scaffold"], TOGETHER, option=option) < 1e-12
+    assert distance(registered()["scaffold"], TOGETHER, option=option) < 1e-10
     rng = np.random.default_rng(1)
-    some = [sorted(rng.choice(5, 2, replace=False).tolist()) for _ in range(150)]
-    assert distance(registered()["scaffold"], some, option=option) < 1e-12
+    some = [sorted(rng.choice(5, 2, replace=False).tolist()) for _ in range(80)]
+    assert distance(registered()["scaffold"], some, option=option) < 1e-7
 
 
 def test_that_claim_fails_for_fedavg_and_for_broken_variants() -> None:
@@ -356,7 +356,7 @@ def test_with_weights_scaffold_reaches_the_weighted_optimum() -> None:
     task, data = quadratics(CENTRES, CURVATURES, sizes)
     federation = federation_of("loop", task, data, local={"batch": 0, "steps": 7}, workers=1)
     algorithm = method("scaffold", federation, lr=0.1, option="II", weighted=True)
-    w = play(algorithm, federation, TOGETHER).w
+    w = play(algorithm, federation, 2 * TOGETHER).w
     assert close(w, (p * CURVATURES * CENTRES).sum(0) / (p * CURVATURES).sum(0))
 
 
@@ -452,7 +452,7 @@ def test_the_fixed_point_with_unequal_steps(name: str) -> None:
     h, lr, sizes = 1.3, 0.1, (1, 7, 4)
     task, data = quadratics(CENTRES[:3], torch.full((3, 4), h, dtype=torch.float64), sizes)
     federation = federation_of("loop", task, data, local={"batch": 2, "epochs": 3}, workers=1)
-    w = play(method(name, federation, lr=lr), federation, [[0, 1, 2]] * 80).w
+    w = play(method(name, federation, lr=lr), federation, [[0, 1, 2]] * 40).w
     p = torch.tensor(sizes).double() / 12
     taus = torch.tensor([3.0, 12.0, 6.0]).double()
     s = 1 - (1 - lr * h) ** taus

@@ -292,7 +292,7 @@ def test_a_table_says_what_is_wrong(tmp_path, content, message):
 
 def test_a_table_of_another_kind_or_nowhere_is_refused(tmp_path):
     (tmp_path / "t.xls").write_text("")
-    with pytest.raises(DataError, match=r"ends in .csv or .parquet"):
+    with pytest.raises(DataError, match=r"ends in .csv, .parquet, .pq"):
         from_table(tmp_path / "t.xls", "a", "b")
     with pytest.raises(DataError, match="no such file"):
         from_table(tmp_path / "t.csv", "a", "b")

@@ -21,6 +21,7 @@ from sklearn.preprocessing import OneHotEncoder, QuantileTransformer, StandardSc
 
 import sartor
 from sartor.data.clients import from_clients
+from sartor.data.readers import read_table
 from sartor.data.schema import columns_mapping, feature_names, read_columns, settles
 from sartor.data.statistics import (
     CELLS,
@@ -37,7 +38,6 @@ from sartor.data.tables import (
     encode,
     from_schema,
     prepared,
-    read_columns_of,
 )
 from sartor.errors import DataError, SettingError
 from sartor.remote.admission import Admission
@@ -271,7 +271,7 @@ def test_dates_are_days_and_points_of_circles(tmp_path: Path) -> None:
             "h": {"kind": "date", "scale": "none", "parts": ["hour"]},
         }
     )
-    x = SchemaColumns(columns).samples(read_columns_of(path), "t")[0].numpy()
+    x = SchemaColumns(columns).samples(read_table(path, None), "t")[0].numpy()
     december, wednesday = 2 * np.pi * 11 / 12, 2 * np.pi * 2 / 7
     born = [-1, np.sin(december), np.cos(december), np.sin(wednesday), np.cos(wednesday)]
     expected = [*born, 0.25, 1, 0, 2]
@@ -389,7 +389,7 @@ def test_splits_and_clients_are_columns_too(tmp_path: Path) -> None:
     assert (data.names, data.train.x.flatten().tolist()) == (("n", "s"), [0, 4, 2])
     assert data.test.x.flatten().tolist() == [1, 3]
     rows[0]["part"] = "trian"
-    with pytest.raises(DataError, match="the split of a row is 'trian'"):
+    with pytest.raises(DataError, match="column part says 'trian'; expected train, test or validation"):
         from_schema(write(tmp_path / "t.csv", rows), schema)
 
 

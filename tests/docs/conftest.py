@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+import sartor.runs.experiment  # noqa: F401  # registers all that is built in
 from sartor import extensions
 from sartor.algorithms import base
 from sartor.client.augment import AUGMENTATIONS
 from sartor.data.sources import SOURCES
 from sartor.federation.reduction import AGGREGATES
-from sartor.federation.transforms import TRANSFORMS
 from sartor.model.networks import MODELS
 from sartor.model.objectives import OBJECTIVES
+from sartor.transforms import TRANSFORMS
 
 REGISTRIES = (base._REGISTRY, AUGMENTATIONS, SOURCES, AGGREGATES, TRANSFORMS, MODELS, OBJECTIVES)
 

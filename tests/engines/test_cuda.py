@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -24,15 +24,6 @@ from sartor.model.task import Task
 from sartor.runs.result import Result
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def _full_precision() -> Iterator[None]:
-    """Convolutions use TF32 by default; equality with a CPU needs all digits."""
-    allowed = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = allowed
 
 
 def test_the_streams_give_the_same_integers() -> None:

@@ -33,13 +33,20 @@ from sartor.federation.functions import admit
 from sartor.model.groups import grouped
 from sartor.runs.checkpoint import latest
 from sartor.runs.record import RunFolder
+from sartor.transforms.difference import Difference
 from sartor.transforms.norms import Clip, Scale
 
 RANKS = 2
 WAITED = 8.0
 METHODS = ("fedavg", "scaffold", "separate")
 ODD = [[5, 0, 3], [1], [4, 2, 0, 1, 3]]
-TRANSFORMS = (Clip(norm=0.2), Scale(place="down", factor=1.01), Carry(), Carry(place="down"))
+TRANSFORMS = (
+    Difference(of=("w",)),
+    Clip(norm=0.2),
+    Scale(place="down", factor=1.01),
+    Carry(),
+    Carry(place="down"),
+)
 """What is sent is made smaller, and what is left out is kept: by clients, and by the server."""
 
 

@@ -17,6 +17,8 @@ from sartor.federation.exchange import NobodyAnswered, PerGroup
 from sartor.model.groups import grouped
 from sartor.model.task import Task
 from sartor.transforms.norms import Clip
+from sartor.transforms.quantised import Int8
+from sartor.transforms.sparse import TopK
 
 SMALL, LARGE = model_task("mlp", hidden=3), model_task("mlp", hidden=8)
 OF = np.array([0, 1, 0, 1, 0, 1])
@@ -96,3 +98,13 @@ def test_nothing_but_what_passes_each_group_by_itself() -> None:
         assert float(part["w"].norm()) == pytest.approx(1.0)
     with pytest.raises(SettingError, match="there are those on the way up alone that keep no state"):
         federation(transforms=(Clip(norm=1.0, place="server"),))
+
+
+def test_compressors_that_keep_nothing_pass_each_group() -> None:
+    plain = federation().map(told, [5, 0], {"v": SENT})
+    made = federation(transforms=(Int8(), TopK(share=0.9, feedback=False)))
+    for group, part in made.map(told, [5, 0], {"v": SENT}).by_group.items():
+        wanted = plain.by_group[group]["w"]
+        torch.testing.assert_close(part["w"], wanted, rtol=0, atol=float(wanted.abs().max()) / 127)
+    with pytest.raises(SettingError, match="there are those on the way up alone that keep no state"):
+        federation(transforms=(TopK(),))

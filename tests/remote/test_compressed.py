@@ -1,4 +1,4 @@
-"""Clipped, sparse and quantised together: the same on both engines and at nodes, and a real wire's bytes."""
+"""Clipped, noised, sparse and quantised: the same on both engines and at nodes, and a real wire's bytes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from test_engines import network, plain, vectors
 
 from helpers import federation_of, play
 from sartor.algorithms import make, registered
+from sartor.errors import SettingError
 from sartor.federation import Federation
 from sartor.remote.messages import Parts
 from sartor.runs.execute import execute
@@ -31,6 +32,7 @@ TABLES = [
     {"name": "difference"},
     {"name": "int8", "place": "down", "block": 16},
     {"name": "clip", "norm": 0.5},
+    {"name": "noise", "deviation": 1e-3},
     {"name": "top-k", "share": 0.3},
     {"name": "int4", "block": 16},
 ]
@@ -78,6 +80,15 @@ def test_all_together_is_the_same_everywhere(name: str, tmp_path: Path) -> None:
     whole = federation_of("loop", task, data, local=local, buffers=settings["buffers"])
     tried(whole, name)
     assert loop.traffic.up < 0.35 * whole.traffic.up
+
+
+@pytest.mark.parametrize(
+    "names", [("top-k", "clip", "noise"), ("clip", "top-k", "int8", "noise"), ("int8", "clip", "noise")]
+)
+def test_noise_comes_before_what_compresses(names: tuple[str, ...]) -> None:
+    """Places of numbers and codes are whole numbers: noise would leave them as they are."""
+    with pytest.raises(SettingError, match="stands before noise, and sends parts that noise does not reach"):
+        from_mapping({"transforms": [{"name": name} for name in names]})
 
 
 class Wire:
@@ -132,7 +143,7 @@ def test_processes_send_the_bytes_that_are_counted(nursery: Nursery, tmp_path: P
             (tmp_path / place).mkdir(exist_ok=True)
             np.savez(tmp_path / place / f"c{client}.npz", x=x[rows], y=y[rows])
     tables = "[" + ", ".join("{" + _inline(table) + "}" for table in TABLES[2:]) + "]"
-    common = ("data.clients=3", "engine.name=loop", "model.name=mlp", "model.hidden=8000", "rounds=2")
+    common = ("data.clients=3", "engine.name=loop", "model.name=mlp", "model.hidden=4000", "rounds=2")
     settings = (*common, "evaluate.every=0", "local.steps=1", f"transforms={tables}")
     port, run = free_port(), tmp_path / "run"
     server = nursery.start(

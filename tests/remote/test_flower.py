@@ -749,7 +749,10 @@ def test_a_forger_harms_nobody(nursery: Nursery, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kinds", "secure"),
-    [(("idle", "headers", "body"), False), (("idle", "handshake"), True)],
+    [
+        pytest.param(("idle", "headers", "body"), False, marks=pytest.mark.nightly),
+        (("idle", "handshake"), True),
+    ],
     ids=["open", "secure"],
 )
 def test_a_crowd_of_strangers_keeps_nobody_out(

@@ -24,7 +24,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     nursery.close()
 
 
-@pytest.mark.parametrize("mode", ["central", "local"])
+@pytest.mark.parametrize("mode", ["local", pytest.param("central", marks=pytest.mark.nightly)])
 def test_processes_give_the_noise_and_the_account_of_a_simulation(mode: str, nursery: Nursery) -> None:
     place = nursery.folder / mode
     (place / "all").mkdir(parents=True)

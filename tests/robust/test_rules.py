@@ -66,12 +66,14 @@ def test_the_trimmed_mean_leaves_out_a_share_at_both_ends() -> None:
 def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
     # Of a triangle with angles below 120° all three sides are seen from it at 120°: here (0, 1/√3).
     triangle = [[-1, 0], [1, 0], [0, math.sqrt(3)]]
-    found = reduced(GeometricMedian(steps=200), triangle)
+    found = reduced(GeometricMedian(steps=200, tolerance=1e-9), triangle)
     assert found.tolist() == pytest.approx([0, 1 / math.sqrt(3)], abs=1e-5)
     # On a line it is the median, also where that is one of the rows.
-    assert reduced(GeometricMedian(steps=200), column(0, 1, 10)).tolist() == pytest.approx([1], abs=1e-5)
+    assert reduced(GeometricMedian(steps=200, tolerance=1e-9), column(0, 1, 10)).tolist() == pytest.approx(
+        [1], abs=1e-5
+    )
     # More than half of the weight in one row: it is that row.
-    found = reduced(GeometricMedian(steps=200), [[4, 4], [0, 0], [1, 7]], [3, 1, 1])
+    found = reduced(GeometricMedian(steps=200, tolerance=1e-9), [[4, 4], [0, 0], [1, 7]], [3, 1, 1])
     assert found.tolist() == pytest.approx([4, 4], abs=1e-4)
 
 

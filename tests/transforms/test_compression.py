@@ -303,7 +303,9 @@ def test_a_scale_is_left_alone_by_what_comes_after_it() -> None:
 def test_engines_agree_and_count_what_is_sent(name: str) -> None:
     """Up and down, with what clients and the server keep; chunks and the loop give the same."""
     task, data = task_and_data()
-    up, down = EVERY[name], replace(EVERY[name], place="down")
+    up = EVERY[name]
+    alone = {"feedback": False} if up.adds_up else {}
+    down = replace(up, place="down", **alone)
 
     def send(client: Client, hyper: Any, w: Tensor, own: Tensor) -> Reply:
         return Reply(delta=w * (1 + client.number) + own, n=client.n)
@@ -329,7 +331,8 @@ def test_engines_agree_and_count_what_is_sent(name: str) -> None:
 def test_an_experiment_names_them() -> None:
     names = ("top-k", "random-k", "qsgd", "int8", "int4", "sign", "low-rank", "majority")
     tables = [{"name": name, **({} if name == "majority" else {"place": "down"})} for name in names]
-    experiment = from_mapping({"transforms": tables})
+    experiment = from_mapping({"transforms": [{"name": "difference"}, *tables]})
+    names = ("difference", *names)
     assert [type(made) for made in experiment.transforms] == [TRANSFORMS[name] for name in names]
     assert from_mapping(to_mapping(experiment)) == experiment
     with pytest.raises(SettingError, match=r"transforms\[0\]\.share: must be above 0"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flower_grid import HereGrid, experiment_of, federation_on, nodes_of
+from safetensors.torch import load_file
 from test_engines import plain, vectors
 from torch import Tensor
 
@@ -84,6 +85,19 @@ def test_an_answer_that_is_lost_moves_neither_end(engine: str) -> None:
         federation.round = round
         replies = federation.map(told, range(6), {"w": torch.full((4,), float(round)).double()}, {"own": own})
         assert torch.equal(replies["w"], torch.full((len(replies), 4), float(round)).double())
+
+
+def test_a_snapshot_stays_as_it_was() -> None:
+    task, data = task_and_data()
+    federation = federation_of("loop", task, data, transforms=(Difference(),))
+    w, own = torch.ones(3).double(), torch.zeros(6, 2).double()
+    federation.map(told, range(6), {"w": w}, {"own": own})
+    saved = federation.snapshot()
+    for _ in range(2):
+        federation.restore(saved)
+        federation.map(told, range(6), {"w": 5 * w}, {"own": own})
+        assert all(bool((saved[name] <= 1).all()) for name in saved if name.startswith("transforms."))
+        assert sum(name.startswith("transforms.known") for name in saved) == 2
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -164,5 +178,28 @@ def test_it_stands_first_on_the_way_down() -> None:
     tables = [{"name": "int8", "place": "down"}, {"name": "difference"}]
     with pytest.raises(SettingError, match="difference comes first on the way down"):
         from_mapping({"transforms": tables})
+    for tables in (
+        [{"name": "top-k", "place": "down"}],
+        [{"name": "difference", "of": ["w"]}, {"name": "sign", "place": "down"}],
+    ):
+        with pytest.raises(SettingError, match="on the way down would add what it leaves out of a model"):
+            from_mapping({"transforms": tables})
+        alone = [*tables[:-1], {**tables[-1], "feedback": False}]
+        assert len(from_mapping({"transforms": alone}).transforms) == len(tables)
     with pytest.raises(SettingError, match=r"transforms\[0\]\.place: must be one of down"):
         from_mapping({"transforms": [{"name": "difference", "place": "up"}]})
+
+
+def test_seeds_that_run_together_have_differences_of_their_own(tmp_path: Path) -> None:
+    tables = [{"name": "difference"}, {"name": "top-k", "place": "down", "share": 0.3}, {"name": "int8"}]
+    experiment = {"rounds": 3, "data": {"clients": 4}, "transforms": tables}
+    found = []
+    for together in ("yes", "no"):
+        settings: dict[str, Any] = {"seeds": [0, 1], "engine": "stacked", "references": False}
+        out = tmp_path / together
+        sartor.compare(["fedavg"], out=out, together=together, experiment=experiment, **settings)
+        runs = sorted(path.parent for path in out.rglob("summary.json"))
+        found.append([load_file(run / "models.safetensors")["server.w"] for run in runs])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(found[0][0], found[0][1], rtol=1e-2)

@@ -312,6 +312,34 @@ def _question_labels(data: ClientData) -> None:
     )
 
 
+def by_client(
+    owners: np.ndarray,
+    samples: Callable[[np.ndarray], Samples],
+    split: np.ndarray | None = None,
+    where: str = "split",
+) -> dict[str, Samples | Mapping[str, Samples]]:
+    """The samples of every client for :func:`from_clients`, by whose each row is; clients in ascending order.
+
+    ``split`` says ``train``, ``test`` or ``validation`` of each row; ``where`` is what an error names.
+
+    >>> by_client(np.array(["b", "a", "b"]), lambda rows: (rows, rows))["b"][0].tolist()
+    [0, 2]
+    """
+    names, owner = np.unique(owners, return_inverse=True)
+    rows = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])
+    own = dict(zip(map(str, names), rows, strict=True))
+    if split is None:
+        return {name: samples(mine) for name, mine in own.items()}
+    wrong = ~np.isin(split, SPLITS)
+    if wrong.any():
+        found = shown(str(split[np.argmax(wrong)]))
+        raise DataError(f"{where} says {found}; expected train, test or validation")
+    return {
+        name: {part: samples(here) for part in SPLITS if len(here := mine[split[mine] == part])}
+        for name, mine in own.items()
+    }
+
+
 def lazy_clients(
     count: int,
     fetch: Callable[[int], Samples],

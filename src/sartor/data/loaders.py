@@ -17,11 +17,11 @@ import torch
 
 from sartor import nests
 from sartor.data.apportion import cut
-from sartor.data.clients import SPLITS, ClientData, Pair, Samples, from_clients, relabel
+from sartor.data.clients import SPLITS, ClientData, Pair, Samples, by_client, from_clients, relabel
 from sartor.data.labels import check_labels, listed, texts_of
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.preprocessing import NumberColumns, Preprocessing, check_column
-from sartor.data.readers import check_file, check_fits, read_npz
+from sartor.data.readers import read_npz, read_table
 from sartor.data.samples import inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.schemes import Scheme
 from sartor.data.sources import Source
@@ -139,27 +139,14 @@ def from_table(
     if split_column is not None:
         check_column(columns, split_column, str(path))
         split = np.asarray(columns[split_column].to_pylist()).astype(str)
-        if not np.isin(split, SPLITS).all():
-            wrong = str(split[np.argmax(~np.isin(split, SPLITS))])
-            raise DataError(
-                f"{path}: column {split_column} says {wrong!r}; expected train, test or validation"
-            )
     learnt = None if split is None else (split == "train").tolist()
     wanted = feature_columns, text_column, tokens, length, vocabulary, path, learnt
     reader = _reader(columns, reserved, *wanted)
-    x = reader.samples(columns, str(path))
-    y = np.asarray(columns[label_column].to_pylist())
-    names, owner = np.unique(np.asarray(columns[client_column].to_pylist()), return_inverse=True)
-    clients: dict[str, Samples | Mapping[str, Samples]] = {}
-    rows_of = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])
-    for name, mine in zip(names, rows_of, strict=True):
-        if split is None:
-            clients[str(name)] = (nests.rows(x, mine), y[mine])
-        else:
-            parts = {part: mine[split[mine] == part] for part in SPLITS}
-            clients[str(name)] = {
-                part: (nests.rows(x, rows), y[rows]) for part, rows in parts.items() if len(rows)
-            }
+    x, y = reader.samples(columns, str(path)), np.asarray(columns[label_column].to_pylist())
+    owners = np.asarray(columns[client_column].to_pylist())
+    clients = by_client(
+        owners, lambda rows: (nests.rows(x, rows), y[rows]), split, f"{path}: column {split_column}"
+    )
     data = from_clients(
         clients,
         test_fraction=test_fraction,
@@ -291,11 +278,9 @@ def from_columns(
     if test is not None:
         raise DataError(f"{name}: test rows go with a partition; each client's own are drawn from its rows")
     held = inputs_of(inputs(rows), name)
-    names, owner = np.unique(np.asarray(rows[client]).astype(str), return_inverse=True)
     label = np.asarray(rows[y])
-    parts = {str(who): np.flatnonzero(owner == place) for place, who in enumerate(names)}
     return from_clients(
-        {who: (nests.rows(held, own), label[own]) for who, own in parts.items()},
+        by_client(np.asarray(rows[client]).astype(str), lambda own: (nests.rows(held, own), label[own])),
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
         seed=seed,
@@ -430,35 +415,6 @@ def from_flower_partitioner(
         targets=targets,
         name="flower",
     )
-
-
-def read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
-    """The columns of a table, by the ending of its name; some of a CSV file are texts, whatever they hold."""
-    import pyarrow
-    from pyarrow import csv, parquet
-
-    check_file(path)
-    check_fits(path, path.stat().st_size)
-    try:
-        if path.suffix.lower() in (".parquet", ".pq"):
-            groups = parquet.read_metadata(path)
-            check_fits(path, sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)))
-            table = parquet.read_table(path)
-        elif path.suffix.lower() == ".csv":
-            types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
-            table = csv.read_csv(path, convert_options=types)
-        else:
-            raise DataError(f"{path}: expected a name that ends in .csv or .parquet")
-        names = list(table.column_names)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as a table ({' '.join(str(error).split())[:200]})") from None
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise DataError(f"{path}: two columns are called {', '.join(sorted(twice))}")
-    unprintable = [name for name in names if not name.isprintable()]
-    if unprintable:
-        raise DataError(f"{path}: the column name {unprintable[0]!r} is not printable; rename it")
-    return {name: table.column(name) for name in names}
 
 
 def _collect(dataset: Any, name: str) -> Pair:

@@ -11,10 +11,11 @@ from sartor.data.clients import ClientData, from_clients, relabel
 from sartor.data.heart import read_heart_disease
 from sartor.data.leaf import from_leaf, is_leaf
 from sartor.data.loaders import from_folder, from_table, is_dataset, source_from_dataset, source_from_table
+from sartor.data.readers import TABLES
 from sartor.data.schema import Column
 from sartor.data.settings import COLUMN_KEYS, Data
 from sartor.data.sources import SOURCES, Loaded, Loader, Source, data_folder, load_source
-from sartor.data.tables import TABLES, from_schema, prepared
+from sartor.data.tables import from_schema, prepared
 from sartor.errors import DataError, SettingError
 from sartor.extensions import call, find_function, function_file
 

@@ -213,7 +213,7 @@ def columns_of(given: Any) -> dict[str, Any] | None:
     import pyarrow as arrow
 
     if isinstance(given, (str, Path)):
-        raise DataError(f"{given}: read the file first, as with sartor.data.loaders.read_table")
+        raise DataError(f"{given}: read the file first, as with sartor.data.readers.read_table")
     if isinstance(given, arrow.Table):
         return {name: given.column(name) for name in given.column_names}
     if hasattr(given, "columns") and hasattr(given, "__getitem__"):  # a data frame

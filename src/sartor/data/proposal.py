@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sartor.data.labels import listed
+from sartor.data.readers import read_table
 from sartor.data.schema import NUMBERS, Column, features, read_columns, role
 from sartor.data.statistics import MOST_VALUES
 from sartor.data.tables import (
@@ -26,7 +27,6 @@ from sartor.data.tables import (
     as_seconds,
     files_of,
     gaps_of,
-    read_columns_of,
     read_raw,
     texts_of,
 )
@@ -60,7 +60,7 @@ def propose(path: Path, client: str | None = None, label: str | None = None) -> 
 
     ``client`` and ``label`` name those columns; left out, they are found by usual names. A label must be.
     """
-    files = {file: read_columns_of(file) for file in files_of(path)}
+    files = {file: read_table(file, None) for file in files_of(path)}
     names = list(dict.fromkeys(name for held in files.values() for name in held))
     client = _chosen("client", client, names, CLIENTS, path)
     label = _chosen("label", label, names, LABELS, path)

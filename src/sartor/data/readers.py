@@ -1,4 +1,4 @@
-"""Readers of data files: IDX, CIFAR's binary records and npz.
+"""Readers of data files: IDX, CIFAR's binary records, npz and tables.
 
 A file is read whole and checked, or not at all; what is wrong with it becomes a
 :class:`~sartor.errors.DataError` that names the file. Nothing is unpickled, and nothing is unpacked that
@@ -23,6 +23,8 @@ from sartor.errors import DataError
 from sartor.memory import free_memory
 
 Bytes = npt.NDArray[np.uint8]
+TABLES = (".csv", ".parquet", ".pq")
+"""How the names of tables end."""
 
 
 def read_idx(path: str | Path, shape: Sequence[int | None]) -> Bytes:
@@ -148,3 +150,39 @@ def _content(path: Path, most: int | None) -> bytes:
 def _reason(error: Exception) -> str:
     """An error in one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def read_table(path: Path, texts: Sequence[str] | None = ()) -> dict[str, Any]:
+    """The columns of a table by name, as Arrow arrays, by the ending of its name.
+
+    ``texts`` are columns of a CSV file that are texts whatever they hold; None: all are, and an empty one is
+    a gap. The others, and those of a Parquet file, have the types that they seem to have.
+    """
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    check_file(path)
+    check_fits(path, path.stat().st_size)
+    try:
+        if path.suffix.lower() == ".csv":
+            with csv.open_csv(path) as opened:
+                named = opened.schema.names if texts is None else texts
+            types = dict.fromkeys(named, pyarrow.string())
+            options = csv.ConvertOptions(column_types=types, strings_can_be_null=texts is None)
+            table = csv.read_csv(path, convert_options=options)
+        elif path.suffix.lower() in TABLES:
+            groups = parquet.read_metadata(path)
+            check_fits(path, sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)))
+            table = parquet.read_table(path)
+        else:
+            raise DataError(f"{path}: expected a name that ends in {', '.join(TABLES)}")
+        names = list(table.column_names)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as a table ({' '.join(str(error).split())[:200]})") from None
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"{path}: two columns are called {', '.join(twice)}")
+    unprintable = [name for name in names if not name.isprintable()]
+    if unprintable:
+        raise DataError(f"{path}: the column name {unprintable[0]!r} is not printable; rename it")
+    return {name: table.column(name).combine_chunks() for name in names}

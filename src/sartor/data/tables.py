@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from sartor import nests
-from sartor.data.clients import SPLITS, ClientData, Samples, from_clients, relabel
+from sartor.data.clients import ClientData, Samples, by_client, from_clients, relabel
 from sartor.data.preprocessing import READERS
-from sartor.data.readers import check_file, check_fits
+from sartor.data.readers import TABLES, read_table
 from sartor.data.schema import (
     NUMBERS,
     TEXTS,
@@ -40,8 +40,6 @@ from sartor.settings import nearest, shown
 
 log = logging.getLogger(__name__)
 
-TABLES = (".csv", ".parquet", ".pq")
-"""How the names of tables end."""
 DAY = 86400.0
 NOTHING = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "#N/A")
 """What stands for no value in a text."""
@@ -95,12 +93,13 @@ def from_schema(
     path = Path(path)
     raw, owners = read_raw(path, columns, name)
     y = _targets(raw, columns, targets, labels, path)
-    rows = {str(client): np.flatnonzero(owners == client) for client in np.unique(owners)}
-    named = role(columns, "split"), role(columns, "weight")
-    split, weight = (None if name is None else raw[name] for name in named)
-    clients: dict[str, Samples | Mapping[str, Samples]] = {
-        client: _split(mine, y, split, weight) for client, mine in rows.items()
-    }
+    split, weight = role(columns, "split"), role(columns, "weight")
+
+    def samples(rows: npt.NDArray[np.int64]) -> Samples:
+        return (rows[:, None], y[rows]) if weight is None else (rows[:, None], y[rows], raw[weight][rows])
+
+    parts = None if split is None else raw[split].astype(str)
+    clients = by_client(owners, samples, parts, f"{path}: column {split}")
     data = from_clients(
         clients,
         test_fraction=test_fraction,
@@ -333,7 +332,7 @@ def _index(column: Column, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 def _read(path: Path, columns: Sequence[Column], name: str | None) -> dict[str, npt.NDArray[Any]]:
     """The columns of one file that a schema describes; ``""`` is the client of each row."""
-    held = read_columns_of(path)
+    held = read_table(path, None)
     rows = len(next(iter(held.values()), ()))
     if not rows:
         raise DataError(f"{path}: no rows")
@@ -371,38 +370,6 @@ def _values_of(
     for column in wanted:
         _refuse_gaps(where, column, made)
     return made
-
-
-def read_columns_of(path: Path) -> dict[str, Any]:
-    """The columns of a CSV file, all of them texts, or of a Parquet file, in the types they have."""
-    import pyarrow
-    from pyarrow import csv, parquet
-
-    check_file(path)
-    check_fits(path, path.stat().st_size)
-    try:
-        if path.suffix.lower() == ".csv":
-            with csv.open_csv(path) as opened:
-                names = opened.schema.names
-            twice = sorted({name for name in names if names.count(name) > 1})
-            if twice:
-                raise DataError(f"{path}: two columns are called {', '.join(twice)}")
-            options = csv.ConvertOptions(
-                column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=True
-            )
-            table = csv.read_csv(path, convert_options=options)
-        elif path.suffix.lower() in TABLES:
-            groups = parquet.read_metadata(path)
-            check_fits(path, sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)))
-            table = parquet.read_table(path)
-        else:
-            raise DataError(f"{path}: expected a name that ends in {', '.join(TABLES)}")
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as a table ({' '.join(str(error).split())[:200]})") from None
-    wrong = [name for name in table.column_names if not name.isprintable()]
-    if wrong:
-        raise DataError(f"{path}: the column name {wrong[0]!r} is not printable; rename it")
-    return {name: table.column(name).combine_chunks() for name in table.column_names}
 
 
 def _values(path: Path | str, column: Column, values: Any) -> dict[str, npt.NDArray[Any]]:
@@ -542,23 +509,3 @@ def _targets(
         except ValueError:
             pass
     return texts
-
-
-def _split(
-    rows: npt.NDArray[np.int64],
-    y: npt.NDArray[Any],
-    split: npt.NDArray[Any] | None,
-    weight: npt.NDArray[Any] | None,
-) -> Samples | Mapping[str, Samples]:
-    """The rows of one client, by split where they say so."""
-
-    def samples(rows: npt.NDArray[np.int64]) -> Samples:
-        return (rows[:, None], y[rows]) if weight is None else (rows[:, None], y[rows], weight[rows])
-
-    if split is None:
-        return samples(rows)
-    wrong = sorted(set(split.tolist()) - set(SPLITS))
-    if wrong:
-        raise DataError(f"the split of a row is {shown(wrong[0])}; expected train, test or validation")
-    parts = {part: rows[split[rows] == part] for part in SPLITS}
-    return {part: samples(mine) for part, mine in parts.items() if len(mine)}

@@ -104,7 +104,8 @@ class Passage:
         names = self.transforms.differing(one)
         for name in names:
             if KNOWN + first + name not in self._states:  # told whole, once
-                self._states[KNOWN + first + name] = one[name].expand(federation.clients, *one[name].shape)
+                everyone = one[name].expand(federation.clients, *one[name].shape)
+                self._states[KNOWN + first + name] = everyone.clone()
                 self._states[FIRST + first + name] = one[name]
                 federation.traffic.down += one[name].nbytes * federation.clients
             self._declare(first + name, self._states[FIRST + first + name])
@@ -224,9 +225,8 @@ class Passage:
         known = self._known(inner) if len(clients) else {}
         if known:
             index, received = self._federation.tensor(clients), self._rows(function, clients, sent)
-            first = KNOWN + name_of(inner) + JOINT + KNOWN
             for name, held in known.items():
-                self._states[first + name] = held.index_copy(0, index, received[name])
+                held.index_copy_(0, index, received[name])  # a table of all clients: not copied for a few
 
     def at_server(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
         """Replies after the transforms at the server."""
@@ -258,12 +258,12 @@ class Passage:
     # What a checkpoint needs ----------------------------------------------------------------------
 
     def save(self) -> dict[str, Tensor]:
-        """What the server keeps."""
-        return {name: value.cpu() for name, value in self._states.items()}
+        """What the server keeps; nothing of it moves later on."""
+        return {name: value.cpu().clone() for name, value in self._states.items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Take it back."""
-        self._states = dict(saved)
+        self._states = {name: value.clone() for name, value in saved.items()}
 
     def name_of_call(self, function: ClientFunction) -> dict[str, Any]:
         """What :meth:`find_call` finds a client function by, with the transforms around it."""

@@ -93,6 +93,11 @@ class Transform:
         return self.clips
 
     @property
+    def adds_up(self) -> bool:
+        """Whether it takes values for changes, and adds what it leaves out of one to the next."""
+        return False
+
+    @property
     def stateful(self) -> bool:
         """Whether anything is kept for it."""
         return type(self).init is not Transform.init
@@ -210,12 +215,17 @@ class Chain:
             if not before:
                 where = "put clip before it" if any(covering) else "list clip before it, for as much"
                 raise SettingError(f"transforms: noise hides only what is bounded when it is added; {where}")
-            for each in self.transforms[before[-1] + 1 : place]:
-                if each.parts or not each.shortens:
-                    kind = type(each).__name__.lower()
+            for at, each in enumerate(self.transforms[:place]):
+                kind = type(each).__name__.lower()
+                if each.parts:
                     raise SettingError(
-                        f"transforms: {kind} stands between clip and noise, and may make a value longer or "
-                        "sends it in parts; put it before clip, or after noise"
+                        f"transforms: {kind} stands before noise, and sends parts that noise does not reach; "
+                        "put it after noise"
+                    )
+                if at > before[-1] and not each.shortens:
+                    raise SettingError(
+                        f"transforms: {kind} stands between clip and noise, and may make a value longer; "
+                        "put it before clip, or after noise"
                     )
 
     def relative(self, starts: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> list[str]:
@@ -290,10 +300,7 @@ class Transforms:
             if transform.place == "server" and transform.parts:
                 kind = type(transform).__name__
                 raise SettingError(f"transforms: {kind} changes what is sent; it has no place at the server")
-        if any(made.differs for made in [made for made in transforms if made.place == "down"][1:]):
-            raise SettingError(
-                "transforms: difference comes first on the way down; what follows acts on differences"
-            )
+        _check_down([made for made in transforms if made.place == "down"])
         self.down, self.up, self.server = (
             Chain(tuple(made.bound(task) if task else made for made in transforms if made.place == place))
             for place in PLACES
@@ -342,6 +349,20 @@ class Transforms:
     def in_parts(self) -> bool:
         """Whether replies are sent in parts."""
         return any(transform.parts for transform in self.up.transforms)
+
+
+def _check_down(transforms: list[Transform]) -> None:
+    """Refuse differences that come late, and models on the way down that are taken for changes."""
+    if any(made.differs for made in transforms[1:]):
+        raise SettingError(
+            "transforms: difference comes first on the way down; what follows acts on differences"
+        )
+    for made in transforms:
+        if made.adds_up and not (transforms[0].differs and _covers(transforms[0].of, made.of)):
+            raise SettingError(
+                f"transforms: {type(made).__name__.lower()} on the way down would add what it leaves out "
+                "of a model to the next model; put difference before it, for as much, or set feedback = false"
+            )
 
 
 def shapes_of(shared: Mapping[str, Tensor], each: Mapping[str, Tensor]) -> Shapes:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sartor.data.partitions import Partition
+from sartor.data.schema import LEARNED
 from sartor.errors import SartorError
 from sartor.runs.outputs import Outputs, read_outputs
 from sartor.runs.record import CONFIG, OUTPUTS, PARTITION, RunFolder
@@ -285,10 +286,21 @@ def _compared(comparison: Mapping[str, Any], path: Path) -> list[tuple[Path, str
         raise SartorError(f"{path / COMPARISON}: damaged: {error}; make the comparison again") from None
 
 
-def _experiment_key(run: Run) -> str:
-    """Equal for runs of one experiment: all settings but the seed, where it was computed and where shown."""
+def _experiment_key(run: Run, learned: bool = True) -> str:
+    """Equal for runs of one experiment: all settings but the seed, where it was computed and where shown.
+
+    Without what is ``learned`` from training rows, which are others under every seed.
+    """
     settings = {key: value for key, value in run.config.items() if key not in ("seed", "engine", "tracking")}
+    if not learned:
+        settings["columns"] = {name: _stated(column) for name, column in settings.get("columns", {}).items()}
     return json.dumps([settings, run.finished], sort_keys=True, default=str)
+
+
+def _stated(column: Any) -> Any:
+    """A column of a schema without what may have been learned for it."""
+    known = isinstance(column, Mapping)
+    return {key: value for key, value in column.items() if key not in LEARNED} if known else column
 
 
 def _one_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
@@ -307,8 +319,11 @@ def _one_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 def _grouped(runs: Sequence[Run]) -> list[Group]:
     """Runs by experiment, each under the shortest label that tells it from the others of its method."""
     together: dict[str, list[Run]] = {}
-    for run in runs:
-        together.setdefault(_experiment_key(run), []).append(run)
+    found = [(_experiment_key(run, learned=False), run.seed) for run in runs]
+    for run, key in zip(runs, found, strict=True):
+        # Two of one seed have learned the same from their rows: they differ in what was said.
+        alike = key[0] if found.count(key) == 1 else _experiment_key(run)
+        together.setdefault(alike, []).append(run)
     lists = [sorted(members, key=lambda run: run.seed) for members in together.values()]
     groups = []
     for place, members in enumerate(lists):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sartor.federation.reduction import Reduction, State, register_aggregate
-from sartor.robust.orders import by_columns, median, trimmed_mean
+from sartor.robust.orders import by_columns, median, ordered, trimmed_mean
 from sartor.robust.selections import bulyan_choice, most_attackers
 from sartor.settings import setting
 
@@ -46,11 +46,11 @@ class TrimmedMean(Reduction):
 class GeometricMedian(Reduction):
     """The point with the least sum of distances to the rows (Pillutla et al. 2022).
 
-    Weiszfeld's iterations begin at the coordinates' medians and end when a step is below 10⁻⁶ of the median
-    distance.
+    Weiszfeld's iterations begin at the coordinates' medians and end when a step is small.
     """
 
     steps: int = setting(50, "iterations at most", low=1)
+    tolerance: float = setting(1e-3, "the step to end with, as a share of the median distance", low=0)
 
     def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
         """Rows weighted by the inverse of their distance, again and again."""
@@ -61,7 +61,7 @@ class GeometricMedian(Reduction):
             share = weights / distance.clamp(min=1e-12 * scale).clamp(min=torch.finfo(rows.dtype).tiny)
             step = _shifted(rows, centre, share / share.sum())
             centre = centre + step
-            if float(torch.linalg.vector_norm(step)) <= 1e-6 * float(scale):
+            if float(torch.linalg.vector_norm(step)) <= self.tolerance * float(scale):
                 break
         return centre, state
 
@@ -117,7 +117,7 @@ class Bulyan(Reduction):
         near = max(1, len(chosen) - 2 * f)
 
         def mean(columns: Tensor) -> Tensor:
-            values = columns.sort(dim=1).values
+            values, _ = ordered(columns, torch.ones(len(chosen)))
             count = values.shape[1]
             middle = (values[:, (count - 1) // 2] + values[:, count // 2])[:, None] / 2
             places = (values - middle).abs().topk(near, dim=1, largest=False).indices
@@ -132,6 +132,5 @@ def distances_from(centre: Tensor, rows: Tensor) -> Tensor:
 
 
 def _shifted(rows: Tensor, centre: Tensor, weights: Tensor) -> Tensor:
-    """Σ weight_i (row_i − centre); a row of weight 0 counts for nothing, whatever it holds."""
-    used = torch.nonzero(weights).flatten()
-    return weights[used] @ (rows[used] - centre)
+    """Σ weight_i (row_i − centre)."""
+    return weights @ rows - weights.sum() * centre

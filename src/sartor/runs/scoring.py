@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sartor.data.loaders import nested, read_table
-from sartor.data.readers import read_npz
-from sartor.data.tables import SchemaColumns, read_columns_of
+from sartor.data.loaders import nested
+from sartor.data.readers import read_npz, read_table
+from sartor.data.tables import SchemaColumns
 from sartor.errors import DataError, SettingError
 from sartor.files import write
 from sartor.runs.predictor import Predictor
@@ -47,7 +47,7 @@ def _read(table: Path, predictor: Predictor) -> Any:
             "give an npz file with x"
         )
     reader = predictor.signature.preprocessing.table
-    return read_columns_of(table) if isinstance(reader, SchemaColumns) else read_table(table)
+    return read_table(table, None if isinstance(reader, SchemaColumns) else ())
 
 
 def _content(columns: dict[str, Any], out: Path) -> bytes:

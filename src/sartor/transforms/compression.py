@@ -37,6 +37,11 @@ class WithFeedback(Compressor):
         """With feedback what was left out is kept."""
         return self.feedback
 
+    @property
+    def adds_up(self) -> bool:
+        """With feedback it is for changes alone."""
+        return self.feedback
+
     def init(self, like: Tensor) -> State:
         """Nothing is left out yet."""
         return {LEFT: torch.zeros_like(like, dtype=wide(like.dtype))} if self.feedback else {}

@@ -1,1 +1,4 @@
-"""ComFed: client mechanism × server optimizer, two small tables composed."""
+"""ComFed: client mechanism × server optimizer, two small tables composed.
+
+Imports the server's mathematics alone.
+"""

@@ -1,1 +1,4 @@
-"""Whole personal models, mixed, pulled together or chosen."""
+"""Whole personal models, mixed, pulled together or chosen.
+
+Imports the server's mathematics and the references.
+"""

@@ -1,1 +1,4 @@
-"""FedAvg, FedAvg with fine-tuning, and everyone alone: what others are compared with."""
+"""FedAvg, FedAvg with fine-tuning, and everyone alone: what others are compared with.
+
+Imports no other family.
+"""

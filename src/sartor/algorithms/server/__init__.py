@@ -1,1 +1,4 @@
-"""The server's mathematics that several methods share."""
+"""The server's mathematics that several methods share.
+
+Imports no method: tensors go in and come out.
+"""

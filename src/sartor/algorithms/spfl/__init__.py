@@ -1,1 +1,4 @@
-"""Similarity-weighted personal models, synchronous and asynchronous: SPFL, LGA, PLGA."""
+"""Similarity-weighted personal models, synchronous and asynchronous: SPFL, LGA, PLGA.
+
+Imports the server's mathematics and the asynchronous methods.
+"""

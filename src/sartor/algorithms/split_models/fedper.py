@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
@@ -19,12 +20,12 @@ from sartor.settings import setting
 
 
 @dataclass(frozen=True)
-class SplitHyper(Hyper):
+class SplitHyper(Hyper, ABC):
     """Hyper-parameters that say which layers are not shared."""
 
+    @abstractmethod
     def own(self, task: Task) -> tuple[Part, Part]:
         """The parameters and the float buffers of the layers that are not shared."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

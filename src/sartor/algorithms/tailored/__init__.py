@@ -1,1 +1,5 @@
-"""Diversified global models: A-FSVRG, MA-FSVRG, GA-FSVRG."""
+"""Diversified global models: A-FSVRG, MA-FSVRG, GA-FSVRG.
+
+Imports the server's mathematics, and the asynchronous, mixing and variance reduction methods that it
+extends.
+"""

@@ -1,1 +1,4 @@
-"""Variance reduction and drift."""
+"""Variance reduction and drift.
+
+Imports the server's mathematics, split models and the references.
+"""

@@ -1,0 +1,301 @@
+"""What attackers cost, and what rules in place of means save: Fashion-MNIST, 100 clients, three seeds.
+
+    python measurements/robustness.py --workers 16               # what is missing of the results
+    python measurements/robustness.py --studies methods --attacks sign-flip --workers 4
+    python measurements/robustness.py --table                    # the tables of what is there
+
+Clients have 200 images each, classes drawn by Dirichlet 0.5, and 50 to test on. Everybody takes part in every
+round. ``rules`` is FedAvg with each rule, against each attack by 10 to 40 % of the clients; ``methods`` are
+four methods without a rule and with the one that the documentation recommends, against 30 %; ``diversity`` is
+each test of ``similarity`` alone. A method's learning rate is the one of three with the best accuracy
+on validation data without any attack, in a run with a seed of its own.
+
+What is measured is the mean accuracy of the honest clients on their own test data (personal models where the
+method has them). Beside it stands that of the same clients where nobody attacks, and where attackers stay
+away: ``absent`` is no attack, attackers send what the honest ones do on average. A run is a process of its
+own; ``results/robustness.json`` is written after each, and what is in it is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sartor
+from sartor.errors import SartorError
+from sartor.federation.attacks import Attack, register_attack
+from sartor.runs.record import environment, write_json
+
+COMMAND = "python measurements/robustness.py --workers 16"
+FILE = Path(__file__).parent.parent / "results" / "robustness.json"
+SEEDS, SEARCH_SEED = (0, 1, 2), 100
+RATES = (0.03, 0.1, 0.3)
+SETTING: dict[str, Any] = {
+    "rounds": 60,
+    "data": {"name": "fashion-mnist", "clients": 100},
+    "partition": {"name": "dirichlet", "by": "client", "alpha": 0.5, "train": 200, "test": 50},
+    "model": {"name": "mlp", "hidden": 64},
+    "local": {"epochs": 1, "batch": 20},
+    "evaluate": {"every": 0, "personal_pooled": "no", "personal_models": "no"},
+    "replies": {"on_bad_reply": "drop"},
+}
+SMALL: dict[str, Any] = {
+    "rounds": 15,
+    "data": {"name": "digits", "clients": 10},
+    "partition": {"name": "dirichlet", "alpha": 0.5},
+}
+"""In place of the above with ``--small``, to try the script."""
+METHODS = ("fedavg", "scaffold", "spfl", "diversifed")
+RULES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "median": {},
+    "trimmed-mean": {"share": 0.4},
+    "geometric-median": {},
+    "multi-krum": {"share": 0.4},
+    "bulyan": {"share": 0.2},
+    "centred-clipping": {},
+    "norm-filter": {},
+    "similarity": {},
+}
+TESTS = ("cosine", "distance", "copies")
+ATTACKS: dict[str, dict[str, Any]] = {
+    "absent": {},
+    "sign-flip": {},
+    "scaling": {},
+    "gaussian": {},
+    "label-flip": {},
+    "little-is-enough": {},
+    "inner-product": {},
+    "mimic": {},
+    "backdoor": {},
+}
+SHARES = (0.1, 0.2, 0.3, 0.4)
+RECOMMENDED = "similarity"
+
+
+@register_attack("absent")
+@dataclass(frozen=True)
+class Absent(Attack):
+    """What the honest send on average: as if attackers stayed away."""
+
+    def collude(self, keys: Tensor, values: Tensor, honest: Tensor) -> Tensor:
+        """Their mean."""
+        return honest.mean(dim=0).expand_as(values) if len(honest) else values
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    method: str
+    rule: str
+    attack: str
+    share: float
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """What it is called in the results."""
+        return f"{self.method} {self.rule} {self.attack} {self.share:g} {self.seed}"
+
+    @staticmethod
+    def of(key: str) -> Cell:
+        """The run that is called so."""
+        method, rule, attack, share, seed = key.split()
+        return Cell(method, rule, attack, float(share), int(seed))
+
+    def experiment(self, small: bool) -> dict[str, Any]:
+        """Its settings but for the learning rate."""
+        name, _, test = self.rule.partition(":")
+        rule = {"name": name, **RULES[name], **({"by": [test]} if test else {})}
+        given = {**SETTING, **(SMALL if small else {}), "aggregate": rule}
+        if self.share:
+            given["attack"] = {"name": self.attack, "share": self.share, **ATTACKS[self.attack]}
+        return given
+
+
+def cells(studies: list[str], attacks: list[str]) -> Iterator[Cell]:
+    """The runs of some studies, those without attackers first."""
+    rules = [*RULES] if "rules" in studies else []
+    rules += [f"similarity:{test}" for test in TESTS] if "diversity" in studies else []
+    for seed in SEEDS:
+        for rule in rules:
+            yield Cell("fedavg", rule, "none", 0.0, seed)
+        for method in METHODS if "methods" in studies else ():
+            for rule in ("mean", RECOMMENDED):
+                yield Cell(method, rule, "none", 0.0, seed)
+        for attack in attacks:
+            for rule in rules:
+                for share in SHARES:
+                    yield Cell("fedavg", rule, attack, share, seed)
+            for method in METHODS if "methods" in studies else ():
+                for rule in ("mean", RECOMMENDED):
+                    yield Cell(method, rule, attack, 0.3, seed)
+
+
+def measure(cell: Cell, rate: float, small: bool, device: str) -> dict[str, Any]:
+    """Honest clients' accuracy, every client's where nobody attacks, and how often a trigger succeeds."""
+    began = time.perf_counter()
+    try:
+        result = sartor.run(
+            cell.method,
+            seed=cell.seed,
+            hyper={"lr": rate},
+            store=False,
+            device=device,
+            experiment=cell.experiment(small),
+        )
+    except SartorError as error:
+        return {"failed": str(error)}
+    last = result.summary["last"]
+    name = "personal_local" if last["personal_local"] else "shared_local"
+    found: dict[str, Any] = {"failed": None, "seconds": round(time.perf_counter() - began, 1)}
+    if not cell.share:
+        each = result.clients[f"{name}_accuracy"]
+        found["clients"] = dict(zip(result.clients["client"], each, strict=True))
+        return found
+    found |= {"accuracy": last[name]["benign"]["accuracy"], "success": last[name].get("attack_success")}
+    return found | {"attackers": result.summary["attack"]["attackers"]}
+
+
+def choose_rate(method: str, small: bool, device: str) -> float:
+    """The rate with the best accuracy on validation data, where nobody attacks."""
+    given = Cell(method, "mean", "none", 0.0, SEARCH_SEED).experiment(small)
+    given = {**given, "data": {**given["data"], "validation": 0.2}}
+    scores = {}
+    for rate in RATES:
+        result = sartor.run(
+            method, seed=SEARCH_SEED, hyper={"lr": rate}, store=False, device=device, experiment=given
+        )
+        best = result.summary["best_by_validation"]
+        found = best["personal_local"] or best["shared_local"]
+        scores[rate] = found["accuracy"]
+    return max(RATES, key=lambda rate: scores[rate])
+
+
+def in_a_process(words: list[str]) -> Any:
+    """What this script prints last with these words."""
+    run = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True)
+    if run.returncode:
+        return {"failed": run.stderr.strip()[-300:]}
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def honest_without(results: dict[str, Any], cell: Cell, rule: str) -> float | None:
+    """The accuracy of a run's honest clients in the run of the same seed where nobody attacks."""
+    found, plain = results["runs"][cell.key], results["runs"].get(f"{cell.method} {rule} none 0 {cell.seed}")
+    if plain is None or plain["failed"] is not None:
+        return None
+    bad = set(found["attackers"])
+    values = [value for name, value in plain["clients"].items() if name not in bad and value is not None]
+    return statistics.mean(values)
+
+
+def summary(results: dict[str, Any], method: str, rule: str, attack: str, share: float) -> str:
+    """Honest clients' accuracy over the seeds and what it is less than without attackers or a rule."""
+    found, lost, success = [], [], []
+    for seed in SEEDS:
+        cell = Cell(method, rule, attack, share, seed)
+        run = results["runs"].get(cell.key)
+        if run is None:
+            return "·"
+        if run["failed"] is not None:
+            return "failed"
+        found.append(100 * run["accuracy"])
+        before = honest_without(results, cell, "mean")
+        lost += [] if before is None else [100 * (before - run["accuracy"])]
+        success += [] if run["success"] is None else [100 * run["success"]]
+    text = f"{statistics.mean(found):.1f}"
+    text += f" ({-statistics.mean(lost):+.1f})" if lost else ""
+    return text + (f", {statistics.mean(success):.0f} %" if success else "")
+
+
+def tables(results: dict[str, Any]) -> str:
+    """All that was measured."""
+    lines = []
+    rules = [*RULES, *(f"similarity:{test}" for test in TESTS)]
+    for share in SHARES:
+        lines += [f"FedAvg, {share:.0%} attackers", "", "| rule | " + " | ".join(ATTACKS) + " |"]
+        lines.append("| --- " * (len(ATTACKS) + 1) + "|")
+        for rule in rules:
+            row = [summary(results, "fedavg", rule, attack, share) for attack in ATTACKS]
+            lines.append(f"| {rule} | " + " | ".join(row) + " |")
+        lines.append("")
+    lines += ["30 % attackers", "", "| method | rule | " + " | ".join(ATTACKS) + " |"]
+    lines.append("| --- " * (len(ATTACKS) + 2) + "|")
+    for method in METHODS:
+        for rule in ("mean", RECOMMENDED):
+            row = [summary(results, method, rule, attack, 0.3) for attack in ATTACKS]
+            lines.append(f"| {method} | {rule} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure what is missing."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    studies = ("rules", "methods", "diversity")
+    parser.add_argument("--studies", nargs="*", choices=studies, default=[*studies], metavar="NAME")
+    parser.add_argument("--attacks", nargs="*", choices=[*ATTACKS], default=[*ATTACKS], metavar="NAME")
+    parser.add_argument("--workers", type=int, default=1, help="runs at once")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--small", action="store_true", help="digits, 10 clients, 15 rounds")
+    parser.add_argument("--json", type=Path, default=FILE, help="the file")
+    parser.add_argument("--table", action="store_true", help="print the tables of what is there")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    parser.add_argument("--rate", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    logging.getLogger("sartor").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    same = ["--device", arguments.device, *(["--small"] if arguments.small else [])]
+    if arguments.cell is not None:
+        found = measure(Cell.of(arguments.cell), float(arguments.rate), arguments.small, arguments.device)
+        print(json.dumps(found))
+        return
+    if arguments.rate is not None:
+        print(json.dumps(choose_rate(arguments.rate, arguments.small, arguments.device)))
+        return
+    results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"rates": {}, "runs": {}}
+    if arguments.table:
+        print(tables(results))
+        return
+    results |= {"command": COMMAND, "seeds": list(SEEDS), "environment": environment(arguments.device)}
+    done = {key for key, run in results["runs"].items() if run["failed"] is None}
+    wanted = list(dict.fromkeys(cells(arguments.studies, arguments.attacks)))
+    wanted = [cell for cell in wanted if cell.key not in done]
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        missing = sorted({cell.method for cell in wanted} - results["rates"].keys())
+        rates = pool.map(lambda name: in_a_process(["--rate", name, *same]), missing)
+        for name, rate in zip(missing, rates, strict=True):
+            if isinstance(rate, dict):
+                raise SystemExit(f"{name}: {rate['failed']}")
+            results["rates"][name] = rate
+            write_json(arguments.json, results)
+
+        def run(cell: Cell) -> tuple[Cell, Any]:
+            words = ["--cell", cell.key, "--rate", str(results["rates"][cell.method]), *same]
+            return cell, in_a_process(words)
+
+        for number, (cell, found) in enumerate(pool.map(run, wanted), 1):
+            results["runs"][cell.key] = found
+            write_json(arguments.json, results)
+            told = found["failed"] or found.get("accuracy", "nobody attacks")
+            print(f"{number} of {len(wanted)}: {cell.key}: {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
