@@ -70,7 +70,7 @@ def evaluate_run(
     server = saved.server(algorithm, algorithm.start(federation), federation.engine.device)
     state = saved.federation(federation.engine.device)
     if took_part:
-        federation.restore(state)
+        federation.restore(state, saved.states(federation.engine.homes))
     else:
         federation.buffers = state["buffers"].to(federation.engine.device) if "buffers" in state else None
         server = algorithm.welcome(server, federation)
