@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -13,6 +15,8 @@ COUNTS = (5, 0, 7, 3, 6, 4)
 
 def test_packed_clients_have_the_samples_they_had_and_no_others_are_there() -> None:
     data = classification(COUNTS)
+    weight = torch.arange(float(len(data.train.y)))
+    data = replace(data, train=replace(data.train, weight=weight))
     own = np.array([4, 1, 2])
     packed = data.some(own).packed()
     assert len(packed.train.y) == packed.train.count.sum() == data.train.count[own].sum()
@@ -21,6 +25,11 @@ def test_packed_clients_have_the_samples_they_had_and_no_others_are_there() -> N
         for mine, theirs in ((packed.train, data.train), (packed.test, data.test)):
             for found, expected in zip(mine.of(place), theirs.of(number), strict=True):
                 assert torch.equal(found, expected)
+    assert packed.train.weight is not None
+    expected = [
+        weight[start : start + n] for start, n in zip(data.train.start, data.train.count, strict=True)
+    ]
+    assert torch.equal(packed.train.weight, torch.cat([expected[number] for number in own]))
     assert packed.pooled_x is data.pooled_x
 
 

@@ -90,9 +90,11 @@ class Split:
     def packed(self) -> Split:
         """The same without the samples that are nobody's; one is left where nobody has any, to show."""
         parts = [np.arange(first, first + n) for first, n in zip(self.start, self.count, strict=True)]
-        rows = np.concatenate(parts) if self.count.any() else np.arange(min(1, nests.length(self.y)))
-        x, y = nests.rows((self.x, self.y), torch.from_numpy(rows))
-        return dataclasses.replace(self, x=x, y=y, start=np.cumsum(self.count) - self.count)
+        places = np.concatenate(parts) if self.count.any() else np.arange(min(1, nests.length(self.y)))
+        rows = torch.from_numpy(places)
+        x, y = nests.rows((self.x, self.y), rows)
+        weight = None if self.weight is None else self.weight[rows]
+        return dataclasses.replace(self, x=x, y=y, start=np.cumsum(self.count) - self.count, weight=weight)
 
 
 @dataclass(frozen=True, eq=False)
