@@ -302,3 +302,19 @@ def test_a_node_may_require_noise_of_a_strength() -> None:
         )
     with pytest.raises(Refused, match="require"):
         policy.check_experiment(experiment_of("fedavg", transforms=[clip]))
+
+
+def test_runs_of_a_comparison_are_what_they_are_alone(tmp_path: Path) -> None:
+    """In one batch with other seeds; a reference that has no guarantee is left out."""
+    table = {"privacy": {"mode": "samples", "noise": 1.0}}
+    given = {**SMALL, "rounds": 1, "experiment": table, "engine": "stacked"}
+    given.pop("store")
+    compared = sartor.compare(["fedavg"], seeds=[0, 1], out=tmp_path / "all", **given)
+    assert {method.label for method in compared.methods} == {"fedavg", "separate"}
+    folders = [path.parent for path in (tmp_path / "all").glob("**/summary.json")]
+    found = {}
+    for folder in folders:
+        summary = json.loads((folder / "summary.json").read_text())
+        if summary.get("algorithm") == "fedavg":
+            found[summary["seed"]] = summary["privacy"]
+    assert found == {seed: run(**given, seed=seed).summary["privacy"] for seed in (0, 1)}
