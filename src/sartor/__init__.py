@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sartor.client.local import Client
     from sartor.data.named import register_data
     from sartor.federation import Call, Reply, changes, personal
+    from sartor.federation.attacks import Attack, register_attack
     from sartor.federation.reduction import Reduction, Selection, register_aggregate
     from sartor.federation.transforms import Transform, register_transform
     from sartor.model.adapters import with_adapters
@@ -65,6 +66,8 @@ _HOMES = {
     "Reply": "sartor.federation",
     "changes": "sartor.federation",
     "personal": "sartor.federation",
+    "Attack": "sartor.federation.attacks",
+    "register_attack": "sartor.federation.attacks",
     "Reduction": "sartor.federation.reduction",
     "Selection": "sartor.federation.reduction",
     "register_aggregate": "sartor.federation.reduction",
@@ -77,6 +80,7 @@ _HOMES = {
 
 __all__ = [
     "Algorithm",
+    "Attack",
     "Augmentation",
     "Call",
     "Client",
@@ -95,6 +99,7 @@ __all__ = [
     "personal",
     "register",
     "register_aggregate",
+    "register_attack",
     "register_augmentation",
     "register_data",
     "register_model",

@@ -11,12 +11,13 @@ from sartor import extensions
 from sartor.algorithms import base
 from sartor.client.augment import AUGMENTATIONS
 from sartor.data.sources import SOURCES
+from sartor.federation.attacks import ATTACKS
 from sartor.federation.reduction import AGGREGATES
 from sartor.model.networks import MODELS
 from sartor.model.objectives import OBJECTIVES
 from sartor.transforms import TRANSFORMS
 
-REGISTRIES = (base._REGISTRY, AUGMENTATIONS, SOURCES, AGGREGATES, TRANSFORMS, MODELS, OBJECTIVES)
+REGISTRIES = (base._REGISTRY, AUGMENTATIONS, SOURCES, AGGREGATES, ATTACKS, TRANSFORMS, MODELS, OBJECTIVES)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 import sartor
 from helpers import METHODS, RAGGED, classification, federation_of, model_task, module_of, play
 from sartor.algorithms import make, registered
+from sartor.algorithms.split_models.prototypes import Prototypes, merged
 from sartor.errors import SartorError, SettingError
+from sartor.federation.exchange import Replies
 from sartor.federation.grouped import GroupedFederation
 from sartor.federation.reduction import (
     AGGREGATES,
@@ -26,6 +29,7 @@ from sartor.federation.reduction import (
     register_aggregate,
 )
 from sartor.model.task import Task
+from sartor.robust.centres import Median
 from sartor.runs.experiment import describe_settings, fingerprint, from_mapping, load, to_mapping
 from sartor.runs.setup import federation_settings, refuse_rule, set_up
 
@@ -177,6 +181,20 @@ def test_every_method_has_the_place_for_a_rule_that_it_says(name: str) -> None:
         choice = dataclasses.replace(experiment.aggregate, name="kept", settings=Kept())
         with pytest.raises(SettingError, match="has no place for it; leave"):
             refuse_rule(dataclasses.replace(experiment, aggregate=choice), 6)
+
+
+def test_prototypes_are_reduced_class_by_class_among_those_who_hold_it() -> None:
+    """Rows of features and a count: two clients hold class 0, all class 1; one lies about its count."""
+    first, second = (
+        [[2.0, 2.0], [0.0, 0.0], [9.0, 3.0], [7.0, -2.0]],
+        [[3.0, 1], [5.0, 1], [80.0, 1], [7.0, 1]],
+    )
+    sums = torch.tensor([first, second]).transpose(0, 1)
+    numbers = np.arange(4)
+    replies = Replies(numbers, numbers + 1, {"sums": sums}, torch.device("cpu"), torch.float32)
+    replies = dataclasses.replace(replies, reducer=Reducer(Median(weights="equal")))
+    found = merged(Prototypes(torch.zeros(2, 1), torch.zeros(2)), replies)
+    assert found.prototypes[:, 0].tolist() == [(1.0 + 3.0) / 2, (5.0 + 7.0) / 2]
 
 
 def test_a_rule_has_all_rows_where_sums_would_be_folded() -> None:

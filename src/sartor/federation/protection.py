@@ -173,7 +173,7 @@ class Protection:
         if isinstance(account, SampleAccount) and GRADIENTS in outcome.sent:
             sent = dict(outcome.sent)
             account.charge(outcome.clients, sent.pop(GRADIENTS).cpu().numpy())
-            return replace(outcome, sent=sent)
+            return outcome.resent(sent)
         if isinstance(account, LocalAccount) and outcome.sent:
             account.charge(outcome.clients)
         return outcome

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sartor.algorithms.server.similarity import inner_products
 from sartor.errors import SettingError
 from sartor.federation.reduction import Selection, register_aggregate
-from sartor.robust.orders import BLOCK, attackers_of, median
+from sartor.robust.orders import attackers_of, median
 from sartor.settings import setting
 
 SAME = 1e-4
@@ -31,17 +32,7 @@ def most_attackers(share: float, clients: int, factor: int, name: str) -> None:
         )
 
 
-def products(rows: Tensor) -> Tensor:
-    """The inner products of all pairs of rows, in float64."""
-    inner = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
-    width = max(1, BLOCK // max(1, len(rows)))
-    for first in range(0, rows.shape[1], width):
-        block = rows[:, first : first + width].double()
-        inner += block @ block.T
-    return inner
-
-
-def squared_distances(inner: Tensor) -> Tensor:
+def apart_squared(inner: Tensor) -> Tensor:
     """‖row_i − row_j‖² of all pairs, of their inner products; symmetric to the bit."""
     squares = inner.diagonal()
     squared = squares[:, None] + squares - 2 * inner
@@ -57,7 +48,7 @@ def krum_scores(squared: Tensor, f: int) -> Tensor:
 
 def pairs_apart(rows: Tensor) -> Tensor:
     """‖row_i − row_j‖² of all pairs, on the host: what is chosen by them is chosen there."""
-    return squared_distances(products(rows)).cpu()
+    return apart_squared(inner_products(rows)).cpu()
 
 
 def ranked(squared: Tensor, left: np.ndarray, f: int) -> np.ndarray:
@@ -163,10 +154,10 @@ class Similarity(Selection):
         kept = torch.ones(n, dtype=torch.bool, device=rows.device)
         if n < 3:
             return kept
-        inner = products(rows)
+        inner = inner_products(rows)
         squares = inner.diagonal()
         sizes = squares.sqrt()[:, None] * squares.sqrt()
-        apart = squared_distances(inner).sqrt()
+        apart = apart_squared(inner).sqrt()
         if "cosine" in self.by:
             kept &= ~_opposed(_to_others(torch.where(sizes > 0, inner / sizes, 0.0)))
         if "distance" in self.by:

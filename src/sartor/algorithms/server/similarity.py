@@ -62,6 +62,19 @@ def cosines(rows: Tensor, models: Tensor) -> Tensor:
     return torch.where(product > 0, gram / product, 0.0).clamp(-1.0, 1.0)
 
 
+def inner_products(rows: Tensor) -> Tensor:
+    """The inner products of all pairs of rows, in float64, [n, n].
+
+    >>> inner_products(torch.tensor([[1.0, 2.0], [0.0, 3.0]])).tolist()
+    [[5.0, 6.0], [6.0, 9.0]]
+    """
+    inner = torch.zeros((len(rows), len(rows)), dtype=torch.float64, device=rows.device)
+    for columns in _blocks(rows):
+        block = rows[:, columns].double()
+        inner += block @ block.T
+    return inner
+
+
 def softmax_over(scores: Tensor, those: Tensor) -> Tensor:
     """Row by row the softmax over the entries that ``those``, a boolean matrix, marks; 0 elsewhere."""
     return scores.masked_fill(~those, float("-inf")).softmax(dim=1).nan_to_num(0.0)

@@ -92,7 +92,7 @@ def distance(z: Tensor, y: Tensor, prototypes: Tensor, known: Tensor) -> Tensor:
 def _sums_by_class(replies: Replies) -> Tensor:
     """Σ n_ij C_i^j and Σ n_ij, where the experiment's rule makes each class's mean of those who hold it."""
     sums = replies["sums"]
-    counts = sums[..., -1]
+    counts = sums[..., -1].clamp(min=0)  # an attacker's may be anything
     means = sums[..., :-1] / counts.clamp(min=1)[..., None]
     by_class = [
         replace(replies, values={"sums": means[:, label]}).sum("sums", counts[:, label])
