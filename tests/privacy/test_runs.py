@@ -96,6 +96,8 @@ def test_a_resumed_run_continues_account_noise_and_clip(mode: str, tmp_path: Pat
     assert torch.equal(resumed.w, whole.w)
     assert [row["epsilon"] for row in resumed.rounds] == [row["epsilon"] for row in whole.rounds]
     assert resumed.summary["privacy"] == whole.summary["privacy"]
+    assert [row.get("clip") for row in resumed.rounds] == [row.get("clip") for row in whole.rounds]
+    assert ("clip" in whole.rounds[0]) == (mode == "central")
 
 
 def test_the_budget_holds_within_a_round_too() -> None:
