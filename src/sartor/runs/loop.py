@@ -88,7 +88,7 @@ def _play(run: Run) -> dict[str, Any]:
         "bytes_down": federation.traffic.down - before.down,
         "bytes_up": federation.traffic.up - before.up,
         **federation.notes,
-        **({} if federation.protection is None else federation.protection.account.row()),
+        **({} if federation.protection is None else federation.protection.row()),
     }
     row.update(run.observe(run.cadence.due(run.round)))
     return row
