@@ -80,12 +80,14 @@ def data(seed: int) -> dict[str, Any]:
 def play(cell: str, seed: int, lr: float, clip: float) -> sartor.Result:
     """One run of a cell."""
     mode, method, epsilon = cell.split("/")
-    private = {"mode": mode, "epsilon": float(epsilon), "delta": DELTA[mode], "clip": clip}
+    private: dict[str, Any] = {}
+    if epsilon != "none":
+        private = {"mode": mode, "epsilon": float(epsilon), "delta": DELTA[mode], "clip": clip}
     experiment = {
         **SETTINGS[mode],
         "evaluate": {"every": 0, "personal_pooled": "no"},
         "model": {"name": "mlp", "hidden": 16},
-        **({"privacy": private} if epsilon != "none" else {}),
+        "privacy": private,
     }
     return sartor.run(
         method,
