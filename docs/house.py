@@ -42,10 +42,10 @@ WORDS = {
 WALL = ("engines", "algorithms")
 """The rooms on the two sides of the wall."""
 
-WIDTH, CENTRES = 720, {1: (360,), 2: (150, 570), 3: (97, 420, 623), 4: (76, 330, 490, 644)}
+WIDTH, CENTRES = 720, {1: (360,), 2: (150, 570), 3: (97, 420, 623)}
 BOX, HEIGHT, STOREY = 190, 44, 72
-NARROW = {4: 145}
-"""How wide a box is on a storey with so many."""
+NARROW = {"robust": 140}
+"""Boxes that lines of others pass on both sides."""
 ACCENT = "var(--md-typeset-a-color, #4a64d9)"
 
 
@@ -135,7 +135,7 @@ def picture() -> str:
             f'stroke-opacity="0.5" stroke-width="1.5"><title>{room} imports {other}</title></line>'
         )
     for room, (x, y) in places.items():
-        width = NARROW.get(sum(other == y for _, other in places.values()), BOX)
+        width = NARROW.get(room, BOX)
         parts += _box(x - width // 2, y, width, room, WORDS[room])
     (x1, y), (x2, _) = places[WALL[0]], places[WALL[1]]
     middle = (x1 + x2) // 2

@@ -96,6 +96,8 @@ def test_a_resumed_run_continues_account_noise_and_clip(mode: str, tmp_path: Pat
     assert torch.equal(resumed.w, whole.w)
     assert [row["epsilon"] for row in resumed.rounds] == [row["epsilon"] for row in whole.rounds]
     assert resumed.summary["privacy"] == whole.summary["privacy"]
+    assert [row.get("clip") for row in resumed.rounds] == [row.get("clip") for row in whole.rounds]
+    assert ("clip" in whole.rounds[0]) == (mode == "central")
 
 
 def test_the_budget_holds_within_a_round_too() -> None:
@@ -302,3 +304,19 @@ def test_a_node_may_require_noise_of_a_strength() -> None:
         )
     with pytest.raises(Refused, match="require"):
         policy.check_experiment(experiment_of("fedavg", transforms=[clip]))
+
+
+def test_runs_of_a_comparison_are_what_they_are_alone(tmp_path: Path) -> None:
+    """In one batch with other seeds; a reference that has no guarantee is left out."""
+    table = {"privacy": {"mode": "samples", "noise": 1.0}}
+    given = {**SMALL, "rounds": 1, "experiment": table, "engine": "stacked"}
+    given.pop("store")
+    compared = sartor.compare(["fedavg"], seeds=[0, 1], out=tmp_path / "all", **given)
+    assert {method.label for method in compared.methods} == {"fedavg", "separate"}
+    folders = [path.parent for path in (tmp_path / "all").glob("**/summary.json")]
+    found = {}
+    for folder in folders:
+        summary = json.loads((folder / "summary.json").read_text())
+        if summary.get("algorithm") == "fedavg":
+            found[summary["seed"]] = summary["privacy"]
+    assert found == {seed: run(**given, seed=seed).summary["privacy"] for seed in (0, 1)}

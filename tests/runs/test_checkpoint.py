@@ -487,8 +487,10 @@ def rewrite(path: Path, **metadata: str) -> None:
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused(data: ClientData, cut: RunFolder) -> None:
-    rewrite(paths(cut)[0], format="2", content="something else")
-    with pytest.raises(SartorError, match=r"of a newer Sartor \(format 2, this one reads 1\); install"):
+    newer = checkpoint.FORMAT + 1
+    rewrite(paths(cut)[0], format=str(newer), content="something else")
+    told = rf"of a newer Sartor \(format {newer}, this one reads {checkpoint.FORMAT}\); install"
+    with pytest.raises(SartorError, match=told):
         resume(cut.path, data=data)
 
 

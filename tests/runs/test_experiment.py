@@ -83,6 +83,17 @@ def tables(draw: st.DrawFn, cls: type, skip: tuple[str, ...] = ()) -> dict[str, 
 
 
 @st.composite
+def privacy_of(draw: st.DrawFn, table: dict[str, Any]) -> dict[str, Any]:
+    """Of privacy's settings those that go together: a mode with a budget or a noise, or none of them."""
+    mode = draw(st.sampled_from([None, "central", "local", "samples"]))
+    alone = ("mode", "epsilon", "noise", "quantile", "count_noise", "calibrated")
+    rest = {key: value for key, value in table.items() if key not in alone}
+    if mode is None:
+        return rest
+    return {**rest, "mode": mode, draw(st.sampled_from(["epsilon", "noise"])): draw(st.floats(0.01, 99))}
+
+
+@st.composite
 def mappings(draw: st.DrawFn) -> dict[str, Any]:
     """Experiments as a user may write them, right in every setting: of more than a few sections hardly any
     go together.
@@ -100,6 +111,8 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
         code = ("path", "head") if section in ("model", "objective") else ()
         code = ("text_column", "tokens", "length", "vocabulary") if section == "data" else code
         table = draw(tables(cls, skip=("name", "settings", *code) if section != "engine" else ()))
+        if section == "privacy":
+            table = draw(privacy_of(table))
         if section in CHOICES:
             table["name"] = draw(st.sampled_from(sorted(KINDS[section])))
             table |= draw(tables(KINDS[section][table["name"]]))

@@ -19,6 +19,7 @@ from sartor.algorithms import make, registered
 from sartor.client.local import Client
 from sartor.errors import SettingError
 from sartor.federation import Reply, changes
+from sartor.runs.cost import estimate
 from sartor.runs.experiment import from_mapping
 from sartor.runs.run import tensors_of
 from sartor.transforms.difference import Difference
@@ -203,3 +204,14 @@ def test_seeds_that_run_together_have_differences_of_their_own(tmp_path: Path) -
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(found[0][0], found[0][1], rtol=1e-2)
+
+
+def test_an_estimate_has_the_servers_table_of_all_clients() -> None:
+    """A row for each client and what all began with, besides the model."""
+    given: dict[str, Any] = {"data": {"name": "digits", "clients": 12}, "cohort": {"count": 3}}
+    plain, kept = (
+        estimate(from_mapping({**given, "transforms": tables}))["memory"]
+        for tables in ([], [{"name": "difference"}])
+    )
+    assert plain["server"] == plain["model"]
+    assert kept["server"] == pytest.approx((1 + 1 + 12) * plain["model"])

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "test", "validation")
+PIECE = 1 << 20
+"""Clients whose numbers of samples are hashed at a time."""
 POOLED_CLIENTS = 100
 """Lazy clients whose test samples are the pooled test set where none is given."""
 Samples: TypeAlias = "tuple[Any, Any] | tuple[Any, Any, Any]"
@@ -85,6 +87,15 @@ class Split:
         """Those of some clients, in this order."""
         return dataclasses.replace(self, start=self.start[clients], count=self.count[clients])
 
+    def packed(self) -> Split:
+        """The same without the samples that are nobody's; one is left where nobody has any, to show."""
+        parts = [np.arange(first, first + n) for first, n in zip(self.start, self.count, strict=True)]
+        places = np.concatenate(parts) if self.count.any() else np.arange(min(1, nests.length(self.y)))
+        rows = torch.from_numpy(places)
+        x, y = nests.rows((self.x, self.y), rows)
+        weight = None if self.weight is None else self.weight[rows]
+        return dataclasses.replace(self, x=x, y=y, start=np.cumsum(self.count) - self.count, weight=weight)
+
 
 @dataclass(frozen=True, eq=False)
 class LazySplit(Split):
@@ -123,6 +134,10 @@ class LazySplit(Split):
             count=self.count[clients],
             fetch=lambda client: self.fetch(int(clients[client])),
         )
+
+    def packed(self) -> Split:
+        """These hold nobody's samples."""
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +202,11 @@ class ClientData:
             test=self.test.some(clients),
             validation=None if self.validation is None else self.validation.some(clients),
         )
+
+    def packed(self) -> ClientData:
+        """The same without the samples that are no client's, as :meth:`some` leaves them; the pooled stay."""
+        splits = {name: getattr(self, name) for name in SPLITS if getattr(self, name) is not None}
+        return dataclasses.replace(self, **{name: split.packed() for name, split in splits.items()})
 
     def map(self, function: Change, targets: Change | None = None) -> ClientData:
         """The same data with every sample mapped; a pooled test set that is the clients' stays theirs."""
@@ -357,12 +377,12 @@ def lazy_clients(
         split: _counts_of(f"{name}: n_{split}", given, count)
         for split, given in zip(SPLITS, (n_train, n_test, n_validation), strict=True)
     }
-    total = np.add(np.add(counts["train"], counts["test"]), counts["validation"])
     starts = {
         "train": np.broadcast_to(np.int64(0), count),
         "test": counts["train"],
-        "validation": counts["train"] + counts["test"],
+        "validation": _sum(counts["train"], counts["test"]),
     }
+    total = _sum(starts["validation"], counts["validation"])
     if not counts["train"].any():
         raise DataError(f"{name}: n_train: no client has a training sample")
     targets = targets or ("number" if classes is None else "class")
@@ -386,7 +406,8 @@ def lazy_clients(
         raise DataError(f"{name}: no test samples; raise n_test or give pooled=(x, y)")
     digest = hashlib.sha256(repr((name, count, classes)).encode())
     for part in counts.values():
-        digest.update(np.ascontiguousarray(part).tobytes())
+        for first in range(0, count, PIECE):
+            digest.update(np.ascontiguousarray(part[first : first + PIECE]).tobytes())
     for content in (*_leaf_bytes(pooled_y, "y"), *_leaf_bytes(pooled_x, "x")):
         digest.update(content)
     return ClientData(
@@ -502,6 +523,14 @@ def _counts_of(where: str, given: int | Sequence[int] | np.ndarray, clients: int
             f"got {given if counts.ndim == 0 else f'an array of {counts.dtype} {counts.shape}'}"
         )
     return np.broadcast_to(counts.astype(np.int64), clients)
+
+
+def _sum(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Their sum, which takes no memory where each is one number for all."""
+    if first.strides == second.strides == (0,):
+        return np.broadcast_to(first[:1] + second[:1], first.shape)
+    total: np.ndarray = first + second
+    return total
 
 
 def gather(

@@ -59,8 +59,9 @@ def make_engine(
 ) -> Engine:
     """The named engine, over all processes of a run."""
     make = ENGINES[name] if task.groups is None else partial(GroupedEngine, ENGINES[name])
-    engine = make(task, data, settings, origins)
-    return ShardedEngine(engine) if world() > 1 else engine
+    if world() > 1 and origins is None:
+        return ShardedEngine(make, task, data, settings)
+    return make(task, data, settings, origins)
 
 
 def make_federation(

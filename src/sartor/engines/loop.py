@@ -148,7 +148,7 @@ class LoopEngine(LocalEngine):
         except SartorError:
             raise
         except Exception as error:
-            who = f"client {self.names[number]!r} (number {number})"
+            who = f"client {self.names[number]!r} (number {known})"
             reason = self.refused(np.array([number])) or f"{who}: {error}"
             raise ClientError(f"{name_of(work.function)}, round {work.round}, {reason}") from error
         trained = client.buffers if buffers is not None and client.buffers is not buffers else None

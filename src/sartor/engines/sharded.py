@@ -1,17 +1,22 @@
 """One run on many devices: ``torchrun --nproc-per-node 8 -m sartor run ...``.
 
-Every process, called a rank, runs the same algorithm on the same data; what the server computes is
-deterministic, so all of them hold the same server and there is no parameter server. Only the clients' work
-is divided: each rank trains a share of the cohort and all receive all replies and states, in cohort order.
-The results are those of one process. Rank 0 alone writes the run folder and prints.
+Every process, called a rank, runs the same algorithm; what the server computes is deterministic, so all of
+them hold the same server and there is no parameter server. The clients are divided: each is at home at one
+rank, which has its samples and its states and does its work. All ranks receive all replies, in cohort order;
+what a client keeps stays at its home. The results are those of one process. Rank 0 alone prints and writes
+the record of the run; every rank writes the states of its clients.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
+import math
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -20,14 +25,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sartor.data.clients import SPLITS, ClientData
+from sartor.engines.base import Origins
 from sartor.errors import SartorError, SettingError
-from sartor.federation.engine import Engine
-from sartor.federation.exchange import NOBODY, Outcome, Work
+from sartor.federation.engine import Attach, Engine
+from sartor.federation.exchange import NOBODY, Outcome, Work, norms_of
+from sartor.federation.functions import name_of
+from sartor.federation.homes import Homes
+from sartor.federation.settings import FederationSettings
 from sartor.kernels.device import to_device
+from sartor.model.groups import regrouped
+from sartor.model.task import Task
 
 Value = TypeVar("Value")
 FAILED = -1
+NOBODY_HERE = -2
 MESSAGE_BYTES = 4000
+FORM_BYTES = 1 << 14
 
 
 class OtherRank(SartorError):
@@ -103,57 +117,207 @@ def first_said(text: str | None) -> str | None:
     """The text of the first rank that has one, at every rank; None where nobody has."""
     if world() == 1:
         return text
-    return next((said for said in _texts(text or "") if said), None)
+    return next((said for said in all_said(text or "") if said), None)
+
+
+def all_said(text: str) -> list[str]:
+    """What every rank says, at every rank."""
+    return [text] if world() == 1 else _texts(text)
+
+
+class Ranks(Homes):
+    """Clients are dealt to the ranks by their numbers of samples, so that each has large and small ones.
+
+    Where all have the same number, that is in turn by client number, and nothing is stored for a client.
+    """
+
+    def __init__(self, counts: np.ndarray, rank: int, ranks: int) -> None:
+        super().__init__(len(counts))
+        self.rank, self.ranks = rank, ranks
+        self.beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._order: np.ndarray | None = None
+        if len(counts) and counts.min() < counts.max():
+            self._order = np.argsort(-counts, kind="stable")
+            self._turns = np.empty_like(self._order)
+            self._turns[self._order] = np.arange(len(counts))
+
+    @property
+    def count(self) -> int:
+        """How many clients are at home here."""
+        return len(range(self.rank, self.clients, self.ranks))
+
+    def of(self, numbers: np.ndarray) -> np.ndarray:
+        """The rank at which each of these clients is at home."""
+        return self._turn(numbers) % self.ranks
+
+    def here(self, numbers: np.ndarray) -> np.ndarray:
+        """Which of these clients are at home here, by their places among them."""
+        return np.flatnonzero(self.of(numbers) == self.rank)
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """The row that each of these clients has in a table of its home."""
+        return self._turn(numbers) // self.ranks
+
+    def numbers(self, rows: np.ndarray) -> np.ndarray:
+        """The clients that have these rows in a table of this home."""
+        turns = rows * self.ranks + self.rank
+        return turns if self._order is None else self._order[turns]
+
+    def gathered(self, numbers: np.ndarray, values: list[Tensor]) -> list[Tensor]:
+        """Values of these clients, of which each rank gives its own in their order: one exchange for all."""
+        of = self.of(numbers)
+        length = int(np.bincount(of, minlength=self.ranks).max())
+        widths = [value.element_size() * math.prod(value.shape[1:]) for value in values]
+        packed = torch.zeros((length, sum(widths)), dtype=torch.uint8, device=values[0].device)
+        if len(values[0]):
+            own = [value[:, None].flatten(1).contiguous().view(torch.uint8) for value in values]
+            packed[: len(values[0])] = torch.cat(own, dim=1)
+        index = np.empty(len(numbers), dtype=np.int64)
+        for rank in range(self.ranks):
+            theirs = np.flatnonzero(of == rank)
+            index[theirs] = rank * length + np.arange(len(theirs))
+        # What was received is gone before it is taken apart: at most two copies are held.
+        found = _everyone(packed).flatten(0, 1)[to_device(index, packed.device)]
+        parts = torch.split(found, widths, dim=1)
+        return [
+            part.clone(memory_format=torch.contiguous_format)
+            .view(value.dtype)
+            .view(len(numbers), *value.shape[1:])
+            for part, value in zip(parts, values, strict=True)
+        ]
+
+    def _turn(self, numbers: np.ndarray) -> np.ndarray:
+        return numbers if self._order is None else self._turns[numbers]
+
+
+Maker = Callable[[Task, ClientData, FederationSettings, Origins | None], Engine]
 
 
 class ShardedEngine(Engine):
-    """Trains this rank's share of the clients by another engine, and receives the rest from the others."""
+    """Runs the clients at home here by another engine, and receives the others' replies."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.inner = engine
-        self.name, self.device, self.names = engine.name, engine.device, engine.names
-        self.counts, self.blank, self.public = engine.counts, engine.blank, engine.public
+    def __init__(self, make: Maker, task: Task, data: ClientData, settings: FederationSettings) -> None:
+        self._ranks = Ranks(np.asarray(data.train.count), rank(), world())
+        own = self._ranks.numbers(np.arange(self._ranks.count))
+        if not len(own):  # more ranks than clients: an engine needs samples to look at
+            own = np.zeros(1, dtype=np.int64)
+        self._whole = settings.union
+        if self._whole:
+            self.inner = make(task, data, settings, None)
+        else:
+            here = data.some(own) if settings.device == "cpu" else data.some(own).packed()
+            origins = Origins(own, np.full(len(own), settings.seed))
+            self.inner = make(regrouped(task, lambda of: of[own]), here, settings, origins)
+        engine = self.inner
+        self.name, self.device, self.names = engine.name, engine.device, data.names
+        self.blank, self.public = engine.blank, engine.public
+        self.counts = {
+            name: np.asarray(getattr(data, name).count)
+            if name in SPLITS
+            else np.broadcast_to(counts[:1], data.clients)
+            for name, counts in engine.counts.items()
+        }
+
+    @property
+    def homes(self) -> Ranks:
+        """The rank of every client."""
+        return self._ranks
 
     def run(self, work: Work) -> Outcome:
-        """Run a share of the work here, and gather what the ranks have done."""
-        clients, ranks = len(work.numbers), world()
-        if not clients:
+        """Run work whose clients keep nothing."""
+        return self.run_with(work, lambda share: share)
+
+    def run_with(self, work: Work, attach: Attach) -> Outcome:
+        """Run the work of the clients at home here, and gather the replies of all."""
+        if not len(work.numbers):
             return NOBODY
-        # Clients of all sizes to every rank. Shares are filled up with a copy of the first client to one
-        # length, so that all ranks have the same to exchange.
-        order = np.argsort(-self.counts["train"][work.numbers], kind="stable")
-        length = -(-clients // ranks)
-        filled = np.concatenate([order, np.repeat(order[:1], length * ranks - clients)])
-        places = filled[rank() :: ranks]
-        share = work.rows(places, to_device(places, self.device))
+        here = self.homes.here(work.numbers)
+        own, start = None, work.buffers
         try:
-            own = self.inner.run(share)
+            if len(here):
+                share = attach(work.rows(here, to_device(here, self.device)))
+                rows = share.numbers if self._whole else self.homes.rows(share.numbers)
+                own, start = self.inner.run(replace(share, numbers=rows)), share.buffers
         except Exception as error:
             _fail(error)
-        after = own.buffers
-        trained = _meet(int(after is not None))
-        if after is None and any(trained) and share.buffers is not None:
-            after = share.buffers.expand(length, -1)  # nobody of this share took a step
-        rows = [*own.sent.values(), *own.kept.values(), *([] if after is None else [after])]
-        place = np.empty(clients, dtype=np.int64)
-        turn = np.arange(clients)
-        place[order] = (turn % ranks) * length + turn // ranks
-        gathered = iter(_gather(rows, to_device(place, self.device)))
-        sent = {name: next(gathered) for name in own.sent}
-        kept = {name: next(gathered) for name in own.kept}
-        return Outcome(work.numbers, sent, kept, None if after is None else next(gathered))
+        outcome = _alike(work, own, len(here), start, self.device)
+        sent = [*outcome.sent.values(), *(outcome.norms or {}).values()]
+        sent += [] if outcome.buffers is None else [outcome.buffers]
+        sent += outcome.kept.values() if work.waits else []
+        found = iter(self.homes.gathered(work.numbers, sent) if sent else [])
+        replies = {name: next(found) for name in outcome.sent}
+        norms = {name: next(found) for name in outcome.norms or {}}
+        buffers = None if outcome.buffers is None else next(found)
+        places = to_device(here, self.device)
+        kept = {
+            name: next(found) if work.waits else _spread(value, places, len(work.numbers))
+            for name, value in outcome.kept.items()
+        }
+        return Outcome(work.numbers, replies, kept, buffers, norms if work.keeps else None)
 
 
-def _gather(rows: list[Tensor], index: Tensor) -> list[Tensor]:
-    """The ranks' rows one after the other, of which ``index`` is taken: one exchange for all tensors."""
-    widths = [value[:1].nbytes for value in rows]
-    packed = torch.cat([value[:, None].flatten(1).contiguous().view(torch.uint8) for value in rows], dim=1)
-    everyone = _everyone(packed).flatten(0, 1)
-    parts = torch.split(everyone[index], widths, dim=1)
-    return [
-        part.clone(memory_format=torch.contiguous_format).view(value.dtype).view(len(index), *value.shape[1:])
-        for part, value in zip(parts, rows, strict=True)
-    ]
+def _alike(
+    work: Work, own: Outcome | None, count: int, start: Tensor | None, device: torch.device
+) -> Outcome:
+    """What so many clients did here, in the form that all ranks have: without rows where there is nobody.
+
+    Norms come along where states are kept, so that all ranks come to one opinion of them.
+    """
+    form, status = "", NOBODY_HERE
+    if own is not None:
+        norms = norms_of(own.sent, own.kept) if work.keeps and own.norms is None else own.norms
+        own = replace(own, kept=own.kept if work.keeps else {}, norms=norms if work.keeps else None)
+        form = _form(own)
+        status = zlib.crc32(form.encode()) << 1 | int(work.keeps and own.buffers is not None)
+    everyone = _meet(status)
+    found = [one for one in everyone if one != NOBODY_HERE]
+    wrong = next(
+        (place for place, one in enumerate(everyone) if one in found and one >> 1 != found[0] >> 1), None
+    )
+    if wrong is not None:
+        raise OtherRank(
+            f"{name_of(work.function)}: clients at rank {wrong} reply in other shapes than the rest"
+        )
+    if NOBODY_HERE in everyone:
+        form = next(said for said in _texts(form, FORM_BYTES) if said)
+    own = _blank(form, device) if own is None else own
+    buffers = None
+    if start is not None and any(one & 1 for one in found):
+        # Those of a share of which nobody took a step are what they were given.
+        given = start.expand(count, -1) if count else start.view(-1, start.shape[-1])[:0]
+        buffers = given if own.buffers is None else own.buffers
+    return replace(own, buffers=buffers)
+
+
+def _form(outcome: Outcome) -> str:
+    """Names, types and shapes of what clients send and keep."""
+    parts = (outcome.sent, outcome.kept, outcome.norms or {})
+    return json.dumps(
+        [
+            {
+                name: [str(value.dtype).removeprefix("torch."), list(value.shape[1:])]
+                for name, value in part.items()
+            }
+            for part in parts
+        ]
+    )
+
+
+def _blank(form: str, device: torch.device) -> Outcome:
+    """What nobody did, in this form."""
+    sent, kept, norms = (
+        {
+            name: torch.empty((0, *shape), dtype=getattr(torch, dtype), device=device)
+            for name, (dtype, shape) in part.items()
+        }
+        for part in json.loads(form)
+    )
+    return Outcome(NOBODY.clients, sent, kept, None, norms)
+
+
+def _spread(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """So many rows, of which these are at the places given and all others are zero; untouched on a CPU."""
+    return rows.new_zeros((count, *rows.shape[1:])).index_copy_(0, places, rows)
 
 
 def _meet(status: int, message: str = "") -> list[int]:
@@ -179,10 +343,10 @@ def _fail(error: Exception) -> NoReturn:
     raise error
 
 
-def _texts(text: str) -> list[str]:
+def _texts(text: str, most: int = MESSAGE_BYTES) -> list[str]:
     """Every rank's text, cut to a bounded length."""
-    data = text.encode()[:MESSAGE_BYTES]
-    mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    data = text.encode()[:most]
+    mine = torch.zeros(most, dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in _everyone(mine).numpy()]
 

@@ -8,7 +8,7 @@ the same exchange. What an attacker's own samples say is changed before the run 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -195,7 +195,7 @@ class Attackers:
             return keys_of(federation.seed, name, federation.round, federation.exchange, numbers)
 
         values = falsified(self.attack, outcome.sent, starts, theirs, honest, keys)
-        return replace(outcome, sent=values, norms=None)
+        return outcome.resent(values)
 
 
 def keys_of(seed: int, name: str, round: int, exchange: int, numbers: Tensor) -> Tensor:

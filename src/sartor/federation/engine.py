@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,11 @@ from torch import Tensor
 
 from sartor.federation.clock import EventQueue, Job
 from sartor.federation.exchange import Outcome, Work
+from sartor.federation.homes import Homes
 from sartor.nests import Nest
+
+Attach = Callable[[Work], Work]
+"""Adds to work what its clients have kept."""
 
 
 class Engine(ABC):
@@ -28,7 +33,7 @@ class Engine(ABC):
 
     name: str
     device: torch.device
-    names: tuple[str, ...]
+    names: Sequence[str]
     """The clients, by number."""
     counts: Mapping[str, np.ndarray]
     """How many samples every client has in each split; ``pooled`` are the same for all."""
@@ -39,14 +44,28 @@ class Engine(ABC):
     pools = True
     """Whether the pooled test data are at hand, where any client can be asked about them."""
 
+    @cached_property
+    def homes(self) -> Homes:
+        """Where the clients are at home."""
+        return Homes(len(self.names))
+
     @abstractmethod
     def run(self, work: Work) -> Outcome:
         """Run a client function: replies, new states and buffers (if it trained), by row."""
 
-    def shapes(self, work: Work) -> dict[str, Tensor]:
+    def run_with(self, work: Work, attach: Attach) -> Outcome:
+        """Run work without its clients' states, which are added where they are at home.
+
+        Of what clients keep, the rows of those at home here are there; others are zeros, but for work that
+        waits.
+        """
+        return self.run(attach(work))
+
+    def shapes(self, work: Work, attach: Attach) -> dict[str, Tensor]:
         """What one client replies, as zeros; found by running the function once, of which nothing is kept."""
         first = np.zeros(1, dtype=np.int64)
-        outcome = self.run(work.rows(first, torch.zeros(1, dtype=torch.int64, device=self.device)))
+        one = work.rows(first, torch.zeros(1, dtype=torch.int64, device=self.device))
+        outcome = self.run_with(one, attach)
         return {name: torch.zeros_like(value[0]) for name, value in outcome.sent.items()}
 
     def seconds(self) -> float:

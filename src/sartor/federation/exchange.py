@@ -20,6 +20,8 @@ from sartor.kernels.device import to_device
 
 Arguments = Mapping[str, Any]
 ClientFunction = Callable[..., "Reply"]
+STATE = "state "
+"""How the names of states begin among norms."""
 
 
 class ClientError(SartorError):
@@ -296,6 +298,8 @@ class Work:
     """The server's round, for messages."""
     keeps: bool = True
     """Whether clients keep what they say they do: not where they are only asked."""
+    waits: bool = False
+    """Whether what they keep is held back until their answers arrive; all processes of a run then hold it."""
 
     def rows(self, places: np.ndarray, index: Tensor) -> Work:
         """The part of some clients, by their places in it, as an array and as a tensor."""
@@ -320,6 +324,14 @@ class Outcome:
     buffers: Tensor | None
     norms: dict[str, Tensor] | None = None
     """What :func:`norms_of` gives for them, where an engine found it out on the way."""
+
+    def resent(self, sent: dict[str, Tensor]) -> Outcome:
+        """The same with other replies; what is known of the norms of states stays known."""
+        norms = self.norms
+        if norms is not None:
+            norms = {name: norm for name, norm in norms.items() if name.startswith(STATE)}
+            norms |= norms_of(sent, {})
+        return replace(self, sent=sent, norms=norms)
 
     def rows(self, places: Any) -> Outcome:
         """Some of the rows, or one."""
@@ -384,7 +396,7 @@ def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 def norms_of(sent: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
     """The norm of each reply and new state, by what an error would call it; a row each of ``[clients]``."""
     named = {f"{name!r}": value for name, value in sent.items()}
-    named.update({f"state {name!r}": value for name, value in kept.items()})
+    named.update({f"{STATE}{name!r}": value for name, value in kept.items()})
     return {
         name: torch.linalg.vector_norm(value[:, None].flatten(1), dim=1)
         for name, value in named.items()

@@ -12,7 +12,7 @@ time for those who finish next. Jobs of any age that are in flight together are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -52,7 +52,7 @@ from sartor.federation.passage import Passage
 from sartor.federation.protection import Noised, Protection, transforms_of
 from sartor.federation.reduction import Reducer
 from sartor.federation.settings import FederationSettings
-from sartor.federation.states import StateStore
+from sartor.federation.states import STATES, StateStore, states_in
 from sartor.federation.transforms import inner_function
 from sartor.kernels.device import to_device
 from sartor.model.groups import tasks_of
@@ -116,7 +116,7 @@ class Federation:
         self.protection = Protection(privacy, settings, self) if privacy.on else None
         """What hides clients or their samples, and what that has cost."""
         self.round = 0
-        self.states = StateStore(self.clients, engine.device, settings.states)
+        self.states = StateStore(self.clients, engine.device, settings.states, homes=engine.homes)
         self.buffers = task.initial_buffers(engine.device) if task.buffer_size else None
         if self.buffers is not None and self.policy == "local":
             self.states.declare("buffers", self.buffers)
@@ -216,6 +216,8 @@ class Federation:
         counts: np.ndarray = np.asarray(self.engine.counts["train"])
         if self.protection is not None:
             return np.ones_like(counts)
+        if not self.conditions.largest_weight:
+            return counts
         most = self.conditions.largest_weight * float(np.median(counts))
         if not most or counts.max(initial=0) <= most:
             return counts
@@ -249,6 +251,11 @@ class Federation:
     def initial(self) -> Tensor:
         """The model that a run starts from."""
         return self.task.initial(self._device)
+
+    @property
+    def bytes_kept(self) -> int:
+        """What the server keeps of messages, for transforms, besides a method's own state."""
+        return self._passage.bytes_kept
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -394,8 +401,7 @@ class Federation:
 
     def shapes(self, work: Work) -> dict[str, Tensor]:
         """What one client replies, as zeros; nothing is kept of it."""
-        here = self._distant is None
-        return self.engine.shapes(self.states.attached(work, self.policy) if here else work)
+        return self.engine.shapes(work, self.with_states)
 
     def together(
         self, function: ClientFunction, shared: Arguments | None = None, hyper: Any = None
@@ -659,7 +665,7 @@ class Federation:
             each.update({name: torch.stack([job.call.shared[name] for job in jobs]) for name in call.shared})
             shared = {}
             buffers = None if buffers is None else torch.stack([job.buffers for job in jobs])
-        outcome = self._run(function, numbers, rounds, shared, each, buffers)
+        outcome = self._run(function, numbers, rounds, shared, each, buffers, waits=True)
         self._buffers_down(outcome, len(jobs))
         for place, job in enumerate(jobs):
             job.result = outcome.rows(place)
@@ -768,18 +774,23 @@ class Federation:
         *,
         hyper: Any = None,
         keeps: bool = True,
+        waits: bool = False,
     ) -> Outcome:
         """Run the function at these clients, with their states and float buffers."""
         hyper = self.hyper if hyper is None else hyper
-        work = Work(function, hyper, numbers, rounds, shared, each, buffers, self.round, keeps)
+        work = Work(function, hyper, numbers, rounds, shared, each, buffers, self.round, keeps, waits)
         if self._distant is not None:
             self.states.names_for(work)  # what is missing is said here, before anybody is asked
             outcome = self._distant.run(work)
             self._take_notes()
             return outcome
-        outcome = self.engine.run(self.states.attached(work, self.policy))
+        outcome = self.engine.run_with(work, self.with_states)
         self.states.check(function, outcome)
         return outcome
+
+    def with_states(self, work: Work) -> Work:
+        """Work with what its clients, who are at home here, have kept."""
+        return self.states.attached(work, self.policy)
 
     def _take_notes(self) -> None:
         """Add to the round's notes what a distant engine has noted."""
@@ -865,10 +876,11 @@ class Federation:
     def snapshot(self) -> dict[str, Any]:
         """Everything that changes during a run, as tensors and plain values; nothing of it moves later on.
 
-        Between rounds alone: what was noted of a round belongs to the record.
+        Of the clients' states those at home here. Between rounds alone: what was noted of a round belongs to
+        the record.
         """
         self._verify()
-        saved: dict[str, Any] = {f"states.{name}": value for name, value in self.states.save().items()}
+        saved: dict[str, Any] = {f"{STATES}{name}": value for name, value in self.states.save().items()}
         if self.buffers is not None:
             saved["buffers"] = self.buffers.cpu().clone()
         calls: list[tuple[Call, Tensor | None]] = []
@@ -907,8 +919,11 @@ class Federation:
             saved["plain"]["distant"] = self._distant.snapshot()
         return saved
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take everything back to what :meth:`snapshot` saw."""
+    def restore(self, saved: Mapping[str, Any], states: Iterable[Mapping[str, Tensor]] = ()) -> None:
+        """Take everything back to what :meth:`snapshot` saw.
+
+        ``states`` are those of each home that had some, where they are not with the rest.
+        """
 
         def under(prefix: str) -> dict[str, Tensor]:
             return {
@@ -917,9 +932,10 @@ class Federation:
                 if name.startswith(prefix)
             }
 
-        self.states.load(
-            {name[len("states.") :]: value for name, value in saved.items() if name.startswith("states.")}
-        )
+        here = {name: value for name, value in saved.items() if name.startswith(STATES)}
+        self.states.load(states_in(here))
+        for part in states:
+            self.states.add(part)
         if "buffers" in saved:
             self.buffers = saved["buffers"].to(self._device)
         self._passage.load(under("transforms."))

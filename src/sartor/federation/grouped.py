@@ -50,7 +50,9 @@ class GroupedFederation(Federation):
         _refuse_averages(self.groups, settings)
         super().__init__(task, engine, settings, answers=answers)
         self.buffers = None  # those of a model of its own are a client's own
-        self.states = StateStore(self.clients, engine.device, settings.states, self.groups.of)
+        self.states = StateStore(
+            self.clients, engine.device, settings.states, self.groups.of, homes=engine.homes
+        )
         if settings.buffers == "local":
             for group, own in enumerate(self.tasks):
                 self.states.declare(grouped_name("buffers", group), own.initial_buffers(self._device))

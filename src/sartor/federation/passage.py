@@ -7,7 +7,6 @@ The way down begins here and the way up ends here; what clients do about it is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -188,7 +187,7 @@ class Passage:
             like = self._likes[inner_function(function), function.shapes]  # type: ignore[attr-defined]
             values = torch.vmap(lambda row: self.transforms.up.receive(row, like))(values)
         added = self._added(function, outcome.clients, values, sent)
-        return outcome if added is outcome.sent else replace(outcome, sent=added, norms=None)
+        return outcome if added is outcome.sent else outcome.resent(added)
 
     def _added(
         self, function: ClientFunction, clients: np.ndarray, values: dict[str, Tensor], sent: Sent
@@ -255,6 +254,11 @@ class Passage:
                     f"transforms: {type(transform).__name__.lower()} is for {unknown[0]!r}, but what passes "
                     f"there ({transform.place}) is {', '.join(sorted(seen))}"
                 )
+
+    @property
+    def bytes_kept(self) -> int:
+        """What the server keeps for transforms."""
+        return sum(int(value.nbytes) for value in self._states.values())
 
     # What a checkpoint needs ----------------------------------------------------------------------
 

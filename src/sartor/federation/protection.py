@@ -160,6 +160,10 @@ class Protection:
         self._likes: dict[str, dict[str, Tensor]] = {}
         """What a client replies to a function, as zeros."""
 
+    def row(self) -> dict[str, Any]:
+        """What the record says after a round: ε, δ, and C by client function where it follows a quantile."""
+        return {**self.account.row(), **({"clip": dict(self.clips)} if self.clips else {})}
+
     # Before and after an exchange ---------------------------------------------------------------------
 
     def check(self, numbers: np.ndarray) -> None:
@@ -173,7 +177,7 @@ class Protection:
         if isinstance(account, SampleAccount) and GRADIENTS in outcome.sent:
             sent = dict(outcome.sent)
             account.charge(outcome.clients, sent.pop(GRADIENTS).cpu().numpy())
-            return replace(outcome, sent=sent)
+            return outcome.resent(sent)
         if isinstance(account, LocalAccount) and outcome.sent:
             account.charge(outcome.clients)
         return outcome

@@ -134,6 +134,8 @@ class FederationSettings:
     """Which clients misbehave and how; None: nobody does."""
     fold_bytes: int = 1 << 28
     """Replies of which only sums are asked for are added up in blocks of about so many bytes."""
+    union: bool = False
+    """Whether the method trains on the samples of all clients in one place; every process then has all."""
     graphs: bool = True
     """Whether calls are captured as CUDA graphs, where there is CUDA."""
     privacy: Privacy = field(default_factory=Privacy)

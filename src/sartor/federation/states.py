@@ -8,11 +8,16 @@ Rows lie in memory, or in a file where they would not fit. What a checkpoint ref
 written over: rows saved once are followed by their newer versions, and the file is copied without the old
 ones when they are most of it. So a checkpoint of a file is its index alone, and it stays whole whenever the
 process ends.
+
+Where several processes share a run, each has the rows of the clients that are at home there and files of its
+own. What all of them saved can be loaded by any number of processes: each takes the rows of its clients.
 """
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -24,10 +29,14 @@ from torch import Tensor
 from sartor.errors import DataError, SartorError
 from sartor.federation.exchange import ClientFunction, Outcome, Work, argument_names
 from sartor.federation.functions import name_of
+from sartor.federation.homes import Homes, home_folder
 from sartor.federation.rows import RowFile, checksums, row_bytes
 from sartor.kernels.device import free_bytes, to_device
 
 WHERE = ("auto", "memory", "disk")
+
+STATES = "states."
+"""How the names of states begin among what a federation saves."""
 
 ON_DEVICE_BYTES = 4 << 30
 """A state stays on the GPU up to this size; of a larger one only a cohort's rows travel there."""
@@ -50,8 +59,13 @@ def grouped_name(name: str, group: int) -> str:
     return f"{name}@{group}"
 
 
+def states_in(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The states among what a federation saved, by their own names."""
+    return {name[len(STATES) :]: value for name, value in saved.items() if name.startswith(STATES)}
+
+
 class StateStore:
-    """Named states of all clients, each a table with one row per client.
+    """Named states of the clients at home here, each a table with one row per client.
 
     ``where`` is ``memory``, ``disk`` or ``auto``, which decides by size. Files lie in the folder that
     :meth:`keep_in` names; without one they are temporary and a checkpoint holds the rows themselves.
@@ -64,20 +78,28 @@ class StateStore:
     """
 
     def __init__(
-        self, clients: int, device: torch.device, where: str = "auto", groups: np.ndarray | None = None
+        self,
+        clients: int,
+        device: torch.device,
+        where: str = "auto",
+        groups: np.ndarray | None = None,
+        homes: Homes | None = None,
     ) -> None:
         if where not in WHERE:
             raise SartorError(f"engine.states = {where!r}: must be one of {', '.join(WHERE)}")
         self.clients, self.device, self.where = clients, device, where
+        self._homes = homes or Homes(clients)
         self._groups = groups
         """The group of every client, where states may have another shape in each."""
         self._tables: dict[str, _Table] = {}
         self._folder: Path | None = None
         self._continues = True
         self._in_memory: dict[str, int] = {}
+        self._left: dict[Path, int] = {}
+        """Files of homes that are no more, and how many calls of ``save`` they stay."""
 
     def keep_in(self, folder: Path, continues: bool = True) -> None:
-        """Put files into this folder, before any row is written.
+        """Put files into this folder, before any row is written; each home has its own part of it.
 
         With ``continues=False`` they belong to another process, and :meth:`load` copies from them.
         """
@@ -89,26 +111,31 @@ class StateStore:
     def declare(self, name: str, initial: Tensor) -> None:
         """A state that starts with the same value at every client."""
         initial = initial.detach().contiguous()
-        whole = initial.nbytes * self.clients
+        whole = initial.nbytes * self._homes.count
         on_device = self.device.type != "cpu" and whole <= ON_DEVICE_BYTES
         host = whole + sum(size for other, size in self._in_memory.items() if other != name)
         self._in_memory.pop(name, None)
-        large = not on_device and host > SHARE_OF_MEMORY * free_bytes(torch.device("cpu"))
+        free = free_bytes(torch.device("cpu")) / self._homes.beside
+        large = not on_device and host > SHARE_OF_MEMORY * free
         if whole and (self.where == "disk" or (self.where == "auto" and large)):
             self._tables[name] = self._file_table(name, initial)
             return
         if not on_device:
             self._in_memory[name] = whole
         place = self.device if on_device else torch.device("cpu")
-        self._tables[name] = _MemoryTable(self.clients, initial, place)
+        self._tables[name] = _MemoryTable(self._homes.count, initial, place)
 
     def rows(self, name: str, numbers: np.ndarray) -> Tensor:
-        """The states of some clients, on the device."""
-        return self._tables[self.table_of(name, numbers)].read(numbers).to(self.device)
+        """The states of some clients that are at home here, on the device."""
+        return self._tables[self.table_of(name, numbers)].read(self._homes.rows(numbers)).to(self.device)
 
     def write(self, name: str, numbers: np.ndarray, rows: Tensor) -> None:
-        """Replace the states of some clients, each given once."""
-        self._tables[self.table_of(name, numbers)].write(numbers, rows)
+        """Replace the states of some clients, each given once; of those at home elsewhere nothing is kept."""
+        here = self._homes.here(numbers)
+        if len(here) < len(numbers):
+            numbers, rows = numbers[here], rows[to_device(here, rows.device)]
+        if len(numbers):
+            self._tables[self.table_of(name, numbers)].write(self._homes.rows(numbers), rows)
 
     def table_of(self, name: str, numbers: np.ndarray) -> str:
         """The name of the table that holds a state of these clients, all of one group."""
@@ -122,29 +149,62 @@ class StateStore:
         What the last two calls gave stays valid while a third is put away.
         """
         saved: dict[str, Tensor] = {}
+        _forget(self._left)
         for name, table in self._tables.items():
+            parts = table.save()
+            parts["numbers"] = torch.from_numpy(self._homes.numbers(parts["numbers"].numpy()))
+            parts["home"] = torch.tensor([self._homes.rank, self._homes.ranks])
             saved[f"{name}.initial"] = table.initial.cpu().clone()
-            saved.update({f"{name}.{part}": value for part, value in table.save().items()})
+            saved.update({f"{name}.{part}": value for part, value in parts.items()})
         return saved
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Take the states back to what :meth:`save` saw; other states are gone."""
         self._tables.clear()
         self._in_memory.clear()
+        if self._folder is not None and self._continues and self._homes.rank == 0:
+            ranks = self._homes.ranks
+            used = {home_folder(self._folder, rank, ranks) for rank in range(ranks)}
+            files = (path for path in self._folder.rglob("*.rows") if path.parent not in used)
+            self._left = dict.fromkeys(files, KEPT + 1)
+        self.add(saved)
+
+    def add(self, saved: Mapping[str, Tensor]) -> None:
+        """Take in what :meth:`save` gave at another home, after :meth:`load`: the clients at home here."""
         for key, initial in saved.items():
             name, _, part = key.rpartition(".")
             if part != "initial":
                 continue
             if f"{name}.rows" in saved:
-                self.declare(name, initial)
+                if name not in self._tables:
+                    self.declare(name, initial)
                 self.write(name, saved[f"{name}.numbers"].numpy(), saved[f"{name}.rows"])
             elif self._folder is None:
                 raise DataError(
                     f"checkpoint: the client states {name!r} lie in files of a run folder; name it"
                 )
             else:
-                table = self._tables[name] = self._file_table(name, initial)
-                table.load({part: saved[f"{name}.{part}"] for part in _FileTable.INDEX}, self._folder)
+                self._add_file(name, initial, {part: saved[f"{name}.{part}"] for part in _FileTable.INDEX})
+
+    def _add_file(self, name: str, initial: Tensor, index: Mapping[str, Tensor]) -> None:
+        """Go on with a file where it is this home's, else copy the rows of clients at home here.
+
+        Every row is checked, so that a damaged or newer file is found here and not trained on.
+        """
+        assert self._folder is not None
+        rank, ranks = index["home"].tolist()
+        folder = home_folder(self._folder, rank, ranks)
+        new = self._tables.setdefault(name, self._file_table(name, initial))
+        numbers = index["numbers"].numpy()
+        here = self._homes.here(numbers)
+        if isinstance(new, _FileTable) and new.folder == folder:
+            new.go_on(index, numbers, self._homes.rows(numbers))
+            return
+        if isinstance(new, _FileTable):
+            new.begin_anew()
+        table = _FileTable(0, initial, name, folder)
+        for part, rows in table.stored(index, numbers, here):
+            self.write(name, numbers[part], rows)
 
     @property
     def bytes_per_client(self) -> int:
@@ -196,11 +256,16 @@ class StateStore:
         return iter(self._tables)
 
     def __getitem__(self, name: str) -> Tensor:
-        """A copy of all clients' rows."""
-        return self.rows(name, np.arange(self.clients))
+        """A copy of all clients' rows; every process of a run has to ask for it."""
+        everyone = np.arange(self.clients)
+        own = self.rows(name, everyone[self._homes.here(everyone)])
+        return self._homes.gathered(everyone, [own])[0]
 
     def _file_table(self, name: str, initial: Tensor) -> _FileTable:
-        return _FileTable(self.clients, initial, name, self._folder if self._continues else None)
+        folder = self._folder if self._continues else None
+        if folder is not None:
+            folder = home_folder(folder, self._homes.rank, self._homes.ranks)
+        return _FileTable(self._homes.count, initial, name, folder)
 
 
 class _Table(Protocol):
@@ -233,12 +298,25 @@ class _MemoryTable:
         self._places[new] = np.arange(self._used, self._used + len(new))
         self._used += len(new)
         if self._used > len(self._rows):
-            # Twice as much each time, so that a row is copied once on average.
-            capacity = min(max(self._used, 2 * len(self._rows)), len(self._places) + 1)
-            grown = self.initial.new_empty((capacity, *self.initial.shape))
+            grown = self._room()
             grown[: len(self._rows)] = self._rows
             self._rows = grown
         self._rows.index_copy_(0, to_device(self._places[numbers], self._device), rows.to(self._rows))
+
+    def _room(self) -> Tensor:
+        """Place for more rows: for all of them on a host that lets them have it.
+
+        There memory takes none before something is written to it, unless PyTorch was told to fill it. Else
+        there is twice as much each time, so that a row is copied once on average; while that is done, old
+        and new rows are held.
+        """
+        whole = len(self._places) + 1
+        capacity = min(max(self._used, 2 * len(self._rows)), whole)
+        if self._device.type == "cpu" and not torch.are_deterministic_algorithms_enabled():
+            fit = free_bytes(self._device) // max(1, self.initial.nbytes)
+            with suppress(RuntimeError):  # a system that lends no more than it has
+                return self.initial.new_empty((max(capacity, min(whole, fit)), *self.initial.shape))
+        return self.initial.new_empty((capacity, *self.initial.shape))
 
     def save(self) -> dict[str, Tensor]:
         numbers = np.flatnonzero(self._places)
@@ -251,11 +329,11 @@ class _FileTable:
     Rows up to ``_saved`` are in a checkpoint and stay as they are; those behind are written over in place.
     """
 
-    INDEX = ("numbers", "places", "checks", "file")
+    INDEX = ("numbers", "places", "checks", "file", "home")
 
     def __init__(self, clients: int, initial: Tensor, name: str, folder: Path | None) -> None:
         self.initial = initial.cpu().clone()
-        self._name, self._folder = name, folder
+        self._name, self.folder = name, folder
         self._places = np.zeros(clients, dtype=np.int64)
         self._checks = np.zeros(clients, dtype=np.uint32)
         self._used = self._saved = self._generation = 0
@@ -287,12 +365,9 @@ class _FileTable:
 
     def save(self) -> dict[str, Tensor]:
         numbers = np.flatnonzero(self._places)
-        if self._folder is None:
+        if self.folder is None:
             return {"numbers": torch.from_numpy(numbers), "rows": self.read(numbers)}
-        self._old = {path: calls - 1 for path, calls in self._old.items()}
-        for path in [path for path, calls in self._old.items() if not calls]:
-            path.unlink(missing_ok=True)
-            del self._old[path]
+        _forget(self._old)
         if self._used > 2 * len(numbers) and self._used * self.initial.nbytes > COMPACT_BYTES:
             self._compact(numbers)
         self._file.sync()
@@ -304,38 +379,52 @@ class _FileTable:
             "file": torch.tensor([self._generation, self._used]),
         }
 
-    def load(self, saved: Mapping[str, Tensor], folder: Path) -> None:
-        """Take an index that :meth:`save` gave: go on with its file where it is ours, else copy the rows.
-
-        Every row is checked, so that a damaged or newer file is found here and not trained on.
-        """
-        numbers, places, checks = (saved[part].numpy() for part in self.INDEX[:3])
-        generation, used = saved["file"].tolist()
-        path = self._path(folder, generation)
-        file = RowFile(path, self.initial.nbytes, "r+b" if folder == self._folder else "rb")
-        for part in self._pieces(len(numbers)):
-            rows = file.read(places[part] - 1)
+    def stored(
+        self, index: Mapping[str, Tensor], numbers: np.ndarray, wanted: np.ndarray, mode: str = "rb"
+    ) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """The rows of an index that :meth:`save` gave, piece by piece, each compared with its checksum."""
+        assert self.folder is not None
+        places, checks = index["places"].numpy(), index["checks"].numpy()
+        self._generation, self._used = index["file"].tolist()
+        path = self._path(self.folder, self._generation)
+        self._opened = RowFile(path, self.initial.nbytes, mode)
+        for piece in self._pieces(len(wanted)):
+            part = wanted[piece]
+            rows = self._file.read(places[part] - 1)
             wrong = np.flatnonzero(checksums(rows) != checks[part])
             if len(wrong):
                 who = f"client {numbers[part][wrong[0]]}"
                 raise DataError(f"{path}: the state of {who} is not the one the checkpoint was made with")
-            if folder != self._folder:
-                values = torch.from_numpy(rows).view(self.initial.dtype)
-                self.write(numbers[part], values.view(len(rows), *self.initial.shape))
-        if folder != self._folder:
-            file.close()
-            return
-        self._places[numbers], self._checks[numbers] = places, checks
-        self._opened, self._generation = file, generation
-        self._used = self._saved = used
-        self._old = {other: KEPT for other in folder.glob(f"{self._name}.*.rows") if other != path}
+            values = torch.from_numpy(rows).view(self.initial.dtype)
+            yield part, values.view(len(rows), *self.initial.shape)
+
+    def go_on(self, index: Mapping[str, Tensor], numbers: np.ndarray, own: np.ndarray) -> None:
+        """Go on with the file of an index; ``own`` are its clients' rows in this table."""
+        assert self.folder is not None
+        for _ in self.stored(index, numbers, np.arange(len(numbers)), "r+b"):
+            pass
+        self._places[own], self._checks[own] = index["places"].numpy(), index["checks"].numpy()
+        self._saved = self._used
+        path = self._path(self.folder, self._generation)
+        self._old = {other: KEPT for other in self._files() if other != path}
+
+    def begin_anew(self) -> None:
+        """Begin with a file of its own, beside those that checkpoints may refer to."""
+        if self.untouched and self.folder is not None and not self._old:
+            self._old = dict.fromkeys(self._files(), KEPT + 1)
+            numbers = (int(path.name.split(".")[-2]) for path in self._old)
+            self._generation = 1 + max(numbers, default=-1)
+
+    def _files(self) -> Iterator[Path]:
+        assert self.folder is not None
+        return self.folder.glob(f"{glob.escape(self._name)}.*.rows")
 
     def _compact(self, numbers: np.ndarray) -> None:
         """Copy the rows that count to a new file; the old one stays while a checkpoint may refer to it."""
-        assert self._folder is not None
-        self._old[self._path(self._folder, self._generation)] = KEPT
+        assert self.folder is not None
+        self._old[self._path(self.folder, self._generation)] = KEPT
         self._generation += 1
-        copy = RowFile(self._path(self._folder, self._generation), self.initial.nbytes, "w+b")
+        copy = RowFile(self._path(self.folder, self._generation), self.initial.nbytes, "w+b")
         for part in self._pieces(len(numbers)):
             copy.write(np.arange(part.start, part.stop), self._file.read(self._places[numbers[part]] - 1))
         self._file.close()
@@ -353,6 +442,17 @@ class _FileTable:
     @property
     def _file(self) -> RowFile:
         if self._opened is None:
-            path = None if self._folder is None else self._path(self._folder, self._generation)
+            path = None if self.folder is None else self._path(self.folder, self._generation)
             self._opened = RowFile(path, self.initial.nbytes, "w+b")
         return self._opened
+
+
+def _forget(files: dict[Path, int]) -> None:
+    """A call of ``save`` has come: remove the files that no checkpoint refers to any more."""
+    for path in list(files):
+        files[path] -= 1
+        if not files[path]:
+            path.unlink(missing_ok=True)
+            del files[path]
+            with suppress(OSError):  # of a home that is no more, where this was the last file
+                path.parent.rmdir()

@@ -34,7 +34,7 @@ from sartor.data.schema import columns_mapping
 from sartor.engines.loop import LoopEngine
 from sartor.errors import SartorError
 from sartor.federation.clock import EventQueue, Job
-from sartor.federation.engine import Distant
+from sartor.federation.engine import Attach, Distant
 from sartor.federation.exchange import NOBODY, ClientFunction, Outcome, Work
 from sartor.federation.functions import qualified_name
 from sartor.federation.settings import FederationSettings
@@ -555,7 +555,7 @@ class RemoteEngine(Distant):
 
     # Work in flight -------------------------------------------------------------------------------
 
-    def shapes(self, work: Work) -> dict[str, Tensor]:
+    def shapes(self, work: Work, attach: Attach) -> dict[str, Tensor]:
         """What one client replies, as zeros."""
         sent, _ = self._expected(work)
         return {

@@ -6,6 +6,10 @@ together, the round, and which experiment and data it belongs to. Randomness fol
 are no generators to save. The file is complete or not there, its checksum tells damage, and the last two are
 kept.
 
+Where several processes share a run, each stores the states of the clients at home there in a part beside that
+file, ``round-000000012.1-of-4.part``. The file itself is written last, by the first process, and names the
+parts by their checksums: without it they are no checkpoint. Any number of processes can continue from it.
+
 The server's state is rebuilt from a description of its structure. Only classes that the algorithm itself
 knows are made: a checkpoint is data, it never decides what is imported or called.
 
@@ -23,7 +27,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +37,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sartor.engines import sharded as distributed
 from sartor.errors import SartorError
+from sartor.federation.homes import Homes
+from sartor.federation.states import STATES, states_in
 from sartor.files import writing
 from sartor.runs.record import RunFolder, hash_of, identity
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "checkpoints"
 KEPT = 2
 
@@ -59,6 +66,10 @@ class Checkpoint:
     """The hash of the data and its partition."""
     structure: dict[str, Any]
     tensors: dict[str, Tensor]
+    """All but the states of clients, which are read when they are wanted."""
+    path: Path = Path()
+    parts: tuple[str, ...] = ("",)
+    """The checksum of each home's part; the first is in the file itself, and others may be missing."""
 
     def server(self, algorithm: Any, template: Any, device: torch.device) -> Any:
         """The server's state; ``template`` is what the algorithm starts from."""
@@ -76,27 +87,82 @@ class Checkpoint:
         restored: dict[str, Any] = unpack(self.structure["federation"], self.tensors, {}, device)
         return restored
 
+    def states(self, homes: Homes) -> Iterator[dict[str, Tensor]]:
+        """What was saved of the clients' states, home by home; those alone that have clients at home here."""
+        ranks = len(self.parts)
+        for rank in range(ranks) if homes.ranks != ranks else (homes.rank,):
+            if not rank or self.parts[rank]:
+                with safe_open(self.part(rank), framework="pt") as file:
+                    yield states_in(_Stored(file, filter(_is_state, file.keys())))
+
+    def part(self, rank: int) -> Path:
+        """The file that holds the states of the clients at home at a rank."""
+        return self.path.with_name(_part_name(self.round, rank, len(self.parts))) if rank else self.path
+
+    def check_parts(self, ranks: Iterable[int]) -> None:
+        """Compare these parts with their checksums."""
+        for rank in ranks:
+            if self.parts[rank] and _file_checksum(self.part(rank)) != self.parts[rank]:
+                raise _Damaged(f"{self.part(rank).name} is not what was written")
+
 
 def save(
-    folder: RunFolder, *, round: int, seconds: float, data: str, server: Any, federation: Mapping[str, Any]
+    folder: RunFolder,
+    *,
+    round: int,
+    seconds: float,
+    data: str,
+    server: Any,
+    federation: Mapping[str, Any],
+    homes: Homes | None = None,
 ) -> None:
-    """Store the state of a run after a round; of the older checkpoints one stays."""
-    structure, tensors = {}, {}
-    for name, value in (("server", server), ("federation", dict(federation))):
+    """Store the state of a run after a round; of the older checkpoints one stays.
+
+    All processes of the run do this together: each stores what is at home there.
+    """
+    states = {name: value for name, value in federation.items() if _is_state(name)}
+    rest = {name: value for name, value in federation.items() if not _is_state(name)}
+    homes = homes or Homes(0)
+    parts = [""]
+    if homes.ranks > 1:
+        parts = distributed.all_said(distributed.together(lambda: _save_part(folder, round, states, homes)))
+
+    def seal() -> None:
+        content = {"round": round, "seconds": seconds, "data": data, "parts": parts}
+        _seal(folder, content, {"server": server, "federation": rest}, states)
+
+    distributed.together(seal if distributed.rank() == 0 else lambda: None)
+
+
+def _save_part(folder: RunFolder, round: int, states: Mapping[str, Tensor], homes: Homes) -> str:
+    """Store the states at home here; the checksum of their file. Those of the first are in the checkpoint."""
+    if not homes.rank or not states:
+        return ""
+    name = f"{FOLDER}/{_part_name(round, homes.rank, homes.ranks)}"
+    folder.write_tensors(name, states)
+    return _file_checksum(folder.path / name)
+
+
+def _seal(
+    folder: RunFolder, content: dict[str, Any], values: Mapping[str, Any], states: Mapping[str, Tensor]
+) -> None:
+    """Write the file without which there is no checkpoint; of the older ones the last stays."""
+    structure, tensors = {}, dict(states)
+    for name, value in values.items():
         structure[name], own = pack(value, name)
         tensors.update(own)
     content = {
-        "round": round,
-        "seconds": seconds,
-        "data": data,
+        **content,
         "experiment": identity(folder.config),
         "structure": structure,
     }
     text = json.dumps(content, allow_nan=False)
     folder.sync()  # the rows of these rounds are there before the checkpoint that counts on them
     metadata = {"format": str(FORMAT), "content": text, "sha256": _checksum(text, tensors)}
-    folder.write_tensors(f"{FOLDER}/{_name(round)}", tensors, metadata)
+    folder.write_tensors(f"{FOLDER}/{_name(content['round'])}", tensors, metadata)
     for path in paths(folder)[KEPT:]:
+        path.unlink(missing_ok=True)
+    for path in _orphans(folder):
         path.unlink(missing_ok=True)
 
 
@@ -107,10 +173,17 @@ def latest(folder: RunFolder) -> Checkpoint | None:
     """
     found = paths(folder)
     for path in found:
+        read, damage = None, None
         try:
-            return _read(path, identity(folder.config))
+            read = _read(path, identity(folder.config))
+            # Each process looks at some of the parts, and all of them take the same checkpoint.
+            read.check_parts(range(distributed.rank(), len(read.parts), distributed.world()))
         except _Damaged as error:
-            log.warning("%s: damaged (%s); taking the checkpoint before it", path, error)
+            damage = str(error)
+        damage = distributed.first_said(damage)
+        if damage is None:
+            return read
+        log.warning("%s: damaged (%s); taking the checkpoint before it", path, damage)
     if found:
         raise SartorError(
             f"{folder.path / FOLDER}: every checkpoint is damaged; "
@@ -125,6 +198,9 @@ def forget_after(folder: RunFolder, round: int) -> None:
         if path.name > _name(round):
             with writing(path):
                 path.unlink()
+    for path in _orphans(folder):
+        with writing(path):
+            path.unlink()
 
 
 def paths(folder: RunFolder) -> list[Path]:
@@ -132,8 +208,55 @@ def paths(folder: RunFolder) -> list[Path]:
     return sorted((folder.path / FOLDER).glob("round-*.safetensors"), reverse=True)
 
 
+def _orphans(folder: RunFolder) -> list[Path]:
+    """The parts that belong to no checkpoint."""
+    whole = {path.stem for path in paths(folder)}
+    return [
+        path for path in (folder.path / FOLDER).glob("round-*.part") if path.name.split(".")[0] not in whole
+    ]
+
+
 def _name(round: int) -> str:
     return f"round-{round:09d}.safetensors"
+
+
+def _part_name(round: int, rank: int, ranks: int) -> str:
+    return f"round-{round:09d}.{rank}-of-{ranks}.part"
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(STATES)
+
+
+class _Stored(Mapping[str, Tensor]):
+    """The tensors of a file, each read when it is asked for.
+
+    They are copies: the file's own memory is not aligned as PyTorch aligns it, which can change last bits.
+    """
+
+    def __init__(self, file: Any, names: Iterable[str]) -> None:
+        self._file, self._names = file, tuple(names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name).clone()
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _file_checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 24):
+                digest.update(piece)
+    except OSError as error:
+        raise _Damaged(f"{path.name}: {error.strerror}") from None
+    return digest.hexdigest()
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
@@ -150,11 +273,10 @@ def _read(path: Path, experiment: str) -> Checkpoint:
                     f"{path}: of a newer Sartor (format {version}, this one reads {FORMAT}); "
                     "install that version to continue the run"
                 )
-            # Copies: the file's own memory is not aligned as PyTorch aligns it, which can change last bits.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        text = metadata["content"]
-        if _checksum(text, tensors) != metadata["sha256"]:
-            raise _Damaged("its checksum does not fit")
+            stored, text = _Stored(file, file.keys()), metadata["content"]
+            if _checksum(text, stored) != metadata["sha256"]:
+                raise _Damaged("its checksum does not fit")
+            tensors = {name: stored[name] for name in stored if not _is_state(name)}
         content = json.loads(text)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise _Damaged(str(error) or type(error).__name__) from None
@@ -163,7 +285,15 @@ def _read(path: Path, experiment: str) -> Checkpoint:
             f"{path}: of another experiment than config.toml describes; put back the settings "
             "that the run was started with (the number of rounds may change)"
         )
-    return Checkpoint(content["round"], content["seconds"], content["data"], content["structure"], tensors)
+    return Checkpoint(
+        content["round"],
+        content["seconds"],
+        content["data"],
+        content["structure"],
+        tensors,
+        path,
+        tuple(content.get("parts", [""])),
+    )
 
 
 # A value as JSON and tensors ------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         bytes_down=after.down - traffic.down,
         bytes_up=after.up - traffic.up,
         state_bytes=federation.states.bytes_per_client,
-        server_bytes=sum(int(value.nbytes) for _, value in tensors_of(server)),
+        server_bytes=sum(int(value.nbytes) for _, value in tensors_of(server)) + federation.bytes_kept,
     )
 
 

@@ -76,10 +76,18 @@ def execute_setup(
     interrupted: Callable[[], bool] | None = None,
 ) -> Result:
     """:func:`execute` of what is set up already; ``interrupted`` says whether to end after the round."""
-    if not store or distributed.rank() != 0:
+    if not store:
         return carry_out(setup, None, progress, None, opened, observers, interrupted)
-    signature = Signature.of(setup.data).to_mapping()
-    folder = RunFolder.create(out, setup.experiment, setup.partition, signature)
+    folder = distributed.together(lambda: _folder(setup, out))
+    path = distributed.first_said(None if folder is None else str(folder.path.absolute()))
+    if folder is None:
+        folder = distributed.together(lambda: _seen(Path(str(path))))
+        return carry_out(setup, folder, progress, None, opened, observers, interrupted)
+    try:
+        distributed.together(lambda: None)
+    except SartorError:
+        folder.withdraw()
+        raise
     with folder.alone():
         try:
             return carry_out(setup, folder, progress, None, opened, observers, interrupted)
@@ -92,6 +100,24 @@ def execute_setup(
             raise
 
 
+def _folder(setup: Setup, out: Path | str | None) -> RunFolder | None:
+    """The run folder, made by the first process."""
+    if distributed.rank():
+        return None
+    signature = Signature.of(setup.data).to_mapping()
+    return RunFolder.create(out, setup.experiment, setup.partition, signature)
+
+
+def _seen(path: Path) -> RunFolder:
+    """The run folder that the first process has made, where another stores the states of its clients."""
+    if not path.is_dir():
+        raise SartorError(
+            f"{path}: the run folder is not seen here; every process stores the states of its clients in it, "
+            "so give --out a folder that all machines share"
+        )
+    return RunFolder.open(path)
+
+
 def carry_out(
     setup: Setup,
     folder: RunFolder | None,
@@ -102,23 +128,28 @@ def carry_out(
     interrupted: Callable[[], bool] | None = None,
 ) -> Result:
     """The rounds that are left, with whatever happens on the way."""
-    federation = (opened or open_federation)(setup.experiment, setup.task, setup.data)
-    writes = distributed.rank() == 0
+    made = opened or open_federation
+    federation = distributed.together(lambda: made(setup.experiment, setup.task, setup.data))
     if folder is not None:
-        federation.states.keep_in(folder.path / STATES, continues=writes)
+        federation.states.keep_in(folder.path / STATES)
+    shared, writes = folder, distributed.rank() == 0
+    folder = folder if writes else None  # the record is the first process's
     with ExitStack() as stack:
-        if folder is not None and writes:
+        if folder is not None:
             stack.enter_context(folder)
         # Several processes do not see a Ctrl-C in the same round, so there they stop at once.
         if interrupted is None:
             alone = folder is not None and distributed.world() == 1
             interrupted = stack.enter_context(interruptions(alone))
-        run = Run(setup, federation, folder if writes else None)
+        run = Run(setup, federation, folder)
+        run.watched = bool(observers)
         deciding = Several([EarlyStop(), WithinBudget(), *(map(Guarded, observers) if writes else ())])
-        keeping = Several(_keeping(setup.experiment, folder, progress, interrupted) if writes else [])
+        kept = list(_keeping(setup.experiment, folder, progress, interrupted)) if writes else []
+        keeping = Several([*kept, *([] if shared is None else [Saving(shared)])])
         try:
-            if saved is not None and folder is not None:
-                run.restore(saved, folder)
+            if saved is not None and shared is not None:
+                resumed, begun = shared, saved
+                distributed.together(lambda: run.restore(begun, resumed))
             else:
                 run.begin()
             try:
@@ -131,8 +162,8 @@ def carry_out(
             if folder is None:
                 raise
             raise KeyboardInterrupt(f"stopped; {_how_to_resume(folder, run.saved)}") from None
-        except NotWritten as error:
-            if folder is None:
+        except (NotWritten, distributed.OtherRank) as error:
+            if folder is None or not any(isinstance(one, NotWritten) for one in (error, error.__cause__)):
                 raise
             raise SartorError(f"{error}; then {_how_to_resume(folder, run.saved)}") from None
         except ObserverFailed as error:
@@ -152,8 +183,6 @@ def _keeping(
         yield shown_progress()
     yield Tracking(experiment.tracking.loggers, None if folder is None else folder.path)
     yield Interrupting(interrupted)
-    if folder is not None:
-        yield Saving(folder)
 
 
 def _how_to_resume(folder: RunFolder, round: int) -> str:

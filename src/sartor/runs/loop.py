@@ -25,6 +25,7 @@ def go_through(run: Run, deciding: Observer, keeping: Observer) -> dict[str, Any
     what there is: a run ends with a round that was evaluated, whoever stopped it.
     """
     rounds = run.experiment.rounds
+    run.look()
     distributed.together(lambda: _start(run, deciding, keeping))
     _agree(run)
     while run.round < rounds and not (run.stopped and run.round in run.evaluations):
@@ -75,6 +76,7 @@ def _play(run: Run) -> dict[str, Any]:
         run.stop(str(spent))
     if run.cadence.due(run.round):
         _make_ready(run)
+    run.look()
     run.wait()
     heard = {} if federation.heard is None else {"took_part": written(federation.heard)}
     row = {
@@ -86,7 +88,7 @@ def _play(run: Run) -> dict[str, Any]:
         "bytes_down": federation.traffic.down - before.down,
         "bytes_up": federation.traffic.up - before.up,
         **federation.notes,
-        **({} if federation.protection is None else federation.protection.account.row()),
+        **({} if federation.protection is None else federation.protection.row()),
     }
     row.update(run.observe(run.cadence.due(run.round)))
     return row
@@ -115,6 +117,7 @@ def _tell(run: Run, row: dict[str, Any], deciding: Observer, keeping: Observer) 
     _agree(run)
     if run.stopped and "evaluation" not in row:
         _make_ready(run)
+        run.look()
         row.update(run.observe(evaluated=True))
         _evaluate(run, row, deciding, keeping)
     run.cadence.note(row, agreed=False)

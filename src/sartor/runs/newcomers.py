@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from sartor import nests
 from sartor.data.clients import ClientData, relabel
+from sartor.data.proposal import FAR
+from sartor.data.schema import NUMBERS, feature_names
 from sartor.data.settings import OWN_DATA
 from sartor.errors import SartorError, SettingError
 from sartor.federation.settings import Cohort
@@ -23,6 +27,8 @@ from sartor.runs.experiment import Experiment, anchored, import_named
 from sartor.runs.record import STATES, RunFolder
 from sartor.runs.resume import check_data, check_here
 from sartor.runs.setup import Setup, fitted, load_data, open_federation, set_up, with_public
+
+log = logging.getLogger(__name__)
 
 
 def evaluate_run(
@@ -55,6 +61,8 @@ def evaluate_run(
     )
     newcomers = fitted(newcomers, setup.task, normalise=normalise, like=own)
     _check_newcomers(newcomers, setup)
+    if not took_part:
+        _question_columns(newcomers, setup.data)
     newcomers = with_public(newcomers, experiment)
     federation = open_federation(setup.experiment, _models_for(setup, newcomers), newcomers)
     federation.states.keep_in(folder.path / STATES, continues=False)
@@ -62,7 +70,7 @@ def evaluate_run(
     server = saved.server(algorithm, algorithm.start(federation), federation.engine.device)
     state = saved.federation(federation.engine.device)
     if took_part:
-        federation.restore(state)
+        federation.restore(state, saved.states(federation.engine.homes))
     else:
         federation.buffers = state["buffers"].to(federation.engine.device) if "buffers" in state else None
         server = algorithm.welcome(server, federation)
@@ -132,3 +140,22 @@ def _check_newcomers(newcomers: ClientData, setup: Setup) -> None:
     classes = setup.task.classes
     if classes is not None and newcomers.classes is not None and newcomers.classes > classes:
         raise SettingError(f"newcomers: {newcomers.classes} classes, the run's model knows {classes}")
+
+
+def _question_columns(newcomers: ClientData, own: ClientData) -> None:
+    """Say so where a column of newcomers' tables lies far from the run's: it may be another one."""
+    columns = own.columns or ()
+    names = tuple(feature_names(columns)) or own.features
+    theirs, ours = (x.get("numbers") if isinstance(x, dict) else x for x in (newcomers.train.x, own.train.x))
+    if names is None or theirs is None or ours is None or ours.dim() != 2 or ours.shape[1] != len(names):
+        return
+    deviation = ours.std(dim=0)
+    apart = (theirs.mean(dim=0) - ours.mean(dim=0)).abs() / torch.where(deviation > 0, deviation, 1.0)
+    numbers = {column.name for column in columns if column.kind in NUMBERS} or set(names)
+    far = [name for name, way in zip(names, apart.tolist(), strict=True) if way > FAR and name in numbers]
+    if far:
+        log.warning(
+            "%s: %s: the mean lies more than %d deviations from that of the run's clients; is it the column "
+            "that it is called?",
+            *(newcomers.name, ", ".join(far), FAR),
+        )

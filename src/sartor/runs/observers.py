@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sartor.engines import sharded as distributed
 from sartor.errors import SartorError, SettingError
 from sartor.runs import checkpoint
 from sartor.runs.durations import duration, left
@@ -193,7 +194,10 @@ class Recording(Observer):
 
 
 class Saving(Observer):
-    """Saves everything a continuation needs: as often as is wanted, and before the run is interrupted."""
+    """Saves everything a continuation needs: as often as is wanted, and before the run is interrupted.
+
+    All processes of a run do so together, when the first says that it is time.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -201,7 +205,8 @@ class Saving(Observer):
 
     def round(self, run: Run, row: Mapping[str, Any]) -> None:
         """Save if it is time."""
-        if run.left is not None or self._due(run):
+        due = distributed.rank() == 0 and (run.left is not None or self._due(run))
+        if distributed.first_said("save" if due else None):
             self.save(run)
 
     def save(self, run: Run) -> None:
@@ -214,6 +219,7 @@ class Saving(Observer):
             data=run.data.hash,
             server=run.server,
             federation=run.federation.snapshot(),
+            homes=run.federation.engine.homes,
         )
         run.saved = run.round
         self._saved_at = run.federation.engine.seconds()

@@ -73,6 +73,9 @@ class Run:
         """Why the run ends before its last round, once somebody has stopped it."""
         self.left: BaseException | None = None
         """What interrupts the run as soon as its round is stored."""
+        self.watched = False
+        """Whether a user's observers are told, who may ask for the model."""
+        self._buffers: Tensor | None = None
         self.cadence = Cadence(self.experiment.evaluate.every, self.experiment.rounds)
         """Which rounds are evaluated."""
         self._begin = 0.0
@@ -120,12 +123,18 @@ class Run:
 
     def state_dict(self, model: int = 0) -> dict[str, Tensor]:
         """The shared model as it is now, to load into a module; ``model`` says which of several."""
-        w, buffers = self.algorithm.shared(self.server), self.federation.mean_buffers
+        w, apart = self.algorithm.shared(self.server), self.federation.engine.homes.ranks > 1
+        buffers = self._buffers if apart else self.federation.mean_buffers
         if w is None:
             raise SartorError(f"{self.algorithm.name}: the method has no shared model to give")
         if w.dim() == 2:
             w = w[model]
         return self.task.state_dict(w.cpu().clone(), None if buffers is None else buffers.cpu().clone())
+
+    def look(self) -> None:
+        """Have at hand what observers may ask for: when one process tells them, others do not answer."""
+        if self.watched and self.federation.engine.homes.ranks > 1:
+            self._buffers = self.federation.mean_buffers
 
     def begin(self) -> None:
         """Make the server's first state."""
@@ -137,7 +146,7 @@ class Run:
         """Put everything where it was when the checkpoint was made."""
         federation = self.federation
         self.server = saved.server(self.algorithm, self.algorithm.start(federation), federation.engine.device)
-        federation.restore(saved.federation(federation.engine.device))
+        federation.restore(saved.federation(federation.engine.device), saved.states(federation.engine.homes))
         federation.round = saved.round
         self.rows, self.clients = folder.rounds, folder.clients
         self.evaluations = {row["round"]: row["evaluation"] for row in self.rows if "evaluation" in row}

@@ -446,4 +446,5 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         gradients=algorithm.gradients,
         aggregate=experiment.aggregate.settings,
         attack=experiment.attack,
+        union=not algorithm.deployable,
     )

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sartor.algorithms import registered
+from sartor.algorithms.cards import why_unprotected
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import function_file
 from sartor.runs.durations import duration
@@ -79,7 +80,9 @@ class CompareSettings:
     seeds: int | tuple[int, ...] = setting(5, "number of seeds from `seed` on, or a list of them", low=0)
     target: float | None = setting(None, "score to reach, for rounds and bytes to it", low=0)
     against: str | None = setting(None, "test the other methods against this one; left out: all pairs")
-    references: bool = setting(True, "whether separate and fedupdate are compared too")
+    references: bool = setting(
+        True, "whether separate and fedupdate are compared too, as far as [privacy] has a guarantee for them"
+    )
     together: str = setting(
         "auto", "whether the seeds of a method are trained in one batch; auto: where faster", choices=TOGETHER
     )
@@ -262,7 +265,7 @@ def compare(
     methods = plan.methods(options.algorithms, tables, "compare")
     if options.references:
         taken = {name for method in methods for name in (method.label, method.algorithm)}
-        missing = [name for name in REFERENCES if name not in taken]
+        missing = [name for name in REFERENCES if name not in taken and plan.protects(name)]
         more = plan.methods(missing, tables, "compare") if missing else []
         methods += [dataclasses.replace(method, reference=True) for method in more]
     for method in methods:
@@ -320,6 +323,12 @@ class Plan:
             if label not in made and label not in known:
                 raise unknown("algorithm", label, known, what="name")
         return [made.get(label) or Method(label, label, {}) for label in wanted]
+
+    def protects(self, name: str) -> bool:
+        """Whether an algorithm has a guarantee under the privacy that is asked for, if any is."""
+        privacy = self.given.get("privacy")
+        mode = privacy.get("mode") if isinstance(privacy, Mapping) else None
+        return mode is None or why_unprotected(registered()[name], str(mode)) is None
 
     def check(self, methods: Sequence[Method]) -> Experiment:
         """Have every method's experiment checked before any of them runs; the first one of them."""
