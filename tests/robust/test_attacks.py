@@ -172,7 +172,7 @@ def test_a_backdoor_succeeds_where_nothing_stops_it_and_its_success_is_told() ->
     [
         ({"name": "sign-flip"}, "say who attacks by share, clients or file; it says nobody"),
         ({"name": "sign-flip", "share": 0.2, "clients": ["0"]}, "share and clients, which are several ways"),
-        ({"share": 0.2}, "share says who attacks, but not how; give attack.name"),
+        ({"share": 0.2}, "attack.share: says who attacks, but not how; give attack.name"),
         ({"name": "sign-flop", "share": 0.2}, "did you mean sign-flip?"),
         ({"name": "sign-flip", "share": 0.2, "factor": 3}, "attack.factor: unknown key"),
         (
