@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import sartor
@@ -171,7 +172,7 @@ def test_a_backdoor_succeeds_where_nothing_stops_it_and_its_success_is_told() ->
     [
         ({"name": "sign-flip"}, "say who attacks by share, clients or file; it says nobody"),
         ({"name": "sign-flip", "share": 0.2, "clients": ["0"]}, "share and clients, which are several ways"),
-        ({"share": 0.2}, "share says who attacks, but not how; give attack.name"),
+        ({"share": 0.2}, "attack.share: says who attacks, but not how; give attack.name"),
         ({"name": "sign-flop", "share": 0.2}, "did you mean sign-flip?"),
         ({"name": "sign-flip", "share": 0.2, "factor": 3}, "attack.factor: unknown key"),
         (
@@ -322,3 +323,27 @@ def test_a_server_of_real_machines_simulates_no_attack() -> None:
     given = FederationSettings(attack=choice("sign-flip", SignFlip(), ("a",)))
     with pytest.raises(SettingError, match="is for simulations; at real machines"):
         Federation(task, Elsewhere(), given)  # type: ignore[abstract]
+
+
+# Several seeds at once -----------------------------------------------------------------------------------
+
+
+def test_seeds_that_run_together_have_attackers_and_rules_of_their_own(tmp_path: Path) -> None:
+    experiment = {
+        "rounds": 2,
+        "data": {"clients": 4},
+        "engine": {"name": "stacked"},
+        "attack": {"name": "gaussian", "share": 0.25},
+        "aggregate": {"name": "centred-clipping"},
+    }
+    models = []
+    for together in ("yes", "no"):
+        out = tmp_path / together
+        sartor.compare(
+            ["fedavg"], seeds=[0, 1], experiment=experiment, out=out, together=together, references=False
+        )
+        runs = sorted(path.parent for path in out.rglob("summary.json"))
+        models.append([load_file(run / "models.safetensors")["server.w"] for run in runs])
+    for one, other in zip(*models, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(models[0][0], models[0][1], rtol=1e-2)

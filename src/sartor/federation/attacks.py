@@ -118,14 +118,14 @@ class AttackChoice:
     file: str | None = setting(None, "a file with a name of an attacker in every line, in place of a share")
     settings: Any
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         """Refuse attackers without an attack, and an attack by nobody or by whom is said in several ways."""
         ways = [key for key in ("share", "clients", "file") if getattr(self, key)]
         if self.name == NONE and ways:
-            raise ValueError(f"{ways[0]} says who attacks, but not how; give attack.name")
+            raise SettingError(f"attack.{ways[0]}: says who attacks, but not how; give attack.name")
         if self.name != NONE and len(ways) != 1:
             found = f"{' and '.join(ways)}, which are several ways" if ways else "nobody"
-            raise ValueError(f"say who attacks by share, clients or file; it says {found}")
+            raise SettingError(f"attack: say who attacks by share, clients or file; it says {found}")
 
     def who(self, names: Sequence[str], seed: int, *, strict: bool = False) -> np.ndarray:
         """The numbers of the attackers, in order; ``strict`` refuses a name that no client has."""

@@ -395,11 +395,13 @@ class Node:
         if self._attack is None or not self._attack.on_replies or not header["keeps"]:
             return sent
         assert self._experiment is not None
+        assert self._hosted is not None
+        device = self._hosted.engine.device
         given = {} if header.get("transformed") else {**groups.get("shared", {}), **groups.get("each", {})}
         began = getattr(function, "starts", {})
-        starts = {name: given[start] for name, start in began.items() if start in given}
-        numbers = torch.tensor(header["numbers"], dtype=torch.int64)
-        everyone = torch.arange(len(numbers))
+        starts = {name: given[start].to(device) for name, start in began.items() if start in given}
+        numbers = torch.tensor(header["numbers"], dtype=torch.int64, device=device)
+        everyone = torch.arange(len(numbers), device=device)
 
         def keys(name: str) -> Tensor:
             turn = int(header["round"]), int(header["exchange"])

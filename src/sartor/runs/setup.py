@@ -190,6 +190,7 @@ def refuse_groups(experiment: Experiment) -> None:
 def attacked(experiment: Experiment, data: ClientData) -> tuple[Experiment, ClientData]:
     """The experiment with its attackers named, and the data with what they train on, where it is changed."""
     choice = experiment.attack
+    choice.check()
     attackers = choice.who(data.names, experiment.seed, strict=True)
     if choice.file is not None:  # the file may be another by the next time
         choice = replace(choice, file=None, clients=tuple(data.names[number] for number in attackers))
