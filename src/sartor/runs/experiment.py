@@ -680,6 +680,9 @@ def _refuse_unknown(
             homes = [other for other in known if other and word in known[other]]
             if word in _TOP:
                 homes = [""]
+            if section in _CHOICES and (others := _having(section, word)):
+                told = f"unknown key; {', '.join(others)} has it ({section}.name is {names[section]})"
+                raise SettingError(f"{section}.{word}: {told}")
             if homes:
                 place = f"{section}.{word}" if section else word
                 home = f"{homes[0]}.{word}" if homes[0] else word
@@ -690,6 +693,12 @@ def _refuse_unknown(
             if section == "hyper":
                 raise SettingError(f"{error} (algorithm is {names['algorithm']})")
             raise error
+
+
+def _having(section: str, key: str) -> list[str]:
+    """Which of what a section chooses from have a setting of that name."""
+    kinds = _registry(section).items()
+    return [name for name, kind in kinds if key in {field.name for field in dataclasses.fields(kind)}]
 
 
 def _values(instance: Any) -> dict[str, Any]:
