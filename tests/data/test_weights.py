@@ -15,6 +15,7 @@ from helpers import federation_of
 from sartor.client.local import Client
 from sartor.data import from_clients, from_folder, from_schema, prepared
 from sartor.engines.lockstep import fit_together
+from sartor.engines.stacked import trace
 from sartor.errors import DataError, SettingError
 from sartor.federation import Reply
 from sartor.model.networks import seeded
@@ -211,3 +212,13 @@ def test_a_sample_without_a_finite_gradient_counts_as_nothing() -> None:
     hidden = ran("loop", {"a": one(x, Y)}, privacy=privacy, hyper={"lr": 0.5})
     without = ran("loop", {"a": one(X[kept], Y[kept])}, hyper={"lr": 0.5 * 11 / 12})
     torch.testing.assert_close(hidden.w, without.w, rtol=1e-12, atol=1e-14)
+
+
+def test_weights_count_in_steps_that_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all steps on a GPU are, and those of long runs elsewhere; clients are ragged, and some are drawn."""
+    data = {"a": one(X, Y, W), "b": one(X[:7], Y[:7], W[:7]), "c": one(X[3:8], Y[3:8])}
+    local = {"batch": 4, "epochs": 2}
+    expected = ran("loop", data, local=local, cohort={"count": 2})
+    monkeypatch.setattr(trace, "UNTRACED", 0)
+    traced = ran("stacked", data, local=local, cohort={"count": 2})
+    torch.testing.assert_close(traced.w, expected.w, rtol=1e-12, atol=1e-14)

@@ -9,6 +9,7 @@ batch drawn anew. Of clients that have spent differently, the worst off counts.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -27,7 +28,7 @@ class BudgetSpent(SartorError):
     """What was to be told would pass the budget, and is not told."""
 
 
-class Account:
+class Account(ABC):
     """What a run has spent; each mode has its own."""
 
     neighbours = "add-remove"
@@ -36,9 +37,9 @@ class Account:
         self.privacy, self.planned = privacy, planned
         """``planned`` exchanges a round, as the method declares them."""
 
+    @abstractmethod
     def exposed(self) -> Iterable[Steps]:
         """What was told of the one who is worst off, or of several of whom it is not known who is."""
-        raise NotImplementedError
 
     @property
     def spent(self) -> float:
@@ -63,11 +64,11 @@ class Account:
             return False
         return True
 
+    @abstractmethod
     def after_a_round(self) -> Iterable[Steps]:
         """What will have been told after one more round."""
-        raise NotImplementedError
 
-    def begin_round(self) -> None:
+    def begin_round(self) -> None:  # noqa: B027 (for most nothing begins)
         """Another draw."""
 
     def row(self) -> dict[str, Any]:
@@ -87,13 +88,13 @@ class Account:
             "neighbours": self.neighbours,
         }
 
+    @abstractmethod
     def save(self) -> dict[str, Any]:
         """Everything that changes, as plain values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take it back."""
-        raise NotImplementedError
 
 
 class CentralAccount(Account):
