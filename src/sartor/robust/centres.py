@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sartor.federation.reduction import Reduction, State, register_aggregate
-from sartor.robust.orders import by_columns, median, ordered, trimmed_mean
+from sartor.robust.orders import by_columns, distances_from, median, ordered, trimmed_mean
 from sartor.robust.selections import bulyan_choice, most_attackers
 from sartor.settings import setting
 
@@ -124,11 +124,6 @@ class Bulyan(Reduction):
             return middle[:, 0] + (values.gather(1, places) - middle).mean(dim=1)
 
         return by_columns(rows[chosen], mean), state
-
-
-def distances_from(centre: Tensor, rows: Tensor) -> Tensor:
-    """‖row_i − centre‖ of every row."""
-    return torch.stack([torch.linalg.vector_norm(row - centre) for row in rows])
 
 
 def _shifted(rows: Tensor, centre: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weighted order statistics of rows, coordinate by coordinate, and how many attackers a round may have."""
+"""What rules count by: weighted order statistics of rows, distances, and how many attackers there may be."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def by_columns(rows: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
     for first in range(0, rows.shape[1], width):
         made[first : first + width] = make(rows[:, first : first + width].T.contiguous())
     return made
+
+
+def distances_from(centre: Tensor, rows: Tensor) -> Tensor:
+    """‖row_i − centre‖ of every row."""
+    return torch.stack([torch.linalg.vector_norm(row - centre) for row in rows])
 
 
 def median(rows: Tensor, weights: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sartor.algorithms.server.similarity import inner_products
 from sartor.errors import SettingError
 from sartor.federation.reduction import Selection, register_aggregate
-from sartor.robust.orders import attackers_of, median
+from sartor.robust.orders import attackers_of, distances_from, median
 from sartor.settings import setting
 
 SAME = 1e-4
@@ -128,7 +128,7 @@ class NormFilter(Selection):
     def keep(self, key: int | Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """Those within ``factor`` times the median distance."""
         centre = median(rows, weights)
-        distance = torch.stack([torch.linalg.vector_norm(row - centre) for row in rows])
+        distance = distances_from(centre, rows)
         return distance <= self.factor * distance.median()
 
 
