@@ -26,7 +26,7 @@ from sartor.studies.reproduction import Column, Entry, entries, entry, merged, n
 
 ENTRIES = entries()
 RUNNABLE = [(each, scale) for each in ENTRIES for scale in each.scales]
-BENCHMARKS = ("pfllib/fashion-mnist",)
+BENCHMARKS = ("flower/niid-bench", "pfllib/fashion-mnist")
 """Tables that are no paper's, but a library's."""
 SMALL = {"rounds": 3, "data": {"clients": 6}, "partition": {"name": "iid"}, "model": {"name": "softmax"}}
 
