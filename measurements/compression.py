@@ -7,7 +7,7 @@
 Fashion-MNIST, 100 clients with unlike mixtures of classes (Dirichlet 0.3) and 200 training samples each, ten
 of them in a round, LeNet, 200 rounds, three seeds. Each cell has the learning rate of four that is best on
 validation data, with a seed of its own, so all have the same budget. Up is compressed, and down is whole; the
-last cells compress both. Each cell is measured in a process of its own, and the file is written after each.
+last cells compress both. The file is written after each cell.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from workers import measured
 
 import sartor
 from sartor import Result
@@ -121,7 +122,7 @@ def draw() -> None:
 
 
 def main() -> None:
-    """Measure what is missing, each cell in a process of its own."""
+    """Measure what is missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -130,27 +131,19 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", choices=CELLS, default=list(CELLS), metavar="NAME")
     parser.add_argument("--json", type=Path, default=RESULT, help="the file")
     parser.add_argument("--draw", action="store_true")
-    parser.add_argument("--one", choices=CELLS, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=1, help="cells at once")
     chosen = parser.parse_args()
     if chosen.draw:
         draw()
         return
-    if chosen.one:
-        print(json.dumps(measure(chosen.one, chosen.device, chosen.rounds)))
-        return
     results = json.loads(chosen.json.read_text()) if chosen.json.exists() else {"cells": {}}
-    for cell in chosen.cells:
-        if cell in results["cells"]:
-            continue
-        words = ["--one", cell, "--device", chosen.device, "--rounds", str(chosen.rounds)]
-        done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            print(f"{cell}: failed", flush=True)
-            continue
-        found = results["cells"][cell] = json.loads(done.stdout.splitlines()[-1])
-        settings = {**SETTINGS, "rounds": chosen.rounds}
-        told = {"settings": settings, "rates": RATES, "seeds": SEEDS, "environment": environment()}
-        write_json(chosen.json, {**results, **told})
+    results |= {"settings": {**SETTINGS, "rounds": chosen.rounds}, "rates": RATES, "seeds": SEEDS}
+    results |= {"environment": environment(chosen.device)}
+    missing = [cell for cell in chosen.cells if cell not in results["cells"]]
+    one = partial(measure, device=chosen.device, rounds=chosen.rounds)
+    for cell, found in measured(one, missing, chosen.workers):
+        results["cells"][cell] = found
+        write_json(chosen.json, results)
         words = [f"{100 * found['mean']:.2f} %", f"lr {found['lr']:g}", f"{found['seconds']:.0f} s"]
         print(f"{cell}: {', '.join(words)}", flush=True)
 

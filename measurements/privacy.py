@@ -1,6 +1,6 @@
 """What privacy costs: accuracy against ε, for methods that share a model and for methods that keep a part.
 
-    python measurements/privacy.py --workers 16      # what is missing of the results, a process for each cell
+    python measurements/privacy.py --workers 16      # what is missing of the results
     python measurements/privacy.py --cells central/fedrep/8
     python measurements/privacy.py --table           # what was measured, as a table
 
@@ -19,18 +19,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import logging
 import statistics
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from method_curves import SEARCH_SEED, SEEDS
 from which_method import Images
+from workers import measured
 
 import sartor
 from sartor.runs.record import environment, write_json
@@ -138,17 +134,6 @@ def keep(file: Path, cell: str, found: dict[str, Any]) -> None:
     write_json(file, {**results, "command": COMMAND, "seeds": list(SEEDS), "environment": environment()})
 
 
-def in_process(cell: str) -> dict[str, Any]:
-    """A cell in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--one", cell], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{cell}: {done.stderr.strip().splitlines()[-1]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def table(results: dict[str, Any]) -> str:
     """A row for each method, a column for each ε."""
     lines = []
@@ -174,22 +159,15 @@ def main() -> None:
     )
     parser.add_argument("--cells", nargs="*", choices=cells(), default=cells(), metavar="MODE/METHOD/EPSILON")
     parser.add_argument("--workers", type=int, default=1, help="cells at once")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help="print what was measured")
     parser.add_argument("--json", type=Path, default=FILE, help="the file")
     arguments = parser.parse_args()
-    logging.getLogger("sartor").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    if arguments.one:
-        print(json.dumps(measure(arguments.one)))
-        return
     results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"cells": {}}
     if not arguments.table:
         missing = [cell for cell in arguments.cells if cell not in results["cells"]]
-        with ThreadPoolExecutor(arguments.workers) as pool:
-            for cell, found in zip(missing, pool.map(in_process, missing), strict=True):
-                keep(arguments.json, cell, found)
-                print(f"{cell}: {100 * found['mean']:.2f} %, {found['seconds']:.0f} s", flush=True)
+        for cell, found in measured(measure, missing, arguments.workers):
+            keep(arguments.json, cell, found)
+            print(f"{cell}: {100 * found['mean']:.2f} %, {found['seconds']:.0f} s", flush=True)
         return
     print(table(results))
 
