@@ -49,6 +49,8 @@ class Line:
     high: list[Number] | None = None
     quiet: bool = False
     """One of many that are only there to be seen behind the others: thin and grey, without a band."""
+    hollow: bool = False
+    """Marks alone with no line between them, such as a paper's numbers; all such lines have one label."""
 
 
 @dataclass(frozen=True)
@@ -245,11 +247,11 @@ def curves(material: Material, measure: str) -> Figure | None:
             line for group in material.groups if (line := _curve(group, measure, cell, axis)) is not None
         ]
         if lines:
-            lines = _calmed(lines, measure)
+            lines = calmed(lines, measure)
             panel = Lines(
                 AXIS_LABELS[axis],
                 spoken(measure),
-                [_thinned(line) for line in lines],
+                [thinned(line) for line in lines],
                 percent=is_share(measure),
                 bytes=axis == "bytes",
             )
@@ -270,7 +272,7 @@ def curves(material: Material, measure: str) -> Figure | None:
     )
 
 
-def _calmed(lines: list[Line], measure: str) -> list[Line]:
+def calmed(lines: list[Line], measure: str) -> list[Line]:
     """Of many lines the best few as they are, on top of the others, which are quiet."""
     if len(lines) <= MOST_LINES:
         return lines
@@ -296,6 +298,11 @@ def _curve(group: Group, measure: str, cell: str, axis: str) -> Line | None:
             if place is not None and scores is not None:
                 points[int(row["round"])] = (float(place), _number(scores.get(measure)))
         by_round.append(points)
+    return mean_line(group.label, group.place, by_round)
+
+
+def mean_line(label: str, place: int, by_round: Sequence[Mapping[int, tuple[float, Number]]]) -> Line | None:
+    """The mean over seeds at the rounds that all have; each has where it lies and its value there."""
     rounds = sorted(set.intersection(*(set(points) for points in by_round)))
     if not any(points[round][1] is not None for points in by_round for round in rounds):
         return None
@@ -310,11 +317,11 @@ def _curve(group: Group, measure: str, cell: str, axis: str) -> Line | None:
         y.append(float(np.mean(known)) if whole else None)
         deviation.append(float(np.std(known, ddof=1)) if whole and len(known) > 1 else None)
     low = high = None
-    if len(group.runs) > 1:
+    if len(by_round) > 1:
         pairs = list(zip(y, deviation, strict=True))
         low = [None if mean is None or wide is None else mean - wide for mean, wide in pairs]
         high = [None if mean is None or wide is None else mean + wide for mean, wide in pairs]
-    return Line(group.label, group.place, x, y, low, high)
+    return Line(label, place, x, y, low, high)
 
 
 def _curve_words(lines: Sequence[Line], measure: str, cell: str) -> tuple[str, list[list[str]]]:
@@ -661,7 +668,7 @@ def observations(material: Material) -> Figure | None:
         table += [[line.label, _shown(line.y[0]), _shown(line.y[-1])] for line in lines]
         ends = "; ".join(f"{line.label} from {_shown(line.y[0])} to {_shown(line.y[-1])}" for line in lines)
         words = quantity.replace("_", " ")
-        panel = Lines("round", words, [_thinned(line) for line in lines])
+        panel = Lines("round", words, [thinned(line) for line in lines])
         views[quantity,] = View(panel, f"{words.capitalize()}: {ends}.", table)
     return Figure(
         name="observations",
@@ -798,7 +805,8 @@ def evenly(count: int, most: int) -> list[int]:
     return [round(place * (count - 1) / (most - 1)) for place in range(most)]
 
 
-def _thinned(line: Line) -> Line:
+def thinned(line: Line) -> Line:
+    """A line of at most :data:`MOST_POINTS` points."""
     places = evenly(len(line.x), MOST_POINTS)
 
     def chosen(values: list[Number] | None) -> list[Number] | None:
@@ -812,6 +820,7 @@ def _thinned(line: Line) -> Line:
         chosen(line.low),
         chosen(line.high),
         line.quiet,
+        line.hollow,
     )
 
 
