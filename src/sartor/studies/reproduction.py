@@ -28,12 +28,15 @@ from sartor.runs.record import RunFolder, write_json
 from sartor.settings import build, setting, unknown
 from sartor.studies import papers, presets
 from sartor.studies.comparison import Comparison, Estimate, compare, estimate
+from sartor.studies.computed import computed
 from sartor.studies.library import Failure
 
 FILE = "reproduction.json"
 SCALES = ("small", "paper")
 HOW = ("engine", "checkpoint", "tracking")
 """Settings that say how something is run and leave its numbers alone."""
+COMPUTED = "computed"
+"""The cell of an entry that is no training."""
 LEAST_BAND = 0.005
 """Half the width of the narrowest band: numbers are printed with few digits, and of few seeds."""
 
@@ -46,6 +49,8 @@ class Column:
     settings: dict[str, Any] = field(default_factory=dict)
     hyper: dict[str, Any] = field(default_factory=dict)
     """By method."""
+    methods: dict[str, Any] = field(default_factory=dict)
+    """Settings by method, of this column alone."""
     round: int = 0
     """The state after so many rounds; 0: at the end."""
     cell: str = ""
@@ -388,7 +393,10 @@ def reproduce(
     failed: list[Failure] = []
     compared: list[str] = []
     used: tuple[int, ...] = ()
-    for group in _groups(at, given):
+    if chosen.cell == COMPUTED:
+        used = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+        found = _computed(at, given, chosen, used, device)
+    for group in _groups(at, given) if chosen.cell != COMPUTED else ():
         place = folder / group.name
         try:
             result = compare(
@@ -458,7 +466,8 @@ def _groups(at: Setting, settings: Mapping[str, Any]) -> list[_Group]:
     groups: dict[str, _Group] = {}
     for column in at.columns:
         for label, row in at.methods.items():
-            own = merged(at.experiment, column.settings, row.settings, settings)
+            here = column.methods.get(label, {})
+            own = merged(at.experiment, column.settings, row.settings, here, settings)
             key = json.dumps([own, column.hyper], sort_keys=True, default=str)
             group = groups.setdefault(key, _Group(hashlib.sha256(key.encode()).hexdigest()[:8], own, {}, []))
             hyper = {**row.hyper, **column.hyper.get(label, {})}
@@ -466,6 +475,23 @@ def _groups(at: Setting, settings: Mapping[str, Any]) -> list[_Group]:
             if column not in group.columns:
                 group.columns.append(column)
     return list(groups.values())
+
+
+def _computed(
+    at: Setting, given: Mapping[str, Any], chosen: Entry, seeds: Sequence[int], device: str | None
+) -> dict[tuple[str, str], Estimate]:
+    """By method and column what a computation gives, where an entry is no training."""
+    known = {key for group in _groups(at, {}) for key in group.settings}
+    for key in given:
+        if key not in known:
+            raise unknown(chosen.name, key, known)
+    found = {}
+    for group in _groups(at, given):
+        for column in group.columns:
+            for label, method in group.tables.items():
+                asked = (column.score or chosen.score, group.settings, method, device)
+                found[label, column.label] = estimate(computed(*asked, seed) for seed in seeds)
+    return found
 
 
 def _numbers(result: Comparison, group: _Group, chosen: Entry) -> dict[tuple[str, str], Estimate]:
