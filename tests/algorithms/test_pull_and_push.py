@@ -1,4 +1,4 @@
-"""HeurFedAMP with even attention is DiversiFed's equation (1): every model is pulled to, or pushed from, all."""
+"""HeurFedAMP with even attention is DiversiFed's equation (1): models are pulled together or pushed apart."""
 
 from __future__ import annotations
 

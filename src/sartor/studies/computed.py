@@ -61,14 +61,14 @@ def step_flops(module: nn.Module, shape: tuple[int, ...], batch: int) -> int:
     x = torch.empty(batch, *shape, device="meta")
     y = torch.empty(batch, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
-        F.cross_entropy(module(x), y).backward()
-    return counter.get_total_flops()
+        torch.autograd.backward(F.cross_entropy(module(x), y))
+    return int(counter.get_total_flops())
 
 
 def _network(settings: Settings) -> nn.Module:
     """A network by its name and settings, without numbers in it."""
     model = dict(settings["model"])
-    choice = build(MODELS[model.pop("name")], model, "model")
+    choice: Any = build(MODELS[model.pop("name")], model, "model")
     with torch.device("meta"):
         module: nn.Module = choice.build(tuple(settings["shape"]), settings["classes"])
     return module
@@ -79,7 +79,7 @@ def client_flops(settings: Settings, method: Settings, device: str, seed: int) -
     module, shape = _network(settings), tuple(settings["shape"])
     samples, batch = settings["samples"], settings["batch"]
     sizes = [batch] * (samples // batch) + [samples % batch] * bool(samples % batch)
-    return settings["epochs"] * sum(step_flops(module, shape, size) for size in sizes) / 1e9
+    return float(settings["epochs"] * sum(step_flops(module, shape, size) for size in sizes) / 1e9)
 
 
 def server_flops(settings: Settings, method: Settings, device: str, seed: int) -> float:
@@ -88,7 +88,7 @@ def server_flops(settings: Settings, method: Settings, device: str, seed: int) -
     models = torch.empty(settings["clients"], size, device="meta")
     with FlopCounterMode(display=False) as counter:
         distances(models, models)
-    return counter.get_total_flops() / 1e9
+    return float(counter.get_total_flops() / 1e9)
 
 
 # The server's work ------------------------------------------------------------------------------------------
