@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from typing import Any
 
@@ -17,7 +18,9 @@ settings.register_profile("sartor", deadline=None, suppress_health_check=[Health
 settings.load_profile("sartor")
 
 TOGETHER = (
+    "tests/docs/test_site_built.py",
     "tests/engines/test_sharded.py",
+    "tests/model/test_hugging_face.py",
     "tests/report/test_report_browser.py",
     "tests/runs/test_survival.py",
 )
@@ -42,6 +45,12 @@ def _turn(item: pytest.Item) -> int:
 
 def _file(nodeid: str) -> str:
     return nodeid.split("::")[0]
+
+
+def pytest_collection_finish() -> None:
+    """What all tests have imported is never garbage: nobody need look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

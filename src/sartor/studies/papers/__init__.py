@@ -7,6 +7,9 @@ title, paper        what is shown, and whose it is
 place               where it stands there, such as ``Table IV``
 note                what a reader of the numbers has to know
 same_as             the entry that holds its numbers, for a figure that draws a table
+over, axis          for a figure of curves what its axis has: ``rounds`` (a curve each), ``columns`` or
+                    ``methods`` (the numbers at the end of their labels or titles), ``clients``; and what
+                    it is called
 cannot              why there is nothing to run; such an entry has none of the following
 preset, experiment  the paper's setting: a preset, and settings that win over it
 cell, score, when   what is taken from a run: ``local`` (the personal model's own test data, the shared
