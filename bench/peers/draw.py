@@ -1,6 +1,6 @@
 """Tables and the figure of what ``measure.py`` found.
 
-    python bench/peers/draw.py [--add OTHER.json]     # docs/speed.md's tables, docs/speed.svg
+    PYTHONPATH=bench python -m peers.draw [--add OTHER.json]     # docs/speed.md's tables, docs/speed.svg
 
 ``--add`` first takes over the figures of another file, as they come from another machine.
 """
@@ -81,11 +81,15 @@ def caption(runs: Runs, workload: str, device: str, rows: list[dict[str, Any]]) 
     hardware, days = sorted({run["hardware"] for run in chosen}), sorted({run["date"] for run in chosen})
     rounds = sorted({row["rounds"] for row in rows})
     timed = sorted({row["timed"] for row in rows})
-    span = " to ".join(dict.fromkeys((str(timed[0]), str(timed[-1]))))
     return (
-        f"{WORKLOADS[workload].words}. {'; '.join(hardware)}, {' to '.join(dict.fromkeys((days[0], days[-1])))}; "
-        f"{span} rounds timed, accuracy after {'/'.join(map(str, rounds))} rounds."
+        f"{WORKLOADS[workload].words}. {'; '.join(hardware)}, {span(days)}; "
+        f"{span(timed)} rounds timed, accuracy after {span(rounds)} rounds."
     )
+
+
+def span(values: list[Any]) -> str:
+    """The first and the last, or the one."""
+    return " to ".join(dict.fromkeys((str(values[0]), str(values[-1]))))
 
 
 def versions(runs: Runs, device: str) -> str:
@@ -118,7 +122,8 @@ def filled(page: str, made: dict[str, str]) -> str:
     """The page with its blocks made anew."""
     for name, content in made.items():
         marks = re.compile(re.escape(BLOCK).replace(r"\{0\}", name).replace(r"\{1\}", ".*?"), re.DOTALL)
-        page, count = marks.subn(lambda _, words=BLOCK.format(name, content): words, page)
+        words = BLOCK.format(name, content).replace("\\", r"\\")
+        page, count = marks.subn(words, page)
         assert count == 1, f"the page has no place for {name}"
     return page
 

@@ -1,6 +1,6 @@
 """Milliseconds per round of FedAvg in Sartor and in others: runs every framework's script, keeps its figures.
 
-    python bench/peers/measure.py --python pfl=ENV/bin/python --python flower=ENV/bin/python --pfllib CHECKOUT
+    PYTHONPATH=bench python -m peers.measure --python pfl=ENV/bin/python --pfllib CHECKOUT
 
 Every framework runs in a process of its own, with the interpreter that is named for it, or else this one. One
 after the other has its turn, and then all again (``--repeats``), so that a busy machine slows all of them
@@ -129,9 +129,7 @@ def main() -> None:
     for repeat, workload, name in turns:
         left = asked.seconds - (time.monotonic() - begin)
         if left < 1:
-            print(
-                f"{asked.seconds:.0f} s are over: turn {repeat + 1} of {name} on {workload} left out, and others"
-            )
+            print(f"{asked.seconds:.0f} s are over before turn {repeat + 1} of {name} on {workload}")
             break
         run = turn(RUNNERS[name], workload, asked, cores, left)
         about = {"runner": name, "workload": workload, "device": asked.device, "hardware": hardware}
