@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -285,7 +287,8 @@ class Tracer:
 
         try:
             # Tracing knows inputs by their identity, and a carry may begin as one of the arguments itself.
-            graph = make_fx(flat)([value.detach() for value in inputs])
+            with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):  # one for all nodes
+                graph = make_fx(flat)([value.detach() for value in inputs])
         except Exception as error:
             raise self._explained(program, error) from error
         graph.graph.eliminate_dead_code()
