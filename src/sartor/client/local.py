@@ -276,7 +276,7 @@ class Client:
         where a target is a class. One that it does not have is left out.
         """
         several = isinstance(model, Sequence) or (isinstance(model, Tensor) and model.dim() == 2)
-        rows = (len(cast(Sequence[Any], model)),) if several else ()
+        rows = (len(cast("Sequence[Any]", model)),) if several else ()
         known = self.task.objective.tallies(self.task.width)
         counted = {name: known[name] for name in tallies if name in known}
         like = self.counts[split]
@@ -286,10 +286,11 @@ class Client:
 
         def add(total: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
             of_model = partial(self._counted, batch, counted)
-            added = self.task.each(of_model, model) if several else of_model(model)
+            added = self.task.each(of_model, cast("Sequence[Any]", model)) if several else of_model(model)
             return {name: value + added[name] for name, value in total.items()}
 
-        return {**self.scan(add, zeros, Batches(split, self._evaluation_batch)), "n": like}
+        totals = self.scan(add, zeros, Batches(split, self._evaluation_batch))
+        return {**totals, "n": like}
 
     def _counted(self, batch: Batch, counted: dict[str, Tally], model: Any) -> dict[str, Tensor]:
         """What one batch adds to the sums of a model."""

@@ -52,7 +52,7 @@ class _Dense(torch.autograd.Function):
                 return F.linear(x, weight, bias)
             samples = x.reshape(-1, x.shape[-1]).T
             first = weight @ samples if bias is None else torch.addmm(bias[:, None], weight, samples)
-            return first.T.unflatten(0, x.shape[:-1])
+            return first.T.view(*x.shape[:-1], len(weight))
         if bias is None:
             return torch.bmm(x, weight.mT)
         return torch.baddbmm(bias[:, None], x, weight.mT)

@@ -308,7 +308,7 @@ def _keys(parts: Sequence[Tensor]) -> list[bytes]:
 def _digest(row: Sequence[np.ndarray]) -> bytes:
     digest = blake2b(digest_size=16)
     for part in row:  # as they lie, without a copy
-        digest.update(part)
+        digest.update(part.data)
     return digest.digest()
 
 

@@ -45,6 +45,7 @@ from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels import pooling, products
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
+from sartor.kernels.views import straighten
 from sartor.model.task import Batch, Task
 from sartor.nests import Nest
 
@@ -292,6 +293,8 @@ class Tracer:
                 graph = make_fx(flat)([value.detach() for value in inputs])
         except Exception as error:
             raise self._explained(program, error) from error
+        if self.device.type == "cpu":
+            straighten(graph)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         for node in graph.graph.nodes:
