@@ -2,7 +2,7 @@
 
     python measurements/robustness.py --workers 16               # what is missing of the results
     python measurements/robustness.py --studies methods --attacks sign-flip --workers 4
-    python measurements/robustness.py --table                    # the tables of what is there
+    python measurements/robustness.py --table          # tables of what is there, docs/robustness.svg
 
 Clients have 200 images each, classes drawn by Dirichlet 0.5, and 50 to test on. Everybody takes part in every
 round. ``rules`` is FedAvg with each rule, against each attack by 10 to 40 % of the clients; ``methods`` are
@@ -12,27 +12,25 @@ on validation data without any attack, in a run with a seed of its own.
 
 What is measured is the mean accuracy of the honest clients on their own test data (personal models where the
 method has them). Beside it stands that of the same clients where nobody attacks, and where attackers stay
-away: ``absent`` is no attack, attackers send what the honest ones do on average. A run is a process of its
-own; ``results/robustness.json`` is written after each, and what is in it is not run again.
+away: ``absent`` is no attack, attackers send what the honest ones do on average. ``results/robustness.json``
+is written after each run, and what is in it is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from pictures import panels, save
 from torch import Tensor
+from workers import measured
 
 import sartor
 from sartor.errors import SartorError
@@ -84,6 +82,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 }
 SHARES = (0.1, 0.2, 0.3, 0.4)
 RECOMMENDED = "similarity"
+DRAWN = ("mean", "median", "geometric-median", "multi-krum", "bulyan", "centred-clipping", "similarity")
 
 
 @register_attack("absent")
@@ -146,14 +145,14 @@ def cells(studies: list[str], attacks: list[str]) -> Iterator[Cell]:
                     yield Cell(method, rule, attack, 0.3, seed)
 
 
-def measure(cell: Cell, rate: float, small: bool, device: str) -> dict[str, Any]:
+def measure(cell: Cell, rates: dict[str, float], small: bool, device: str) -> dict[str, Any]:
     """Honest clients' accuracy, every client's where nobody attacks, and how often a trigger succeeds."""
     began = time.perf_counter()
     try:
         result = sartor.run(
             cell.method,
             seed=cell.seed,
-            hyper={"lr": rate},
+            hyper={"lr": rates[cell.method]},
             store=False,
             device=device,
             experiment=cell.experiment(small),
@@ -171,27 +170,17 @@ def measure(cell: Cell, rate: float, small: bool, device: str) -> dict[str, Any]
     return found | {"attackers": result.summary["attack"]["attackers"]}
 
 
-def choose_rate(method: str, small: bool, device: str) -> float:
-    """The rate with the best accuracy on validation data, where nobody attacks."""
+def validation(method_rate: tuple[str, float], small: bool, device: str) -> float:
+    """A method's accuracy on validation data with a rate, where nobody attacks."""
+    method, rate = method_rate
     given = Cell(method, "mean", "none", 0.0, SEARCH_SEED).experiment(small)
     given = {**given, "data": {**given["data"], "validation": 0.2}}
-    scores = {}
-    for rate in RATES:
-        result = sartor.run(
-            method, seed=SEARCH_SEED, hyper={"lr": rate}, store=False, device=device, experiment=given
-        )
-        best = result.summary["best_by_validation"]
-        found = best["personal_local"] or best["shared_local"]
-        scores[rate] = found["accuracy"]
-    return max(RATES, key=lambda rate: scores[rate])
-
-
-def in_a_process(words: list[str]) -> Any:
-    """What this script prints last with these words."""
-    run = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True)
-    if run.returncode:
-        return {"failed": run.stderr.strip()[-300:]}
-    return json.loads(run.stdout.strip().splitlines()[-1])
+    result = sartor.run(
+        method, seed=SEARCH_SEED, hyper={"lr": rate}, store=False, device=device, experiment=given
+    )
+    best = result.summary["best_by_validation"]
+    accuracy: float = (best["personal_local"] or best["shared_local"])["accuracy"]
+    return accuracy
 
 
 def honest_without(results: dict[str, Any], cell: Cell, rule: str) -> float | None:
@@ -243,6 +232,35 @@ def tables(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def draw(results: dict[str, Any]) -> None:
+    """FedAvg's honest clients over the share of attackers: a panel for each attack, a line for each rule."""
+    figure, both = panels(2, 4, (11, 5.5))
+    shown = [attack for attack in ATTACKS if attack != "absent"]
+    for axes, attack in zip(both, shown, strict=True):
+        for rule in DRAWN:
+            means = [nobody(results, rule)]
+            for share in SHARES:
+                runs = [results["runs"][Cell("fedavg", rule, attack, share, seed).key] for seed in SEEDS]
+                means.append(100 * statistics.mean(run["accuracy"] for run in runs))
+            axes.plot([0, *(100 * share for share in SHARES)], means, "o-", markersize=3, label=rule)
+        axes.set_title(attack, fontsize=11)
+        axes.set_ylim(60, 87)
+    for axes in both[4:]:
+        axes.set_xlabel("attackers, %")
+    for axes in both[::4]:
+        axes.set_ylabel("honest clients, %")
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    save(figure, "robustness")
+
+
+def nobody(results: dict[str, Any], rule: str) -> float:
+    """FedAvg's accuracy with a rule where nobody attacks, in percent."""
+    runs = [results["runs"][Cell("fedavg", rule, "none", 0.0, seed).key] for seed in SEEDS]
+    return 100 * statistics.mean(
+        statistics.mean(value for value in run["clients"].values() if value is not None) for run in runs
+    )
+
+
 def main() -> None:
     """Measure what is missing."""
     parser = argparse.ArgumentParser(
@@ -255,46 +273,32 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--small", action="store_true", help="digits, 10 clients, 15 rounds")
     parser.add_argument("--json", type=Path, default=FILE, help="the file")
-    parser.add_argument("--table", action="store_true", help="print the tables of what is there")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)
-    parser.add_argument("--rate", help=argparse.SUPPRESS)
+    parser.add_argument("--table", action="store_true", help="print and draw what is there")
     arguments = parser.parse_args()
-    logging.getLogger("sartor").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    same = ["--device", arguments.device, *(["--small"] if arguments.small else [])]
-    if arguments.cell is not None:
-        found = measure(Cell.of(arguments.cell), float(arguments.rate), arguments.small, arguments.device)
-        print(json.dumps(found))
-        return
-    if arguments.rate is not None:
-        print(json.dumps(choose_rate(arguments.rate, arguments.small, arguments.device)))
-        return
     results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"rates": {}, "runs": {}}
     if arguments.table:
+        draw(results)
         print(tables(results))
         return
     results |= {"command": COMMAND, "seeds": list(SEEDS), "environment": environment(arguments.device)}
     done = {key for key, run in results["runs"].items() if run["failed"] is None}
     wanted = list(dict.fromkeys(cells(arguments.studies, arguments.attacks)))
     wanted = [cell for cell in wanted if cell.key not in done]
-    with ThreadPoolExecutor(arguments.workers) as pool:
-        missing = sorted({cell.method for cell in wanted} - results["rates"].keys())
-        rates = pool.map(lambda name: in_a_process(["--rate", name, *same]), missing)
-        for name, rate in zip(missing, rates, strict=True):
-            if isinstance(rate, dict):
-                raise SystemExit(f"{name}: {rate['failed']}")
-            results["rates"][name] = rate
-            write_json(arguments.json, results)
-
-        def run(cell: Cell) -> tuple[Cell, Any]:
-            words = ["--cell", cell.key, "--rate", str(results["rates"][cell.method]), *same]
-            return cell, in_a_process(words)
-
-        for number, (cell, found) in enumerate(pool.map(run, wanted), 1):
-            results["runs"][cell.key] = found
-            write_json(arguments.json, results)
-            told = found["failed"] or found.get("accuracy", "nobody attacks")
-            print(f"{number} of {len(wanted)}: {cell.key}: {told}", flush=True)
+    same = {"small": arguments.small, "device": arguments.device}
+    rates = results["rates"]
+    searched = [
+        (method, rate) for method in {cell.method for cell in wanted} - rates.keys() for rate in RATES
+    ]
+    scores = dict(measured(partial(validation, **same), searched, arguments.workers))
+    for method, _ in searched:
+        rates[method] = max(RATES, key=lambda rate: scores[method, rate])
+    write_json(arguments.json, results)
+    runs = measured(partial(measure, rates=rates, **same), wanted, arguments.workers)
+    for number, (cell, found) in enumerate(runs, 1):
+        results["runs"][cell.key] = found
+        write_json(arguments.json, results)
+        told = found["failed"] or found.get("accuracy", "nobody attacks")
+        print(f"{number} of {len(wanted)}: {cell.key}: {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -88,4 +88,4 @@ def test_what_is_no_image_or_too_small_is_refused(shape):
 def test_none_leaves_samples_alone_and_all_are_found_by_name():
     x = torch.rand(3, 5)
     assert NoFeature()(x) is x
-    assert set(FEATURES) == {"none", "hog"}
+    assert set(FEATURES) == {"none", "scale", "hog"}

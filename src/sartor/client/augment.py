@@ -67,18 +67,22 @@ def _column(values: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Crop(Augmentation):
-    """Pictures are shifted by a few places in both directions; what comes in is zero."""
+    """Pictures are shifted by a few places in both directions; what comes in is zero, or mirrored."""
 
     padding: int = setting(4, "places by which they are shifted at most", low=1)
+    edges: str = setting("zero", "what comes in at the edges", choices=("zero", "mirrored"))
     pictures, moves = True, True
 
     def apply(self, key: Key, batch: Batch) -> Batch:
         """A window of the padded picture, each at a place of its own."""
         x, most = batch.x, 2 * self.padding + 1
-        padded = F.pad(x, [self.padding] * 4)
+        mirrored = self.edges == "mirrored"
+        padded = x if mirrored else F.pad(x, [self.padding] * 4)
         for axis in (2, 3):
-            first = (_uniform(key, axis, x) * most).long()
+            first, last = (_uniform(key, axis, x) * most).long(), x.shape[axis] - 1
             places = first[:, None] + torch.arange(x.shape[axis], device=x.device)
+            if mirrored:  # at both edges, which are not repeated
+                places = last - (last - (places - self.padding).abs()).abs()
             shape = [-1, 1, 1, 1]
             shape[axis] = x.shape[axis]
             wanted = [*padded.shape]

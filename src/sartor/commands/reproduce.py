@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,7 @@ from sartor.commands.words import refuse_unused, split_words
 from sartor.errors import SartorError, SettingError
 
 if TYPE_CHECKING:
+    from sartor.studies.forecast import Forecast
     from sartor.studies.reproduction import Entry, Reproduction
 
 
@@ -53,6 +55,10 @@ def reproduce(
             show_default=False,
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say how many runs it has and how long they would take; run nothing."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a paper's table or figure, and print our numbers beside the paper's.
@@ -62,6 +68,10 @@ def reproduce(
     sartor reproduce comfed/table4 --methods fedavg,prox-yogi
 
     sartor reproduce diversifed/table1 --scale paper --device cuda --columns CIFAR-10
+
+    sartor reproduce diversifed/table1 --scale paper --device cuda --dry-run
+
+    What was run before is found again, and a run that was interrupted goes on.
     """
     words, overrides = split_words(arguments or ())
     if len(words) > 1:
@@ -76,21 +86,29 @@ def reproduce(
             raise SettingError(f"{overrides[0]!r}: name the table or figure it is for")
         _print_entries(reproduction.entries(), as_json)
         return
-    result = reproduction.reproduce(
-        words[0],
-        scale=scale.value,
-        seeds=parse_seeds(seeds),
-        methods=_parts(methods),
-        columns=_parts(columns),
-        device=device,
-        settings=collect(None, overrides, imports=imports or None),
-        out=out,
-        progress=True,
-    )
+    asked: dict[str, Any] = {
+        "scale": scale.value,
+        "seeds": parse_seeds(seeds),
+        "methods": _parts(methods),
+        "columns": _parts(columns),
+        "device": device,
+        "settings": collect(None, overrides, imports=imports or None),
+        "out": out,
+    }
+    if dry_run:
+        from sartor.studies.forecast import forecast
+
+        expected = forecast(words[0], **asked)
+        print(to_json(expected.to_mapping())) if as_json else _print_forecast(expected)
+        return
+    result = reproduction.reproduce(words[0], **asked, progress=True)
+    figures = _drawn(result)
     if as_json:
-        print(to_json(result.to_mapping()))
+        print(to_json({**result.to_mapping(), "figures": [str(path) for path in figures]}))
     else:
         _print_reproduction(reproduction.entry(result.name), result)
+        for path in figures:
+            print(f"figure: {path}")
         print(f"reproduction: {result.out / reproduction.FILE}")
     if result.failed:
         first = result.failed[0]
@@ -99,6 +117,17 @@ def reproduce(
             f"left out, as runs failed: {left_out}; the first, {first.label} with seed {first.seed}: "
             f"{first.message}"
         )
+
+
+def _drawn(result: Reproduction) -> list[Path]:
+    """The files of the entry's figure, if it is one; where it cannot be drawn the numbers are there still."""
+    from sartor.report.papers import write_paper_figure
+
+    try:
+        return write_paper_figure(result)
+    except SartorError as error:
+        print(f"the figure is not drawn: {error}", file=sys.stderr)
+        return []
 
 
 def _parts(given: str | None) -> list[str] | None:
@@ -136,7 +165,9 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
     small, at = result.scale == "small", entry.scales[result.scale]
     print(f"{entry.name}: {entry.title} ({entry.paper}, {entry.place})")
     if small:
-        print(f"Small setting ({_in_words(at.experiment)}): numbers do not compare with the paper's in size,")
+        words = _in_words(at.experiment)
+        said = f" ({words})" if words else ""
+        print(f"Small setting{said}: numbers do not compare with the paper's in size,")
         print("only in the order of methods.")
     if result.settings:
         print(f"With settings of your own, so that no band is judged by: {_as_words(result.settings)}")
@@ -171,6 +202,31 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
         print(f"Measured before: {kept.date}, {kept.hardware}, seeds {kept.seeds}, {kept.command}")
     if at.note:
         print(f"Note: {at.note}")
+
+
+def _print_forecast(expected: Forecast) -> None:
+    """What an entry takes, a line for each method and its columns."""
+    from sartor.runs.durations import duration
+
+    rows = [
+        (
+            part.method,
+            part.columns,
+            f"{part.runs}",
+            f"{part.there}",
+            f"{part.rounds:,}",
+            duration(part.seconds_per_round),
+            "-" if part.seconds == 0 else duration(part.seconds),
+        )
+        for part in expected.parts
+    ]
+    print_table(("method", "columns", "runs", "of them there", "rounds each", "a round", "to do"), rows)
+    whole = f"{expected.runs} runs, {expected.rounds:,} rounds in all"
+    print(f"{expected.name}, {expected.scale}: {whole}; {expected.there} runs are there")
+    took = (
+        "nothing is left to do" if expected.seconds == 0 else f"about {duration(expected.seconds)} left to do"
+    )
+    print(f"{took} on {expected.device}, from a few rounds of each, or those that are there")
 
 
 def _as_words(settings: Mapping[str, Any], before: str = "") -> str:

@@ -1,6 +1,7 @@
-"""Features computed from images before training: none, or histograms of oriented gradients.
+"""Features computed before training: none, another scale, or histograms of oriented gradients of images.
 
-A feature is a frozen dataclass of its parameters that is called with images ``[n, channels, height, width]``.
+A feature is a frozen dataclass of its parameters that is called with samples, one of images with
+``[n, channels, height, width]``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,23 @@ class NoFeature:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The same samples."""
         return x
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The samples on a scale that is given, whatever the data are: pixels of 0..1 become -1..1 by default.
+
+    >>> Scale()(torch.tensor([0.0, 0.25, 1.0])).tolist()
+    [-1.0, -0.5, 1.0]
+    """
+
+    name: ClassVar[str] = "scale"
+    centre: float = setting(0.5, "the number that becomes 0")
+    width: float = setting(0.5, "the distance from it that becomes 1", above=0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Their distances from the centre."""
+        return (x - self.centre) / self.width
 
 
 @dataclass(frozen=True)
@@ -91,5 +109,5 @@ class Hog:
         return blocks.flatten(1)
 
 
-FEATURES: dict[str, type[Feature]] = {feature.name: feature for feature in (NoFeature, Hog)}
+FEATURES: dict[str, type[Feature]] = {feature.name: feature for feature in (NoFeature, Scale, Hog)}
 """The features by name."""

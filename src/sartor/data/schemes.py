@@ -14,7 +14,8 @@ means different things.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -123,10 +124,13 @@ class Classes:
     """Exactly ``k`` classes for each client, every class used equally often (within one).
 
     Which classes go together is random, so that no groups of like clients arise that nobody asked for.
+    Without ``even`` a client's first class is the next in turn and its others are drawn, so that some classes
+    are used more often (NIID-Bench, Li et al. 2022).
     """
 
     name: ClassVar[str] = "classes"
     k: int = setting(2, "classes each client holds", low=1)
+    even: bool = setting(True, "whether classes are used equally often; else all but the first are drawn")
     train: int | None = setting(None, "training samples of each; all are divided if not given", low=1)
     test: int | None = setting(None, "test samples of each; matched to the train labels if not given", low=1)
 
@@ -140,14 +144,9 @@ class Classes:
         present = np.flatnonzero(sizes)
         _at_most("k", self.k, len(present))
         random = stream(seed, "classes", "choose")
-        # Each class may be taken this often; who takes one more, where it does not come out even, is random.
-        left = random.permutation(apportion(clients * self.k, np.ones(len(present))))
         holds = np.zeros((clients, labels.classes), bool)
-        for client in range(clients):
-            # The k classes with most left, in random order among equals: what is left differs by one at most,
-            # so every client finds k different classes.
-            chosen = np.lexsort((random.random(len(present)), -left))[: self.k]
-            left[chosen] -= 1
+        choose = self._evenly if self.even else self._drawn
+        for client, chosen in enumerate(choose(len(present), clients, random)):
             holds[client, present[chosen]] = True
         unused = [int(label) for label in present if not holds[:, label].any()]
         notes = (f"{clients} clients of {self.k} classes leave classes {unused} unused",) if unused else ()
@@ -170,6 +169,73 @@ class Classes:
             if len(holders):
                 counts[holders, label] = apportion(int(sizes[label]), np.ones(len(holders)))
         return Draw(_deal(labels.pools(seed, "classes"), counts), notes=notes)
+
+    def _evenly(self, classes: int, clients: int, random: np.random.Generator) -> Iterator[Counts]:
+        """The classes of one client after the other, each used equally often."""
+        # Each class may be taken this often; who takes one more, where it does not come out even, is random.
+        left = random.permutation(apportion(clients * self.k, np.ones(classes)))
+        for _ in range(clients):
+            # The k classes with most left, in random order among equals: what is left differs by one at most,
+            # so every client finds k different classes.
+            chosen = np.lexsort((random.random(classes), -left))[: self.k]
+            left[chosen] -= 1
+            yield chosen
+
+    def _drawn(self, classes: int, clients: int, random: np.random.Generator) -> Iterator[Counts]:
+        """The classes of one client after the other: the next in turn, and others at random."""
+        for client in range(clients):
+            others = np.delete(np.arange(classes), client % classes)
+            yield np.append(random.permutation(others)[: self.k - 1], client % classes)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of neighbouring clients share ``k`` classes, each class in parts of random sizes (PFLlib).
+
+    The classes are dealt in order, each to the first clients that hold fewer than ``k``, as many as make all
+    classes last: of 20 clients with two of ten classes, 0 to 3 share the first two, 4 to 7 the next two. The
+    last of them gets what the others leave, so its part is the largest.
+    """
+
+    name: ClassVar[str] = "blocks"
+    k: int = setting(2, "classes each client holds", low=1)
+    least: float = setting(
+        0.1, "smallest part of a class, against an even one; 1: all are even", above=0, high=1
+    )
+
+    def split(self, labels: Labels, clients: int, seed: int) -> Draw:
+        """Deal the classes to blocks of clients and cut each at random."""
+        sizes = labels.sizes()
+        present = np.flatnonzero(sizes)
+        _at_most("k", self.k, len(present))
+        width = -(-clients * self.k // len(present))
+        counts = np.zeros((clients, labels.classes), np.int64)
+        held = np.zeros(clients, np.int64)
+        for label in present:
+            holders = np.flatnonzero(held < self.k)[:width]
+            if len(holders):
+                random = stream(seed, "blocks", int(label))
+                counts[holders, label] = self._parts(int(sizes[label]), len(holders), int(label), random)
+                held[holders] += 1
+        notes = []
+        unused = [int(label) for label in present if not counts[:, label].any()]
+        if unused:
+            notes.append(f"{clients} clients of {self.k} classes leave classes {unused} unused")
+        if held.min() < self.k:
+            notes.append(f"{(held < self.k).sum()} clients, the last, have fewer than {self.k} classes")
+        return Draw(_deal(labels.pools(seed, "blocks"), counts), notes=tuple(notes))
+
+    def _parts(self, total: int, holders: int, label: int, random: np.random.Generator) -> Counts:
+        """A class in so many parts: from ``least`` of an even one to an even one, the last what is left."""
+        even = total // holders
+        if not even:
+            raise DataError(
+                f"partition blocks: class {label} has {total} samples for {holders} clients; use fewer "
+                "clients or a smaller k"
+            )
+        parts = random.integers(max(1, math.ceil(self.least * even)), even + 1, holders)
+        parts[-1] = total - parts[:-1].sum()
+        return parts
 
 
 @dataclass(frozen=True)
@@ -373,7 +439,7 @@ class Column:
 
 
 PARTITIONS: dict[str, type[Scheme]] = {
-    scheme.name: scheme for scheme in (Iid, Shards, Classes, Dirichlet, Practical, Parts, Column)
+    scheme.name: scheme for scheme in (Iid, Shards, Classes, Blocks, Dirichlet, Practical, Parts, Column)
 }
 """The schemes by name."""
 

@@ -128,6 +128,13 @@ class PartitionChoice:
     name: str = setting("dirichlet", "the partition scheme")
     settings: Any
     file: str | None = setting(None, "a stored partition (npz) to reuse; the scheme is then not used")
+    test_share: float | None = setting(
+        None,
+        "training and test set are one, and this share of a client's samples is to test on; left out: "
+        "they are apart",
+        above=0,
+        below=1,
+    )
     leaf: str | None = setting(
         None, "the leaf whose numbers stand for labels, as in x.site or y.kind; left out: the target"
     )

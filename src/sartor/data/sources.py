@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
@@ -65,6 +65,13 @@ class Source:
     def sizes(self) -> tuple[int, int]:
         """How many training and how many test samples there are."""
         return nests.length(self.train_y), nests.length(self.test_y)
+
+    def merged(self) -> Source:
+        """All samples as one set, of which each client's test samples are still to be drawn."""
+        train, test = (self.train_x, self.train_y), (self.test_x, self.test_y)
+        x, y = nests.mapped(lambda one, other: torch.cat([one, other]), train, test)
+        test_x, test_y = nests.rows((x, y), slice(0, 0))
+        return replace(self, train_x=x, train_y=y, test_x=test_x, test_y=test_y)
 
     def labels(self, leaf: str | None = None) -> tuple[Labelled, Labelled]:
         """The whole numbers from 0 by which samples are divided, of training and of test samples.

@@ -65,11 +65,14 @@ class MLP:
 class CNN:
     """McMahan's CNN: 5×5 convolutions of 32 and 64 channels with 2×2 max pooling, a dense layer of 512."""
 
+    padding: int = setting(
+        2, "zeros around images: 2 keeps their size, as in the original; PFLlib has 0", low=0, high=2
+    )
     head: ClassVar[str | None] = "output"
 
     def build(self, shape: Shape, classes: int) -> nn.Module:
-        """The module for images of this shape; convolutions keep the size, as in the original."""
-        return _convolutional("cnn", shape, classes, channels=(32, 64), padding=2, dense=(512,))
+        """The module for images of this shape."""
+        return _convolutional("cnn", shape, classes, channels=(32, 64), padding=self.padding, dense=(512,))
 
 
 @dataclass(frozen=True)

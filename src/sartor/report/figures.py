@@ -49,6 +49,8 @@ class Line:
     high: list[Number] | None = None
     quiet: bool = False
     """One of many that are only there to be seen behind the others: thin and grey, without a band."""
+    hollow: bool = False
+    """Marks alone with no line between them, such as a paper's numbers; all such lines have one label."""
 
 
 @dataclass(frozen=True)
@@ -228,12 +230,12 @@ def _measures(material: Material) -> list[str]:
 
 # -- learning curves -------------------------------------------------------------------------------------
 
-AXES = {"round": "round", "time": "virtual time", "bytes": "bytes sent"}
-AXIS_LABELS = {"round": "round", "time": "virtual time", "bytes": "bytes sent, both ways, all clients"}
+AXES = {"round": "round", "time": "virtual time", "bytes": "bytes sent", "epsilon": "ε spent"}
+AXIS_LABELS = {**AXES, "bytes": "bytes sent, both ways, all clients"}
 
 
 def curves(material: Material, measure: str) -> Figure | None:
-    """A metric or the loss by round, virtual time or bytes: the mean over seeds with their deviation."""
+    """A metric or the loss by what grows with the rounds: the mean over seeds with their deviation."""
     axes = {
         key: words
         for key, words in AXES.items()
@@ -245,11 +247,11 @@ def curves(material: Material, measure: str) -> Figure | None:
             line for group in material.groups if (line := _curve(group, measure, cell, axis)) is not None
         ]
         if lines:
-            lines = _calmed(lines, measure)
+            lines = calmed(lines, measure)
             panel = Lines(
                 AXIS_LABELS[axis],
-                _word(measure),
-                [_thinned(line) for line in lines],
+                spoken(measure),
+                [thinned(line) for line in lines],
                 percent=is_share(measure),
                 bytes=axis == "bytes",
             )
@@ -260,8 +262,8 @@ def curves(material: Material, measure: str) -> Figure | None:
     band = " Lines are means over seeds, bands one standard deviation to either side." if several else ""
     return Figure(
         name=measure,
-        title=f"{_word(measure).capitalize()} while learning",
-        about=f"The plain mean over clients of the {_word(measure)} on test data, at every evaluation.{band}",
+        title=f"{spoken(measure).capitalize()} while learning",
+        about=f"The mean over clients of the {spoken(measure)} on test data, at every evaluation.{band}",
         choices=[
             _used(Choice("cell", "model and data", _cell_words(cells_in(material.runs))), views, 0),
             _used(Choice("axis", "by", axes), views, 1),
@@ -270,7 +272,7 @@ def curves(material: Material, measure: str) -> Figure | None:
     )
 
 
-def _calmed(lines: list[Line], measure: str) -> list[Line]:
+def calmed(lines: list[Line], measure: str) -> list[Line]:
     """Of many lines the best few as they are, on top of the others, which are quiet."""
     if len(lines) <= MOST_LINES:
         return lines
@@ -296,6 +298,11 @@ def _curve(group: Group, measure: str, cell: str, axis: str) -> Line | None:
             if place is not None and scores is not None:
                 points[int(row["round"])] = (float(place), _number(scores.get(measure)))
         by_round.append(points)
+    return mean_line(group.label, group.place, by_round)
+
+
+def mean_line(label: str, place: int, by_round: Sequence[Mapping[int, tuple[float, Number]]]) -> Line | None:
+    """The mean over seeds at the rounds that all have; each has where it lies and its value there."""
     rounds = sorted(set.intersection(*(set(points) for points in by_round)))
     if not any(points[round][1] is not None for points in by_round for round in rounds):
         return None
@@ -310,15 +317,15 @@ def _curve(group: Group, measure: str, cell: str, axis: str) -> Line | None:
         y.append(float(np.mean(known)) if whole else None)
         deviation.append(float(np.std(known, ddof=1)) if whole and len(known) > 1 else None)
     low = high = None
-    if len(group.runs) > 1:
+    if len(by_round) > 1:
         pairs = list(zip(y, deviation, strict=True))
         low = [None if mean is None or wide is None else mean - wide for mean, wide in pairs]
         high = [None if mean is None or wide is None else mean + wide for mean, wide in pairs]
-    return Line(group.label, group.place, x, y, low, high)
+    return Line(label, place, x, y, low, high)
 
 
 def _curve_words(lines: Sequence[Line], measure: str, cell: str) -> tuple[str, list[list[str]]]:
-    better, word = max if more_is_better(measure) else min, _word(measure)
+    better, word = max if more_is_better(measure) else min, spoken(measure)
     ends, table = {}, [["method", f"last {word}", f"best {word}"]]
     for line in lines:
         known = [value for value in line.y if value is not None]
@@ -380,7 +387,7 @@ def distribution(material: Material) -> Figure | None:
     """How accuracies and losses are spread over the clients at the last evaluation."""
     views: Views = {}
     cells = [cell for cell in cells_in(material.runs) if cell != "shared_pooled"]
-    measures = {measure: _word(measure) for measure in _measures(material)}
+    measures = {measure: spoken(measure) for measure in _measures(material)}
     for cell, measure in product(cells, measures):
         boxes = []
         for group in material.groups:
@@ -388,7 +395,7 @@ def distribution(material: Material) -> Figure | None:
             if values:
                 boxes.append(_box(group, values))
         if boxes:
-            panel = Boxes(_word(measure), boxes, percent=is_share(measure))
+            panel = Boxes(spoken(measure), boxes, percent=is_share(measure))
             views[cell, measure] = View(panel, *_box_words(material, boxes, measure, cell))
     if not views:
         return None
@@ -437,7 +444,7 @@ def _box_words(
         table.append(row)
     widest = max(boxes, key=lambda box: box.five[3] - box.five[1])
     sentence = (
-        f"{_word(measure).capitalize()} of {CELL_WORDS.get(cell, cell)}, client by client. The middle half "
+        f"{spoken(measure).capitalize()} of {CELL_WORDS.get(cell, cell)}, client by client. The middle half "
         f"of clients lies widest apart with {widest.label}, from {_shown(widest.five[1], measure)} to "
         f"{_shown(widest.five[3], measure)}."
     )
@@ -661,7 +668,7 @@ def observations(material: Material) -> Figure | None:
         table += [[line.label, _shown(line.y[0]), _shown(line.y[-1])] for line in lines]
         ends = "; ".join(f"{line.label} from {_shown(line.y[0])} to {_shown(line.y[-1])}" for line in lines)
         words = quantity.replace("_", " ")
-        panel = Lines("round", words, [_thinned(line) for line in lines])
+        panel = Lines("round", words, [thinned(line) for line in lines])
         views[quantity,] = View(panel, f"{words.capitalize()}: {ends}.", table)
     return Figure(
         name="observations",
@@ -780,7 +787,8 @@ def _shown(value: Number, measure: str = "") -> str:
     return f"{100 * value:.1f} %" if is_share(measure) else f"{value:.4g}"
 
 
-def _word(measure: str) -> str:
+def spoken(measure: str) -> str:
+    """What a metric is called in a sentence."""
     return measure.replace("_", " ")
 
 
@@ -797,7 +805,8 @@ def evenly(count: int, most: int) -> list[int]:
     return [round(place * (count - 1) / (most - 1)) for place in range(most)]
 
 
-def _thinned(line: Line) -> Line:
+def thinned(line: Line) -> Line:
+    """A line of at most :data:`MOST_POINTS` points."""
     places = evenly(len(line.x), MOST_POINTS)
 
     def chosen(values: list[Number] | None) -> list[Number] | None:
@@ -811,6 +820,7 @@ def _thinned(line: Line) -> Line:
         chosen(line.low),
         chosen(line.high),
         line.quiet,
+        line.hollow,
     )
 
 

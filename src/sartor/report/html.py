@@ -64,8 +64,7 @@ def joined(children: Iterable[str]) -> Markup:
 
 
 def page(material: Material, figures: Sequence[Figure]) -> str:
-    """The whole page."""
-    title = _title(material)
+    """The page of some runs."""
     tables = [comparison(material), *own_models(material)]
     for compared in material.comparisons:
         tables += statistics(compared)
@@ -73,12 +72,34 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
     tables += [table for table in found if table is not None]
     sites = sites_of(material)
     tables = tables if sites is None else [*site_tables(sites), *tables]
+    return document(
+        _title(material),
+        _overview(material),
+        tables,
+        figures,
+        answers=[] if sites is None else sites.sentences(),
+        notes=material.notes,
+        more=[("settings", "Settings and environment", _settings_section(material))],
+    )
+
+
+def document(
+    title: str,
+    overview: str,
+    tables: Sequence[Table],
+    figures: Sequence[Figure],
+    *,
+    answers: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    more: Sequence[tuple[str, str, Markup]] = (),
+) -> str:
+    """A whole page: what it comes to, tables, figures, and sections by name, title and content."""
     sections = [_table_section(f"table-{number}", table) for number, table in enumerate(tables)]
     links = [(f"table-{number}", table.title) for number, table in enumerate(tables)]
     sections += [_figure_section(figure) for figure in figures]
     links += [(figure.name, figure.title) for figure in figures]
-    sections.append(_settings_section(material))
-    links.append(("settings", "Settings and environment"))
+    sections += [content for _, _, content in more]
+    links += [(name, words) for name, words, _ in more]
     scripts = [_plotly(), own_file("page.js")]
     style = style_of()
     head = element(
@@ -97,9 +118,9 @@ def page(material: Material, figures: Sequence[Figure]) -> str:
         element(
             "header",
             element("h1", title),
-            element("p", _overview(material), class_="quiet"),
-            _answers([] if sites is None else sites.sentences()),
-            _notes(material.notes),
+            element("p", overview, class_="quiet"),
+            _answers(answers),
+            _notes(notes),
             element(
                 "nav",
                 element(

@@ -72,7 +72,7 @@ def _file_name(figure: Figure, key: Sequence[str]) -> str:
     words = [figure.name]
     for choice, option in zip(figure.choices, key, strict=True):
         if len(choice.options) > 1 or choice.name in ("cell", "axis"):
-            words.append(choice.options[option] if choice.name in ("run", "partition") else option)
+            words.append(choice.options[option] if choice.name in ("run", "partition", "panel") else option)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words)).strip("-")
 
 
@@ -80,11 +80,18 @@ def _lines(panel: Lines, canvas: Any, axes: Any) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
     canvas.set_size_inches(6.4, 4.0 + 0.1 * len(panel.lines))
+    hollow = ""
     for line in panel.lines:
         ink = QUIET if line.quiet else SERIES["light"][colour(line.place)]
         x, y = _numbers(line.x), _numbers(line.y)
         if line.low is not None and line.high is not None:
             axes.fill_between(x, _numbers(line.low), _numbers(line.high), color=ink, alpha=0.15, linewidth=0)
+        if line.hollow:
+            axes.scatter(
+                x, y, s=36, facecolors="none", edgecolors=ink, marker=marker(line.place)[1], zorder=3
+            )
+            hollow = line.label
+            continue
         every = max(1, len(x) // 12)
         axes.plot(
             x,
@@ -97,6 +104,8 @@ def _lines(panel: Lines, canvas: Any, axes: Any) -> None:
             linewidth=0.8 if line.quiet else 1.5,
             label=line.label,
         )
+    if hollow:
+        axes.scatter([], [], s=36, facecolors="none", edgecolors=GREY, label=hollow)
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     if panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))

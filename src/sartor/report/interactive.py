@@ -67,6 +67,7 @@ def _ranks(panel: Ranks) -> Json:
 def _lines(panel: Lines) -> Json:
     traces: list[Json] = []
     y_format = ".1%" if panel.percent else ".4~g"
+    named: set[str] = set()
     for line in panel.lines:
         ink = "@rule" if line.quiet else f"@series-{colour(line.place)}"
         if line.low is not None and line.high is not None:
@@ -92,7 +93,7 @@ def _lines(panel: Lines) -> Json:
         traces.append(
             {
                 "type": "scatter",
-                "mode": "lines" if line.quiet else "lines+markers",
+                "mode": "markers" if line.hollow else "lines" if line.quiet else "lines+markers",
                 "name": plain(line.label),
                 "x": _round(line.x),
                 "y": _round(line.y),
@@ -101,11 +102,17 @@ def _lines(panel: Lines) -> Json:
                     "dash": "solid" if line.quiet else dash(line.place)[0],
                     "width": 1.5 if line.quiet else 2,
                 },
-                "marker": {"color": ink, "symbol": marker(line.place)[0], "size": 7},
+                "marker": {
+                    "color": ink,
+                    "symbol": f"{marker(line.place)[0]}{'-open' if line.hollow else ''}",
+                    "size": 9 if line.hollow else 7,
+                },
                 "legendgroup": str(line.place),
+                "showlegend": not line.hollow or line.label not in named,
                 "hovertemplate": f"%{{y:{y_format}}} at %{{x}}",
             }
         )
+        named.add(line.label)
     x_axis: Json = {"title": {"text": panel.x_label}}
     if panel.x_label == "round" and max(x for line in panel.lines for x in line.x if x is not None) <= 12:
         x_axis["dtick"] = 1

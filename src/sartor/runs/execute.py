@@ -51,13 +51,14 @@ def execute(
     own: Sequence[Task | Factory | None] = (),
     out: Path | str | None = None,
     store: bool = True,
-    progress: bool = False,
+    progress: bool | Observer = False,
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
 ) -> Result:
     """Run an experiment. ``data``, ``task`` and ``own``, for ``[[models]]``, stand in for what it names.
 
     ``store=False`` writes no run folder. ``opened`` gives the federation where it is not an engine's.
+    ``progress`` may be an observer that shows it in its own way.
     """
     check_trackers(experiment.tracking.loggers)
     check_observers(observers)
@@ -70,7 +71,7 @@ def execute_setup(
     *,
     out: Path | str | None = None,
     store: bool = True,
-    progress: bool = False,
+    progress: bool | Observer = False,
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
     interrupted: Callable[[], bool] | None = None,
@@ -121,7 +122,7 @@ def _seen(path: Path) -> RunFolder:
 def carry_out(
     setup: Setup,
     folder: RunFolder | None,
-    progress: bool,
+    progress: bool | Observer,
     saved: Checkpoint | None = None,
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
@@ -174,13 +175,16 @@ def carry_out(
 
 
 def _keeping(
-    experiment: Experiment, folder: RunFolder | None, progress: bool, interrupted: Callable[[], bool]
+    experiment: Experiment,
+    folder: RunFolder | None,
+    progress: bool | Observer,
+    interrupted: Callable[[], bool],
 ) -> Iterator[Observer]:
     """Those who keep and show what there is, in the order they are told."""
     if folder is not None:
         yield Recording(folder)
     if progress:
-        yield shown_progress()
+        yield progress if isinstance(progress, Observer) else shown_progress()
     yield Tracking(experiment.tracking.loggers, None if folder is None else folder.path)
     yield Interrupting(interrupted)
 

@@ -282,9 +282,13 @@ def main_value(cells: Mapping[str, Mapping[str, Any]], headline: str) -> str:
 
 
 class ProgressBar(Observer):
-    """A bar on standard error with the round, the headline, clients per second and the time left."""
+    """A bar on standard error with the round, the headline, clients per second and the time left.
 
-    def __init__(self) -> None:
+    ``title`` stands before it, and what ``note`` says behind it.
+    """
+
+    def __init__(self, title: str = "", note: Callable[[], str] = str) -> None:
+        self._title, self._note = title, note
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -299,7 +303,7 @@ class ProgressBar(Observer):
         """Show the bar."""
         experiment = run.experiment
         self._line = self._bar.add_task(
-            experiment.algorithm, total=experiment.rounds, completed=run.round, note=""
+            f"{self._title}{experiment.algorithm}", total=experiment.rounds, completed=run.round, note=""
         )
         self._bar.start()
 
@@ -311,7 +315,8 @@ class ProgressBar(Observer):
     def round(self, run: Run, row: Mapping[str, Any]) -> None:
         """Go one step further."""
         speed = row.get("cohort", 0) / max(row.get("seconds", 0.0), 1e-9)
-        self._bar.update(self._line, completed=run.round, note=f"{self._value}{speed:,.0f} clients/s")
+        note = f"{self._value}{speed:,.0f} clients/s{self._note()}"
+        self._bar.update(self._line, completed=run.round, note=note)
 
     def end(self, run: Run, summary: Mapping[str, Any] | None) -> None:
         """Leave the bar as it is."""

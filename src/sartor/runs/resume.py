@@ -38,7 +38,7 @@ def resume(
     data: ClientData | None = None,
     task: Task | Factory | None = None,
     own: Sequence[Task | Factory | None] = (),
-    progress: bool = False,
+    progress: bool | Observer = False,
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
 ) -> Result:

@@ -323,6 +323,14 @@ def load_data(
 
 def divided(source: Source, experiment: Experiment) -> tuple[ClientData, Partition]:
     """A source as the experiment divides it among clients."""
+    share = experiment.partition.test_share
+    if share is not None:
+        source = source.merged()
+        if experiment.partition.name == "parts" or getattr(experiment.partition.settings, "test", None):
+            raise SettingError(
+                f"partition.test_share: partition {experiment.partition.name} has a test size of its own; "
+                "leave one of them out"
+            )
     if experiment.partition.file is not None:
         partition = Partition.load(experiment.partition.file)
     else:
@@ -332,6 +340,7 @@ def divided(source: Source, experiment: Experiment) -> tuple[ClientData, Partiti
             experiment.data.clients,
             experiment.seed,
             experiment.data.validation,
+            0.2 if share is None else share,
             leaf=experiment.partition.leaf,
         )
     for note in partition.notes:

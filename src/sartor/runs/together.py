@@ -19,6 +19,7 @@ from sartor.kernels.device import free_bytes
 from sartor.model.task import Task
 from sartor.runs.execute import execute_setup, interruptions
 from sartor.runs.experiment import Experiment
+from sartor.runs.observers import Observer
 from sartor.runs.result import Result
 from sartor.runs.setup import Setup, federation_settings
 
@@ -73,7 +74,7 @@ def seeds_at_once(setup: Setup, wanted: str) -> int:
 
 
 def execute_together(
-    setups: Sequence[Setup], outs: Sequence[Path], *, progress: bool = False
+    setups: Sequence[Setup], outs: Sequence[Path], *, progress: bool | Observer = False
 ) -> list[Result | SartorError]:
     """Run several seeds of one experiment in one batch: what each gives, or how it failed.
 
@@ -85,7 +86,7 @@ def execute_together(
             settings = federation_settings(experiment)
             return Federation(task, maker(task, data, settings), settings)
 
-        shown = progress and setup is setups[0]  # one bar for all: they are in the same round
+        shown = progress if setup is setups[0] else False  # one bar for all: they are in the same round
         return execute_setup(setup, out=out, progress=shown, opened=opened, interrupted=interrupted)
 
     outcomes: list[Result | SartorError] = []

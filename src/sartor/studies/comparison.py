@@ -32,7 +32,6 @@ failed                 ``label``, ``algorithm``, ``seed``, ``message`` of runs t
 from __future__ import annotations
 
 import dataclasses
-import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -46,7 +45,6 @@ from sartor.algorithms import registered
 from sartor.algorithms.cards import why_unprotected
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import function_file
-from sartor.runs.durations import duration
 from sartor.runs.evaluation import CELLS
 from sartor.runs.experiment import Experiment, fingerprint, from_mapping, to_mapping
 from sartor.runs.inputs import Given, Inputs, RunSettings, gather
@@ -55,6 +53,7 @@ from sartor.runs.observers import Observer
 from sartor.runs.record import environment, write_json
 from sartor.settings import build, check, meaning, setting, shown, unknown
 from sartor.studies.library import Failure, KeptRun, Runs
+from sartor.studies.progress import Tally
 from sartor.studies.statistics import bootstrap_interval, holm, ranking, signed_ranks
 
 if TYPE_CHECKING:
@@ -220,6 +219,14 @@ class Comparison:
         return {"format": FORMAT, "sartor": environment()["sartor"], **values}
 
 
+class NothingFinished(SartorError):
+    """No method of a comparison came to its end."""
+
+    def __init__(self, failed: Sequence[Failure]) -> None:
+        super().__init__(f"no method came to its end; {failed[0].label}: {failed[0].message}")
+        self.failed = tuple(failed)
+
+
 def compare(
     algorithms: str | Sequence[str] | OwnTables | None = None,
     *,
@@ -229,7 +236,7 @@ def compare(
     references: bool | None = None,
     together: str | None = None,
     out: str | Path | None = None,
-    progress: bool = False,
+    progress: bool | Tally = False,
     observers: Sequence[Observer] = (),
     **settings: Unpack[RunSettings],
 ) -> Comparison:
@@ -242,7 +249,8 @@ def compare(
     are for every method that is compared. What ``[compare]`` of the experiment says stands where nothing is
     given here. ``together`` says whether the seeds of a method are trained in one batch (``yes``, ``no``, or
     ``auto``: where that is faster). Everything is stored in the folder ``out``, where finished runs are
-    found again. ``observers`` are told of every run that is made, one after the other.
+    found again. ``progress`` tells how it goes; a :class:`~sartor.studies.progress.Tally` does so for a study
+    of which this is a part. ``observers`` are told of every run that is made, one after the other.
 
     >>> from tempfile import mkdtemp
     >>> chosen = {"fedavg": {}, "fast": {"algorithm": "fedavg", "lr": 0.5}}
@@ -276,11 +284,14 @@ def compare(
     base = plan.check(methods)
     chosen_seeds = plan.seeds(options.seeds, "compare")
     folder = plan.folder("comparisons", base) if out is None else Path(out)
+    if not isinstance(progress, Tally):
+        count = len(methods) * len(chosen_seeds)
+        progress = Tally(count, count * base.rounds, shown=progress)
     runs = Runs(folder, progress, options.together, observers)
     made, failed = _run_all(plan, methods, chosen_seeds, runs)
     finished = [method for method in methods if len(made[method.label]) == len(chosen_seeds)]
     if not finished:
-        raise SartorError(f"no method came to its end; {failed[0].label}: {failed[0].message}")
+        raise NothingFinished(failed)
     result = _comparison(finished, made, chosen_seeds, options, runs.out, failed)
     write_json(runs.out / FILE, result.to_mapping())
     return result
@@ -456,28 +467,16 @@ def _run_all(
     """Every method's runs, a seed for all of them before the next where seeds are not run together."""
     made: dict[str, list[KeptRun]] = {method.label: [] for method in methods}
     failed: list[Failure] = []
-    number = 0
     for place, seed in enumerate(seeds):
         for method in methods:
-            number += 1
             later = (plan.inputs(method, other) for other in seeds[place + 1 :])
             run = runs.attempt(plan.inputs(method, seed), method.label, later)
             if isinstance(run, Failure):
                 failed.append(run)
             else:
                 made[method.label].append(run)
-            total = len(seeds) * len(methods)
-            tell(runs, f"{number} of {total}: {method.label}, seed {seed}", run, total - number)
+            runs.tally.tell(f"{method.label}, seed {seed}", run.outcome)
     return made, failed
-
-
-def tell(runs: Runs, what: str, run: KeptRun | Failure, more: int) -> None:
-    """Say on standard error how a run among many went, and how long ``more`` of them will take."""
-    if runs.progress:
-        end = f"failed: {run.message}" if isinstance(run, Failure) else "reused" if run.reused else "done"
-        rest = runs.time_left(more)
-        end += f"; about {duration(rest)} left" if rest else ""
-        print(f"{what}: {end}", file=sys.stderr)
 
 
 # What came out ----------------------------------------------------------------------------------------------

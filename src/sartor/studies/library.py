@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -23,7 +21,6 @@ from sartor.engines.lockstep import fit_together
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.runs.cadence import fixed
 from sartor.runs.checkpoint import latest
-from sartor.runs.durations import left
 from sartor.runs.execute import execute, execute_setup
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.inputs import Inputs
@@ -32,6 +29,7 @@ from sartor.runs.record import CONFIG, RunFolder, environment
 from sartor.runs.resume import resume
 from sartor.runs.setup import load_data, set_up
 from sartor.runs.together import execute_together, may_share, seeds_at_once
+from sartor.studies.progress import Tally
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +60,11 @@ class KeptRun:
         raise SartorError(f"{self.folder}: the run has evaluated no model on {split} data")
 
     @property
+    def outcome(self) -> str:
+        """In a word how it came about."""
+        return "reused" if self.reused else "done"
+
+    @property
     def score(self) -> str:
         """What models are judged by: the headline."""
         return str(self.summary["headline"])
@@ -81,6 +84,11 @@ class Failure:
     seed: int
     message: str
 
+    @property
+    def outcome(self) -> str:
+        """In words what came of it."""
+        return f"failed: {self.message}"
+
 
 class Runs:
     """The runs under one folder. All experiments asked for differ in seed, algorithm and hyper-parameters."""
@@ -88,7 +96,7 @@ class Runs:
     def __init__(
         self,
         out: Path,
-        progress: bool = False,
+        tally: Tally | None = None,
         together: str = "auto",
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -104,15 +112,11 @@ class Runs:
         if (out / CONFIG).exists():
             raise SartorError(f"{out}: holds a run ({CONFIG}); give another folder to hold many runs")
         self.out = out
-        self.progress = progress
-        """Whether it is told how the runs go."""
-        self.bars = progress and sys.stderr.isatty()
-        """Whether every run shows its rounds; in a log file a line for each run is enough."""
+        self.tally = Tally(0, 0, shown=False) if tally is None else tally
+        """Who counts the runs and tells how they go."""
         self.observers = observers
         """Who is told of every run that is made."""
         self.together = "no" if observers else together
-        self.made, self.seconds = 0, 0.0
-        """How many runs were made, and how long that took."""
         self._hashes: dict[int, str] = {}
         self._changed: set[tuple[str, str | None]] = set()
         self._made: dict[str, tuple[Path, SartorError | None]] = {}
@@ -127,30 +131,29 @@ class Runs:
         inputs, later = _settled(inputs), map(_settled, later)
         experiment = inputs.experiment
         made = self._made.pop(fingerprint(experiment), None)
-        begin = time.monotonic()
         if made is None:
-            folder = self._folder(inputs)
-            if not RunFolder.is_free(folder):
-                run = RunFolder.open(folder)
-                reused = run.finished
-                if not reused:
-                    resume(folder, data=inputs.data, progress=self.bars, observers=self.observers)
-                    self._count(1, begin)
-                return _read(run, experiment, reused)
-            before = len(self._made)
-            made = self._make(inputs, folder, later)
-            self._count(1 + len(self._made) - before, begin)
+            run = self.stored(inputs)
+            if run is not None and run.finished:
+                self.tally.found(experiment.rounds)
+                return _read(run, experiment, reused=True)
+            with self.tally.making(experiment.rounds):
+                if run is not None:
+                    resume(run.path, data=inputs.data, progress=self._shown, observers=self.observers)
+                    return _read(run, experiment, reused=False)
+                made = self._make(inputs, self._folder(inputs), later)
         folder, error = made
         if error is not None:
             raise error
         return _read(RunFolder.open(folder), experiment, reused=False)
 
-    def _count(self, runs: int, begin: float) -> None:
-        self.made, self.seconds = self.made + runs, self.seconds + time.monotonic() - begin
+    def stored(self, inputs: Inputs) -> RunFolder | None:
+        """The run of an experiment that was made or begun earlier, if there is one."""
+        folder = self._folder(_settled(inputs))
+        return None if RunFolder.is_free(folder) else RunFolder.open(folder)
 
-    def time_left(self, runs: int) -> float | None:
-        """How long so many more runs will take, of which some may be made already; None before the first."""
-        return left(self.seconds, self.made, self.made + max(0, runs - len(self._made)))
+    @property
+    def _shown(self) -> Observer | bool:
+        return self.tally if self.tally.shown else False
 
     def attempt(self, inputs: Inputs, label: str, later: Iterable[Inputs] = ()) -> KeptRun | Failure:
         """:meth:`get`, or how the run failed; what the settings or the data are at fault for is raised."""
@@ -165,7 +168,7 @@ class Runs:
         """Make a run, and other seeds with it where that is faster."""
         if self.together == "no" or not may_share(inputs.experiment):
             given: Any = {"data": inputs.data, "task": inputs.task, "own": inputs.own}
-            told: Any = {"progress": self.bars, "observers": self.observers}
+            told: Any = {"progress": self._shown, "observers": self.observers}
             execute(inputs.experiment, **given, out=folder, **told)
             return folder, None
         setups = [set_up(inputs.experiment, data=inputs.data, task=inputs.task)]
@@ -173,9 +176,10 @@ class Runs:
         wanted = [(inputs, folder), *islice(missing, seeds_at_once(setups[0], self.together) - 1)]
         setups += [set_up(each.experiment, data=each.data, task=each.task) for each, _ in wanted[1:]]
         if len(setups) == 1 or not fit_together([(setup.task, setup.data) for setup in setups]):
-            execute_setup(setups[0], out=folder, progress=self.bars)
+            execute_setup(setups[0], out=folder, progress=self._shown)
             return folder, None
-        outcomes = execute_together(setups, [place for _, place in wanted], progress=self.bars)
+        self.tally.together(len(setups))
+        outcomes = execute_together(setups, [place for _, place in wanted], progress=self._shown)
         for (each, place), outcome in zip(wanted, outcomes, strict=True):
             error = outcome if isinstance(outcome, SartorError) else None
             self._made[fingerprint(each.experiment)] = (place, error)

@@ -23,17 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from sartor.errors import SartorError, SettingError
-from sartor.runs.experiment import read_toml
-from sartor.runs.record import RunFolder, write_json
+from sartor.runs.experiment import Experiment, read_toml
+from sartor.runs.record import RunFolder, environment, write_json
 from sartor.settings import build, setting, unknown
 from sartor.studies import papers, presets
-from sartor.studies.comparison import Comparison, Estimate, compare, estimate
+from sartor.studies.comparison import Comparison, Estimate, NothingFinished, compare, estimate
+from sartor.studies.computed import computed
 from sartor.studies.library import Failure
+from sartor.studies.progress import Tally
 
 FILE = "reproduction.json"
 SCALES = ("small", "paper")
 HOW = ("engine", "checkpoint", "tracking")
 """Settings that say how something is run and leave its numbers alone."""
+COMPUTED = "computed"
+"""The cell of an entry that is no training."""
 LEAST_BAND = 0.005
 """Half the width of the narrowest band: numbers are printed with few digits, and of few seeds."""
 
@@ -46,6 +50,8 @@ class Column:
     settings: dict[str, Any] = field(default_factory=dict)
     hyper: dict[str, Any] = field(default_factory=dict)
     """By method."""
+    methods: dict[str, Any] = field(default_factory=dict)
+    """Settings by method, of this column alone."""
     round: int = 0
     """The state after so many rounds; 0: at the end."""
     cell: str = ""
@@ -109,6 +115,10 @@ class Entry:
     place: str
     same_as: str
     cannot: str
+    over: str
+    """What a figure's axis has: ``rounds``, ``columns``, ``methods`` or ``clients``; empty: no figure."""
+    axis: str
+    """What that axis is called."""
     cell: str
     score: str
     when: str
@@ -139,6 +149,8 @@ class _File:
     note: str = ""
     same_as: str = ""
     cannot: str = ""
+    over: str = setting("", "", choices=("", "rounds", "columns", "methods", "clients"))
+    axis: str = ""
     preset: str = ""
     experiment: dict[str, Any] = field(default_factory=dict)
     cell: str = "local"
@@ -223,6 +235,8 @@ def entry(name: str) -> Entry:
         place=file.place,
         same_as=file.same_as,
         cannot=file.cannot,
+        over=file.over,
+        axis=file.axis,
         cell=file.cell,
         score=file.score,
         when=file.when,
@@ -295,6 +309,8 @@ class Number:
     measured: float | None
     measured_deviation: float | None
     within_measured: bool | None
+    runs: tuple[str, ...] = ()
+    """The folders of the runs behind it, one for each seed, inside the reproduction's."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +330,8 @@ class Reproduction:
     """The result of :func:`reproduce`, as it is stored."""
 
     name: str
+    asked: str
+    """The name that was given: of a figure, where ``name`` is the table that it draws."""
     scale: str
     percent: bool
     seeds: tuple[int, ...]
@@ -324,17 +342,21 @@ class Reproduction:
     failed: tuple[Failure, ...]
     comparisons: tuple[str, ...]
     """The folders of the comparisons behind the numbers."""
+    hardware: tuple[str, ...]
+    """What the runs were made on."""
+    seconds: float
+    """How long all of them took together, evaluation included."""
     out: Path
 
     def to_mapping(self) -> dict[str, Any]:
         """What ``reproduction.json`` holds."""
         values = asdict(self)
         del values["out"]
-        return values
+        return {"sartor": environment()["sartor"], **values}
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Columns and methods that one comparison serves: equal settings and hyper-parameters."""
 
     name: str
@@ -342,6 +364,17 @@ class _Group:
     settings: dict[str, Any]
     tables: dict[str, dict[str, Any]]
     columns: list[Column]
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds each of its runs has."""
+        return int(self.settings.get("rounds", Experiment.rounds))
+
+    @property
+    def words(self) -> str:
+        """Its columns in a few words."""
+        labels = [column.label for column in self.columns]
+        return ", ".join(labels) if len(labels) < 3 else f"{labels[0]} to {labels[-1]}"
 
 
 def reproduce(
@@ -368,6 +401,125 @@ def reproduce(
     >>> [(number.method, number.column) for number in result.numbers]
     [('fedavg', '5')]
     """
+    work = planned(
+        name, scale=scale, seeds=seeds, methods=methods, columns=columns, settings=settings, out=out
+    )
+    chosen, at = work.entry, work.at
+    failed: list[Failure] = []
+    compared: list[Comparison] = []
+    if chosen.cell == COMPUTED:
+        found = _computed(work, device)
+    else:
+        found = {}
+        tally = Tally(work.runs, work.rounds, shown=progress)
+        for group in work.groups:
+            tally.place = group.words
+            try:
+                result = compare(
+                    group.tables,
+                    experiment=group.settings,
+                    seeds=work.seeds,
+                    references=False,
+                    device=device,
+                    out=work.out / group.name,
+                    progress=tally,
+                )
+            except SettingError as error:
+                raise SettingError(f"{name}, {scale}: {error}") from None
+            except NothingFinished as error:  # the other columns go on
+                failed += error.failed
+                continue
+            compared.append(result)
+            failed += result.failed
+            found.update(_numbers(result, group, chosen))
+        if not compared:
+            raise NothingFinished(failed)
+    made = [
+        _beside(
+            chosen, scale, label, column, *found[label, column.label], as_stated=_as_stated(work.settings)
+        )
+        for column in at.columns
+        for label in at.methods
+        if (label, column.label) in found
+    ]
+    runs = [RunFolder.open(work.out / each) for each in dict.fromkeys(run for n in made for run in n.runs)]
+    reproduction = Reproduction(
+        name=chosen.name,
+        asked=name,
+        scale=scale,
+        percent=chosen.percent,
+        seeds=compared[0].seeds if compared else work.numbered,
+        settings=work.settings,
+        numbers=tuple(made),
+        orders=tuple(_orders(made, at.columns)),
+        failed=tuple(failed),
+        comparisons=tuple(result.out.name for result in compared),
+        hardware=tuple(dict.fromkeys(str(run.environment.get("device_name", "unknown")) for run in runs)),
+        seconds=sum(row_seconds(row) for run in runs for row in run.rounds),
+        out=work.out,
+    )
+    write_json(work.out / FILE, reproduction.to_mapping())
+    return reproduction
+
+
+def row_seconds(row: Mapping[str, Any]) -> float:
+    """How long a round took, with its evaluation."""
+    return float(row.get("seconds", 0.0)) + float(row.get("evaluation_seconds", 0.0))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an entry comes to with what was asked for: the comparisons to be made."""
+
+    entry: Entry
+    at: Setting
+    groups: tuple[Group, ...]
+    seeds: int | tuple[int, ...]
+    settings: dict[str, Any]
+    out: Path
+
+    @property
+    def trained(self) -> tuple[Group, ...]:
+        """The comparisons; an entry that is computed has none."""
+        return () if self.entry.cell == COMPUTED else self.groups
+
+    @property
+    def numbered(self) -> tuple[int, ...]:
+        """The seeds one by one."""
+        return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
+
+    @property
+    def seed_count(self) -> int:
+        """How many runs each method has in each column."""
+        return self.seeds if isinstance(self.seeds, int) else len(self.seeds)
+
+    @property
+    def runs(self) -> int:
+        """How many runs there are."""
+        return self.seed_count * sum(len(group.tables) for group in self.trained)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds all runs have together."""
+        return self.seed_count * sum(group.rounds * len(group.tables) for group in self.trained)
+
+
+def planned(
+    name: str,
+    *,
+    scale: str = "small",
+    seeds: int | Sequence[int] | None = None,
+    methods: Iterable[str] | None = None,
+    columns: Iterable[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+) -> Work:
+    """What :func:`reproduce` would run for the same words.
+
+    >>> work = planned("comfed/table4", scale="paper")
+    >>> work.runs, work.rounds, str(work.out)
+    (48, 96000, 'reproductions/comfed-table4-paper')
+    """
     chosen = entry(name)
     if chosen.same_as:
         chosen = entry(chosen.same_as)
@@ -383,49 +535,12 @@ def reproduce(
         seeds = 1 if scale == "small" else max(1, chosen.seeds)
     folder = Path("reproductions") / f"{chosen.name.replace('/', '-')}-{scale}" if out is None else Path(out)
     given = dict(settings or {})
-    as_stated = _as_stated(given)
-    found: dict[tuple[str, str], Estimate] = {}
-    failed: list[Failure] = []
-    compared: list[str] = []
-    used: tuple[int, ...] = ()
-    for group in _groups(at, given):
-        place = folder / group.name
-        try:
-            result = compare(
-                group.tables,
-                experiment=group.settings,
-                seeds=seeds,
-                references=False,
-                device=device,
-                out=place,
-                progress=progress,
-            )
-        except SettingError as error:
-            raise SettingError(f"{name}, {scale}: {error}") from None
-        used = result.seeds
-        compared.append(place.name)
-        failed += result.failed
-        found.update(_numbers(result, group, chosen))
-    made = [
-        _beside(chosen, scale, label, column, found[label, column.label], as_stated)
-        for column in at.columns
-        for label in at.methods
-        if (label, column.label) in found
-    ]
-    reproduction = Reproduction(
-        name=chosen.name,
-        scale=scale,
-        percent=chosen.percent,
-        seeds=used,
-        settings=given,
-        numbers=tuple(made),
-        orders=tuple(_orders(made, at.columns)),
-        failed=tuple(failed),
-        comparisons=tuple(compared),
-        out=folder,
-    )
-    write_json(folder / FILE, reproduction.to_mapping())
-    return reproduction
+    if chosen.cell == COMPUTED:
+        taken = {key for group in _groups(at, {}) for key in group.settings}
+        for key in given.keys() - taken:
+            raise unknown(name, key, taken)
+    counted = seeds if isinstance(seeds, int) else tuple(seeds)
+    return Work(chosen, at, tuple(_groups(at, given)), counted, given, folder)
 
 
 def _as_stated(given: Mapping[str, Any]) -> bool:
@@ -453,14 +568,15 @@ def _some(at: Setting, methods: Iterable[str] | None, columns: Iterable[str] | N
     )
 
 
-def _groups(at: Setting, settings: Mapping[str, Any]) -> list[_Group]:
+def _groups(at: Setting, settings: Mapping[str, Any]) -> list[Group]:
     """The comparisons that are needed, as few as there can be."""
-    groups: dict[str, _Group] = {}
+    groups: dict[str, Group] = {}
     for column in at.columns:
         for label, row in at.methods.items():
-            own = merged(at.experiment, column.settings, row.settings, settings)
+            here = column.methods.get(label, {})
+            own = merged(at.experiment, column.settings, row.settings, here, settings)
             key = json.dumps([own, column.hyper], sort_keys=True, default=str)
-            group = groups.setdefault(key, _Group(hashlib.sha256(key.encode()).hexdigest()[:8], own, {}, []))
+            group = groups.setdefault(key, Group(hashlib.sha256(key.encode()).hexdigest()[:8], own, {}, []))
             hyper = {**row.hyper, **column.hyper.get(label, {})}
             group.tables[label] = {"algorithm": row.algorithm, **hyper}
             if column not in group.columns:
@@ -468,17 +584,31 @@ def _groups(at: Setting, settings: Mapping[str, Any]) -> list[_Group]:
     return list(groups.values())
 
 
-def _numbers(result: Comparison, group: _Group, chosen: Entry) -> dict[tuple[str, str], Estimate]:
-    """By method and column what the runs of a comparison give."""
+def _computed(work: Work, device: str | None) -> dict[tuple[str, str], tuple[Estimate, tuple[str, ...]]]:
+    """By method and column what a computation gives, where an entry is no training."""
+    found: dict[tuple[str, str], tuple[Estimate, tuple[str, ...]]] = {}
+    for group in work.groups:
+        for column in group.columns:
+            for label, method in group.tables.items():
+                asked = (column.score or work.entry.score, group.settings, method, device)
+                made = estimate(computed(*asked, seed) for seed in work.numbered)
+                found[label, column.label] = (made, ())
+    return found
+
+
+def _numbers(
+    result: Comparison, group: Group, chosen: Entry
+) -> dict[tuple[str, str], tuple[Estimate, tuple[str, ...]]]:
+    """By method and column what the runs of a comparison give, and which runs they are."""
     found = {}
     for method in result.methods:
         runs = [RunFolder.open(result.out / run.folder).rounds for run in method.runs]
+        folders = tuple(f"{result.out.name}/{run.folder}" for run in method.runs)
         for column in group.columns:
             values = [number_of(rounds, column, chosen) for rounds in runs]
             scale = 100.0 if chosen.percent else 1.0
-            found[method.label, column.label] = estimate(
-                None if value is None else scale * value for value in values
-            )
+            made = estimate(None if value is None else scale * value for value in values)
+            found[method.label, column.label] = (made, folders)
     return found
 
 
@@ -501,7 +631,16 @@ def number_of(rounds: Sequence[Mapping[str, Any]], column: Column, chosen: Entry
     return max(found) if chosen.when == "best" else found[-1]
 
 
-def _beside(chosen: Entry, scale: str, label: str, column: Column, ours: Estimate, as_stated: bool) -> Number:
+def _beside(
+    chosen: Entry,
+    scale: str,
+    label: str,
+    column: Column,
+    ours: Estimate,
+    runs: tuple[str, ...] = (),
+    *,
+    as_stated: bool,
+) -> Number:
     """A number with what it is compared with, and judged by it if it was run as the entry states."""
     paper, deviation = None, None
     same = column.label if scale == "paper" else column.paper
@@ -525,6 +664,7 @@ def _beside(chosen: Entry, scale: str, label: str, column: Column, ours: Estimat
         measured=ours_before,
         measured_deviation=ours_deviation,
         within_measured=within(ours.mean, ours_before, ours_deviation, chosen.percent) if as_stated else None,
+        runs=runs,
     )
 
 

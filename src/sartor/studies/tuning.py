@@ -63,9 +63,9 @@ from sartor.studies.comparison import (
     hyper_fields,
     shared_settings,
     split_table,
-    tell,
 )
 from sartor.studies.library import Failure, KeptRun, Runs
+from sartor.studies.progress import Tally
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -208,14 +208,15 @@ def search(
     chosen_seeds = plan.seeds(options.seeds, "search")
     _require_validation(plan, trials[0], chosen_seeds[0])
     folder = plan.folder("searches", base) if out is None else Path(out)
-    runs = Runs(folder, progress, options.together, observers)
+    count = len(trials) * len(chosen_seeds)
+    tally = Tally(count, count * base.rounds, shown=progress)
+    runs = Runs(folder, tally, options.together, observers)
     tuned: list[Tuned] = []
     score, sign = "accuracy", 1.0
     for each in methods:
         done = []
         for number, point in enumerate(points[each.label]):
-            more = len(trials) - sum(len(tried.trials) for tried in tuned) - number - 1
-            trial, some = _try(plan, each, number, point, chosen_seeds, runs, more)
+            trial, some = _try(plan, each, number, point, chosen_seeds, runs)
             done.append(trial)
             score, sign = (score, sign) if some is None else (some.score, some.sign)
         space = {key: asdict(v) if isinstance(v, Range) else list(v) for key, v in spaces[each.label].items()}
@@ -443,17 +444,17 @@ def _try(
     point: dict[str, Any],
     seeds: Sequence[int],
     runs: Runs,
-    more: int,
 ) -> tuple[Trial, KeptRun | None]:
-    """A trial on all seeds, and one of its runs, if it has not failed; ``more`` trials follow."""
+    """A trial on all seeds, and one of its runs, if it has not failed."""
     made: list[KeptRun] = []
     tried = dataclasses.replace(method, hyper=point)
     for place, seed in enumerate(seeds):
         later = (plan.inputs(tried, other) for other in seeds[place + 1 :])
         run = runs.attempt(plan.inputs(tried, seed), method.label, later)
-        rest = more * len(seeds) + len(seeds) - place - 1
-        tell(runs, f"{method.label}, trial {number + 1}, seed {seed}", run, rest)
+        runs.tally.tell(f"{method.label}, trial {number + 1}, seed {seed}", run.outcome)
         if isinstance(run, Failure):
+            rounds = plan.inputs(tried, seed).experiment.rounds
+            runs.tally.skip(len(seeds) - place - 1, rounds)
             return Trial(number, point, None, None, run.message, _runs_of(made)), None
         made.append(run)
     cell = made[0].cell("validation")

@@ -1,0 +1,137 @@
+"""What a table or figure of a paper will take, before it is run: how many runs, rounds and how much time.
+
+A round's time is taken from runs of the same kind that are there already, finished or not, or else measured
+on a few rounds of the experiment (:mod:`sartor.runs.cost`), once for all columns that differ in nothing that
+takes time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sartor.errors import SettingError
+from sartor.runs import cost
+from sartor.runs.experiment import Experiment, to_mapping
+from sartor.runs.inputs import gather
+from sartor.runs.record import RunFolder
+from sartor.studies.comparison import CompareSettings, Plan, split_table
+from sartor.studies.library import Runs
+from sartor.studies.reproduction import Group, Work, planned, row_seconds
+
+
+@dataclass(frozen=True)
+class Part:
+    """A method in the columns that the same runs serve."""
+
+    method: str
+    columns: str
+    runs: int
+    there: int
+    """Of them finished already."""
+    rounds: int
+    """Of each run."""
+    seconds_per_round: float
+    """With a round's share of evaluations."""
+    seconds: float
+    """For what is not there yet."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What an entry will take."""
+
+    name: str
+    scale: str
+    device: str
+    runs: int
+    there: int
+    rounds: int
+    """Of all runs together."""
+    seconds: float
+    """For what is not there yet, one run after the other."""
+    parts: tuple[Part, ...]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def forecast(
+    name: str,
+    *,
+    scale: str = "small",
+    seeds: int | Sequence[int] | None = None,
+    methods: Iterable[str] | None = None,
+    columns: Iterable[str] | None = None,
+    device: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+) -> Forecast:
+    """What :func:`~sartor.studies.reproduction.reproduce` would take for the same words.
+
+    Seeds that are trained in one batch take less.
+
+    >>> expected = forecast("comfed/table4", methods=["fedavg"], seeds=3, settings={"rounds": 10})
+    >>> expected.runs, expected.there, expected.rounds, expected.seconds > 0
+    (3, 0, 30, True)
+    """
+    work = planned(
+        name, scale=scale, seeds=seeds, methods=methods, columns=columns, settings=settings, out=out
+    )
+    known: dict[str, float] = {}
+    parts: list[Part] = []
+    for group in work.trained:
+        try:
+            parts += _parts(group, work, device, known)
+        except SettingError as error:
+            raise SettingError(f"{name}, {scale}: {error}") from None
+    return Forecast(
+        name=work.entry.name,
+        scale=scale,
+        device=device or "cpu",
+        runs=work.runs,
+        there=sum(part.there for part in parts),
+        rounds=work.rounds,
+        seconds=sum(part.seconds for part in parts),
+        parts=tuple(parts),
+    )
+
+
+def _parts(group: Group, work: Work, device: str | None, known: dict[str, float]) -> Iterable[Part]:
+    """The parts of a comparison; ``known`` are seconds of rounds of one kind."""
+    plan = Plan(gather({"experiment": group.settings, "device": device}))
+    _, tables = split_table(plan.compare, CompareSettings, "compare", {}, group.tables)
+    methods = plan.methods(list(group.tables), tables, "compare")
+    plan.check(methods)
+    runs = Runs(work.out / group.name)
+    for method in methods:
+        inputs = [plan.inputs(method, seed) for seed in plan.seeds(work.seeds, "compare")]
+        stored = [runs.stored(each) for each in inputs]
+        made = [[] if run is None else run.rounds for run in stored]
+        played = [row_seconds(row) for rows in made for row in rows]
+        experiment = inputs[0].experiment
+        kind = _kind(experiment)
+        if played:
+            each = sum(played) / len(played)
+        else:
+            if kind not in known:
+                known[kind] = cost.estimate(experiment)["seconds"] / max(1, experiment.rounds)
+            each = known[kind]
+        left = sum(_rest(run, rows, group.rounds) for run, rows in zip(stored, made, strict=True))
+        there = sum(run is not None and run.finished for run in stored)
+        yield Part(method.label, group.words, len(inputs), there, group.rounds, each, each * left)
+
+
+def _rest(run: RunFolder | None, rows: Sequence[Any], rounds: int) -> int:
+    """How many rounds of a run are still to be played."""
+    return 0 if run is not None and run.finished else max(0, rounds - len(rows))
+
+
+def _kind(experiment: Experiment) -> str:
+    """What the time of a round depends on; rates and the law of the classes are no part of it."""
+    settings = to_mapping(experiment)
+    parts = ("algorithm", "model", "models", "local", "cohort", "evaluate", "engine", "features")
+    return repr([settings["data"], settings["rounds"], [settings.get(part) for part in parts]])
