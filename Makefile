@@ -8,7 +8,10 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 # Processes that run tests: one more than there are cores, as one of them mostly waits for servers and nodes.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: install run test test-fast nightly soak fuzz lint docs bench clean
+# Many processes are started: what the first of them has compiled serves all others.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: install run test test-fast suite nightly soak fuzz lint docs bench clean
 
 install: $(STAMP)
 
@@ -24,11 +27,15 @@ $(STAMP): $(USABLE)
 run: $(USABLE)
 	$(BIN)/python -m sartor.commands.demo
 
-test: lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+# Lint runs beside the tests, as most of it is one process.
+test: install
+	$(MAKE) -j 2 lint suite
 
-test-fast: lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
+test-fast: install
+	$(MAKE) -j 2 lint suite MARKED="-m 'not slow'"
+
+suite: install
+	$(BIN)/python -m pytest -n $(WORKERS) $(MARKED)
 
 nightly: install
 	$(BIN)/python -m pytest -n auto -m nightly

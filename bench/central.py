@@ -14,24 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from sartor.algorithms import registered
-from sartor.algorithms.base import Algorithm, make
-from sartor.client.settings import Local
-from sartor.data.clients import ClientData, Split
-from sartor.engines import make_federation
+from sartor.algorithms.base import make
 from sartor.federation import Federation
-from sartor.federation.exchange import Replies
-from sartor.model.task import Task
+from sartor.studies.computed import central_round, idle_federation, seconds
 
 CLIENTS = 400
 SHARES = (10, 20, 30, 40)
@@ -52,65 +44,13 @@ PAPER = {
 }
 
 
-def federation_of(module: nn.Module, features: int, clients: int, device: str) -> Federation:
-    """Clients with two samples each: their replies are drawn, not computed."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * clients, features, generator=generator)
-    y = torch.arange(2 * clients) % 10
-    split = Split(x, y, np.arange(clients) * 2, np.full(clients, 2))
-    names = tuple(f"client {number}" for number in range(clients))
-    data = ClientData(names, split, split, None, x[:10], y[:10], 10, "random", "random")
-    return make_federation(
-        "loop", Task(module, classes=10), data, local=Local(weight_decay=1e-4), device=device
-    )
-
-
-def central(algorithm: Algorithm, federation: Federation, clients: int, models: int, means: bool) -> Any:
-    """The server's work of one round on drawn replies, as a function without arguments."""
-    task, device = federation.task, federation.engine.device
-    generator = torch.Generator(device).manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    cohort = np.arange(clients)
-    w, trained = draw(models, task.size), draw(clients, task.size)
-    values = {"gradient": draw(clients, models, task.size)} if means else {}
-    replies = Replies(cohort, np.full(clients, 2), values, device, torch.float32)
-    start = replace(algorithm.start(federation), w=w, m=torch.zeros_like(w), v=torch.zeros_like(w))
-    federation.round = algorithm.hyper.threshold + 1
-    fixed = draw(models, task.size)
-
-    def one_round() -> Any:
-        g = replies.mean("gradient") if means else fixed
-        found = algorithm.grouped(start, federation, trained, g)
-        scale = algorithm.scale(start, federation, replies)
-        moved = start.w + scale * algorithm.change(start, federation, found, scale)
-        gradient = (replies.mean("gradient") if means else fixed) + federation.local.weight_decay * moved
-        return algorithm.accelerated(start, moved, gradient)
-
-    return one_round
-
-
-def seconds(one_round: Any, device: str, repeats: int) -> list[float]:
-    taken = []
-    for turn in range(repeats + 1):
-        begin = time.perf_counter()
-        one_round()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if turn:  # the first is for warming up
-            taken.append(time.perf_counter() - begin)
-    return taken
-
-
 def measure(
     name: str, federation: Federation, clients: int, models: int, repeats: int, means: bool
 ) -> dict[str, Any]:
     algorithm = make(registered()[name], groups=models)
     federation.states = type(federation.states)(federation.clients, federation.engine.device)
     taken = seconds(
-        central(algorithm, federation, clients, models, means), str(federation.engine.device), repeats
+        central_round(algorithm, federation, clients, models, means), str(federation.engine.device), repeats
     )
     return {
         "method": name,
@@ -123,7 +63,7 @@ def measure(
 
 
 def table_one(device: str, repeats: int) -> list[dict[str, Any]]:
-    federation = federation_of(nn.Linear(576, 10), 576, CLIENTS, device)
+    federation = idle_federation(nn.Linear(576, 10), 576, CLIENTS, device)
     console, results = Console(width=120), []
     for name, paper in PAPER.items():
         table = Table(title=f"{name}: milliseconds of central work, best (median; the paper's seconds)")
@@ -152,7 +92,7 @@ def table_one(device: str, repeats: int) -> list[dict[str, Any]]:
 
 def large(device: str, repeats: int) -> list[dict[str, Any]]:
     module = nn.Sequential(nn.Linear(784, 2016), nn.ReLU(), nn.Linear(2016, 10))
-    federation = federation_of(module, 784, 160, device)
+    federation = idle_federation(module, 784, 160, device)
     results = [measure(name, federation, 160, models, repeats, False) for name in PAPER for models in (2, 8)]
     for cell in results:
         print(

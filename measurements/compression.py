@@ -2,12 +2,13 @@
 
     python measurements/compression.py --device cuda       # what is missing of results/compression.json
     python measurements/compression.py --cells int8 sign   # some of it
-    python measurements/compression.py --draw              # draws it: docs/compression.svg
+    python measurements/compression.py --draw              # draws it, docs/compression.svg, as a table too
 
 Fashion-MNIST, 100 clients with unlike mixtures of classes (Dirichlet 0.3) and 200 training samples each, ten
 of them in a round, LeNet, 200 rounds, three seeds. Each cell has the learning rate of four that is best on
-validation data, with a seed of its own, so all have the same budget. Up is compressed, and down is whole; the
-last cells compress both. The file is written after each cell.
+validation data, with a seed of its own, so all have the same budget; where one of its seeds diverges, the
+next best. Up is compressed, and down is whole; the last cells compress both. The file is written after each
+cell.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pictures import panels, save
 from workers import measured
 
 import sartor
@@ -78,6 +80,16 @@ def run(cell: str, lr: float, seed: int, device: str, rounds: int) -> Result:
     return sartor.run("fedavg", experiment=experiment, hyper=hyper, seed=seed, device=device, store=False)
 
 
+def final(cell: str, rates: list[float], device: str, rounds: int) -> tuple[float, list[dict[str, Any]]]:
+    """The first rate with which no seed diverges, and the summaries."""
+    for lr in rates:
+        try:
+            return lr, [run(cell, lr, seed, device, rounds).summary for seed in SEEDS]
+        except SartorError as error:
+            print(f"{cell}, lr {lr:g}: {error}", file=sys.stderr)
+    raise SartorError(f"{cell}: diverges with every rate")
+
+
 def measure(cell: str, device: str, rounds: int) -> dict[str, Any]:
     """The rate of a cell, and what its seeds gave."""
     began, tried = time.perf_counter(), {}
@@ -87,8 +99,7 @@ def measure(cell: str, device: str, rounds: int) -> dict[str, Any]:
             tried[rate] = float(np.nanmean(rows[-SETTINGS["data"]["clients"] :]))
         except SartorError as error:
             print(f"{cell}, lr {rate:g}: {error}", file=sys.stderr)  # it diverges
-    lr = max(tried, key=lambda rate: tried[rate])
-    runs = [run(cell, lr, seed, device, rounds).summary for seed in SEEDS]
+    lr, runs = final(cell, sorted(tried, key=lambda rate: -tried[rate]), device, rounds)
     accuracy = [each["accuracy"]["shared_pooled"] for each in runs]
     return {
         "lr": lr,
@@ -102,23 +113,30 @@ def measure(cell: str, device: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def draw() -> None:
+def draw(cells: dict[str, Any]) -> None:
     """Accuracy against bytes sent up, in logarithms."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    cells = json.loads(RESULT.read_text())["cells"]
-    plt.rcParams.update({"svg.fonttype": "none", "font.size": 11, "svg.hashsalt": "sartor"})
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, (axes,) = panels(1, 1, (8, 4.5))
     for name, cell in cells.items():
-        axes.errorbar(cell["up"] / 1e6, 100 * cell["mean"], 100 * cell["deviation"], fmt="o", markersize=4)
-        axes.annotate(name, (cell["up"] / 1e6, 100 * cell["mean"]), xytext=(4, 4), textcoords="offset points")
+        sent, mean = cell["up"] / 1e6, 100 * cell["mean"]
+        axes.errorbar(sent, mean, 100 * cell["deviation"], fmt="o", markersize=4)
+        axes.annotate(name, (sent, mean), xytext=(4, 4), textcoords="offset points", fontsize=9)
     axes.set(xscale="log", xlabel="MB sent by all clients", ylabel="accuracy on pooled test data, %")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.savefig(ROOT / "docs" / "compression.svg", bbox_inches="tight", metadata={"Date": None})
+    save(figure, "compression")
+
+
+def table(cells: dict[str, Any]) -> str:
+    """A row for each cell."""
+    lines = [
+        "| transforms | accuracy (%) | MB up | MB down | learning rate |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name in CELLS:
+        if name in cells:
+            cell = cells[name]
+            accuracy = f"{100 * cell['mean']:.1f} ± {100 * cell['deviation']:.1f}"
+            sent = " | ".join(f"{cell[way] / 1e6:.3g}" for way in ("up", "down"))
+            lines.append(f"| {name} | {accuracy} | {sent} | {cell['lr']:g} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -133,10 +151,11 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true")
     parser.add_argument("--workers", type=int, default=1, help="cells at once")
     chosen = parser.parse_args()
-    if chosen.draw:
-        draw()
-        return
     results = json.loads(chosen.json.read_text()) if chosen.json.exists() else {"cells": {}}
+    if chosen.draw:
+        draw(results["cells"])
+        print(table(results["cells"]))
+        return
     results |= {"settings": {**SETTINGS, "rounds": chosen.rounds}, "rates": RATES, "seeds": SEEDS}
     results |= {"environment": environment(chosen.device)}
     missing = [cell for cell in chosen.cells if cell not in results["cells"]]

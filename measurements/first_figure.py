@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pictures import panels, save
 
 import sartor
 from sartor.errors import SartorError
@@ -64,14 +65,8 @@ def measure(device: str) -> None:
 
 def draw() -> None:
     """Lines from the worst off client to the best, with a band over the seeds."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
     found = Results(RESULT).numbers
-    plt.rcParams.update({"svg.fonttype": "none", "font.size": 11, "svg.hashsalt": "sartor"})
-    figure, axes = plt.subplots(figsize=(7, 3.4))
+    figure, (axes,) = panels(1, 1, (7, 3.4))
     places = range(1, CLIENTS + 1)
     for method, colour in COLOURS.items():
         rows = 100 * np.sort(np.array(found[method]["accuracy"]), axis=1)
@@ -80,9 +75,7 @@ def draw() -> None:
         axes.fill_between(places, rows.min(axis=0), rows.max(axis=0), color=colour, alpha=0.15)
     axes.set(xlabel="clients, from the worst off", ylabel="accuracy on own data, %", xlim=(1, CLIENTS))
     axes.legend(frameon=False, loc="lower right")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.savefig(ROOT / "docs" / "clients.svg", bbox_inches="tight", metadata={"Date": None})
+    save(figure, "clients")
 
 
 if __name__ == "__main__":

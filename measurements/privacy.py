@@ -2,7 +2,7 @@
 
     python measurements/privacy.py --workers 16      # what is missing of the results
     python measurements/privacy.py --cells central/fedrep/8
-    python measurements/privacy.py --table           # what was measured, as a table
+    python measurements/privacy.py --table           # what was measured, as a table and as docs/privacy.svg
 
 The images are MNIST's without their margin, shrunk to 8×8; 100 clients hold 100 of them each, whose classes
 are drawn by Dirichlet 0.3, and are tested on 200 of the same kind. The network is ``mlp`` with 16 units.
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from method_curves import SEARCH_SEED, SEEDS
+from pictures import panels, save
 from which_method import Images
 from workers import measured
 
@@ -42,7 +43,7 @@ EPSILONS: dict[str, tuple[float | None, ...]] = {
     "samples": (2, 4, 8, 16, None),
 }
 METHODS = {
-    "central": ("fedavg", "ditto", "fedper", "fedrep"),
+    "central": ("fedavg", "ditto", "fedper", "fedrep", "separate"),
     "samples": ("fedavg", "ditto", "diversifed", "separate"),
 }
 """With a guarantee there: DiversiFed's server needs more than sums, FedRep's loss is more than a sample's."""
@@ -63,6 +64,7 @@ def cells() -> list[str]:
         f"{mode}/{method}/{'none' if epsilon is None else f'{epsilon:g}'}"
         for mode in METHODS
         for method, epsilon in itertools.product(METHODS[mode], EPSILONS[mode])
+        if epsilon is None or (mode, method) != ("central", "separate")  # it tells nobody, and spends nothing
     ]
 
 
@@ -152,6 +154,27 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def draw(results: dict[str, Any]) -> None:
+    """Accuracy against ε, a panel for each mode; dashed without privacy."""
+    figure, both = panels(1, 2, (9, 4))
+    for axes, (mode, methods) in zip(both, METHODS.items(), strict=True):
+        for place, method in enumerate(methods):
+            known = [
+                each for each in EPSILONS[mode] if each and f"{mode}/{method}/{each:g}" in results["cells"]
+            ]
+            found = [results["cells"][f"{mode}/{method}/{each:g}"] for each in known]
+            means, wide = ([100 * each[key] for each in found] for key in ("mean", "deviation"))
+            axes.errorbar(known, means, wide, fmt="o-", markersize=4, color=f"C{place}", label=method)
+            without = 100 * results["cells"][f"{mode}/{method}/none"]["mean"]
+            axes.axhline(without, color=f"C{place}", linestyle="--", linewidth=0.8)
+        axes.set(title=f"{mode}: {'a client' if mode == 'central' else 'a sample'} is hidden", xlabel="ε")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.legend(frameon=False, loc="lower right")
+    both[0].set_ylabel("accuracy on own test data, %")
+    save(figure, "privacy")
+
+
 def main() -> None:
     """Measure what is missing."""
     parser = argparse.ArgumentParser(
@@ -159,7 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--cells", nargs="*", choices=cells(), default=cells(), metavar="MODE/METHOD/EPSILON")
     parser.add_argument("--workers", type=int, default=1, help="cells at once")
-    parser.add_argument("--table", action="store_true", help="print what was measured")
+    parser.add_argument("--table", action="store_true", help="print and draw what was measured")
     parser.add_argument("--json", type=Path, default=FILE, help="the file")
     arguments = parser.parse_args()
     results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"cells": {}}
@@ -169,6 +192,7 @@ def main() -> None:
             keep(arguments.json, cell, found)
             print(f"{cell}: {100 * found['mean']:.2f} %, {found['seconds']:.0f} s", flush=True)
         return
+    draw(results)
     print(table(results))
 
 

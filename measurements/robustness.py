@@ -2,7 +2,7 @@
 
     python measurements/robustness.py --workers 16               # what is missing of the results
     python measurements/robustness.py --studies methods --attacks sign-flip --workers 4
-    python measurements/robustness.py --table                    # the tables of what is there
+    python measurements/robustness.py --table          # tables of what is there, docs/robustness.svg
 
 Clients have 200 images each, classes drawn by Dirichlet 0.5, and 50 to test on. Everybody takes part in every
 round. ``rules`` is FedAvg with each rule, against each attack by 10 to 40 % of the clients; ``methods`` are
@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pictures import panels, save
 from torch import Tensor
 from workers import measured
 
@@ -81,6 +82,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 }
 SHARES = (0.1, 0.2, 0.3, 0.4)
 RECOMMENDED = "similarity"
+DRAWN = ("mean", "median", "geometric-median", "multi-krum", "bulyan", "centred-clipping", "similarity")
 
 
 @register_attack("absent")
@@ -230,6 +232,35 @@ def tables(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def draw(results: dict[str, Any]) -> None:
+    """FedAvg's honest clients over the share of attackers: a panel for each attack, a line for each rule."""
+    figure, both = panels(2, 4, (11, 5.5))
+    shown = [attack for attack in ATTACKS if attack != "absent"]
+    for axes, attack in zip(both, shown, strict=True):
+        for rule in DRAWN:
+            means = [nobody(results, rule)]
+            for share in SHARES:
+                runs = [results["runs"][Cell("fedavg", rule, attack, share, seed).key] for seed in SEEDS]
+                means.append(100 * statistics.mean(run["accuracy"] for run in runs))
+            axes.plot([0, *(100 * share for share in SHARES)], means, "o-", markersize=3, label=rule)
+        axes.set_title(attack, fontsize=11)
+        axes.set_ylim(60, 87)
+    for axes in both[4:]:
+        axes.set_xlabel("attackers, %")
+    for axes in both[::4]:
+        axes.set_ylabel("honest clients, %")
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    save(figure, "robustness")
+
+
+def nobody(results: dict[str, Any], rule: str) -> float:
+    """FedAvg's accuracy with a rule where nobody attacks, in percent."""
+    runs = [results["runs"][Cell("fedavg", rule, "none", 0.0, seed).key] for seed in SEEDS]
+    return 100 * statistics.mean(
+        statistics.mean(value for value in run["clients"].values() if value is not None) for run in runs
+    )
+
+
 def main() -> None:
     """Measure what is missing."""
     parser = argparse.ArgumentParser(
@@ -242,10 +273,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--small", action="store_true", help="digits, 10 clients, 15 rounds")
     parser.add_argument("--json", type=Path, default=FILE, help="the file")
-    parser.add_argument("--table", action="store_true", help="print the tables of what is there")
+    parser.add_argument("--table", action="store_true", help="print and draw what is there")
     arguments = parser.parse_args()
     results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"rates": {}, "runs": {}}
     if arguments.table:
+        draw(results)
         print(tables(results))
         return
     results |= {"command": COMMAND, "seeds": list(SEEDS), "environment": environment(arguments.device)}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import signal
 from typing import Any
 
 import pytest
 import torch
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 import sartor  # noqa: F401  (sets how threads wait, before torch starts any)
@@ -16,8 +19,13 @@ from sartor.engines.stacked import trace
 settings.register_profile("sartor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sartor")
 
+# Commands are put together once, not for each of their many calls.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
+
 TOGETHER = (
+    "tests/docs/test_site_built.py",
     "tests/engines/test_sharded.py",
+    "tests/model/test_hugging_face.py",
     "tests/report/test_report_browser.py",
     "tests/runs/test_survival.py",
 )
@@ -42,6 +50,12 @@ def _turn(item: pytest.Item) -> int:
 
 def _file(nodeid: str) -> str:
     return nodeid.split("::")[0]
+
+
+def pytest_collection_finish() -> None:
+    """What all tests have imported is never garbage: nobody need look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

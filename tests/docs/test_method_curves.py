@@ -32,11 +32,12 @@ def loaded() -> ModuleType:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, with four clients and two rounds."""
+    """The script, with four clients, two rounds and two rates."""
     module = loaded()
     small: dict[str, Any] = {"rounds": 2, "data": {"name": "digits", "clients": 4, "validation": 0.2}}
     small["delay"] = {"name": "periodic", "stragglers": 2, "longest": 3}
     monkeypatch.setattr(module, "SETTING", {**module.SETTING, **small})
+    monkeypatch.setattr(module, "RATES", (0.1, 1.0))
     return module
 
 

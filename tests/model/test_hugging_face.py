@@ -12,11 +12,9 @@ import sartor
 from sartor.model.adapters import adapter_parts
 from sartor.model.task import Task
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
-
 
 def classifier(attention: str = "sdpa", **adapters: Any) -> Any:
+    peft, transformers = (pytest.importorskip(name) for name in ("peft", "transformers"))
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
@@ -67,7 +65,9 @@ def test_a_client_has_its_own_adapter_that_peft_reads(tmp_path: Path) -> None:
     own["Oslo"].save_pretrained(tmp_path / "adapter")
     stored = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert "adapter_model.safetensors" in stored
-    again = peft.PeftModel.from_pretrained(classifier().unload(), tmp_path / "adapter").eval()
+    from peft import PeftModel
+
+    again = PeftModel.from_pretrained(classifier().unload(), tmp_path / "adapter").eval()
     x = data["Oslo"][0]
     with torch.no_grad():
         torch.testing.assert_close(again(**x).logits, own["Oslo"](**x).logits)

@@ -7,8 +7,8 @@ or, for shells, ``sartor`` itself.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -37,7 +37,8 @@ EVERYTHING = (
     *("anyio._backends._asyncio", "alembic.command", "sqlalchemy.dialects.sqlite", "sqlite3"),
     *("pyarrow.parquet", "dateutil.parser", "cloudpickle", "cryptography.x509", "numpy.random"),
     *("numpy.ctypeslib", "cryptography.hazmat.backends.openssl.backend", "sartor.studies.presets"),
-    *("pandas", "pyarrow.compute", "pyarrow.pandas_compat", "torch._dynamo", "sartor.runs.resume"),
+    *("pandas", "pyarrow.compute", "pyarrow.dataset", "pyarrow.pandas_compat", "torch._dynamo"),
+    *("sartor.runs.resume", "typer.main"),
 )
 """What runs, servers and nodes import sooner or later."""
 
@@ -125,19 +126,34 @@ def free_port() -> int:
 
 @functools.cache
 def _stem() -> str:
-    """Where the stem of this process listens; it ends with this process, and all that it has forked do."""
-    address = f"{tempfile.mkdtemp(prefix='stem')}/address"
+    """Where the stem listens: one for all processes that run tests, with whose parent it ends."""
+    parent = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    folder = Path(tempfile.gettempdir()) / f"stem-{os.getuid()}-{parent}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    address = folder / "address"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes first starts it
+        if not address.exists():
+            _STARTED.append(_grown(address, parent))
+    return str(address)
+
+
+_STARTED: list[subprocess.Popen[bytes]] = []
+
+
+def _grown(address: Path, parent: int) -> subprocess.Popen[bytes]:
+    """A stem that listens there."""
     process = subprocess.Popen(
-        [sys.executable, __file__, "stem", address],
-        stdin=subprocess.PIPE,
+        [sys.executable, __file__, "stem", str(address), str(parent)],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env={**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path])},
         start_new_session=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    atexit.register(process.communicate)
-    return address
+    process.stdout.close()
+    return process
 
 
 def _ask(
@@ -171,31 +187,48 @@ def _sartor(address: str, words: Sequence[str]) -> None:
 # The stem --------------------------------------------------------------------------------------------------
 
 
-def _grow(address: str) -> None:
-    """Import everything, and start processes until nobody can ask for one any more."""
+def _grow(address: str, parent: int) -> None:
+    """Import everything, and start processes for as long as the parent of those who ask is there."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in EVERYTHING:
         with contextlib.suppress(ImportError):  # what is not installed is not needed
             importlib.import_module(name)
     import torch
+    import typer.main
+
+    from sartor.commands.main import app
 
     torch.set_num_threads(1)
+    typer.main.get_command = functools.cache(typer.main.get_command)  # the same for all
+    typer.main.get_command(app)
     gc.freeze()  # what is here already is never garbage, and so stays shared
+    over, alive = os.pipe()  # it can be read when the stem has ended
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
         os.write(1, b"ready\n")
-        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
-            connection, _ = listener.accept()
-            _fork(functools.partial(_keep, connection))
-            connection.close()
+        while _is_there(parent):
+            if select.select([listener], [], [], 1.0)[0]:
+                connection, _ = listener.accept()
+                _fork(functools.partial(_keep, connection, over, alive))
+                connection.close()
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
+    os.close(alive)
     shutil.rmtree(Path(address).parent)
     with contextlib.suppress(ChildProcessError):
         while os.wait():
             pass
+
+
+def _is_there(pid: int) -> bool:
+    """Whether a process has not ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _fork(work: Callable[[], int]) -> int:
@@ -214,8 +247,9 @@ def _fork(work: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def _keep(connection: socket.socket) -> int:
+def _keep(connection: socket.socket, stem_over: int, stem_alive: int) -> int:
     """Start a process and tell how it ends; it ends when nobody waits for that, and with the stem."""
+    os.close(stem_alive)
     _, files, *_ = socket.recv_fds(connection, 1, 3)
     told = json.loads(connection.makefile("rb").readline())
     over, alive = os.pipe()
@@ -224,7 +258,7 @@ def _keep(connection: socket.socket) -> int:
     for file in files:
         os.close(file)
     connection.sendall(f"{pid}\n".encode())
-    select.select([over, connection, sys.stdin], [], [])  # it has ended, or it is not wanted any more
+    select.select([over, connection, stem_over], [], [])  # it has ended, or it is not wanted any more
     for end in (os.kill, os.killpg):
         with contextlib.suppress(ProcessLookupError):
             end(pid, signal.SIGKILL)
@@ -262,6 +296,6 @@ def _run(told: Mapping[str, Any], files: Sequence[int]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "stem":
-        _grow(sys.argv[2])
+        _grow(sys.argv[2], int(sys.argv[3]))
     else:
         _sartor(sys.argv[2], sys.argv[3:])

@@ -314,12 +314,13 @@ class Client:
         stream: str = "batch",
         split: str = "train",
         times: int = 1,
+        size: int | None = None,
     ) -> Batches:
         """The shuffled training batches of the ``local`` settings, or so many epochs or steps of them."""
         law = None
         if epochs is None and steps is None:
             epochs, steps, law = self.local.most_epochs, self.local.steps, self.local.law
-        size = self.local.batch
+        size = self.local.batch if size is None else size
         changed = bool(self.local.augment)
         return Batches(split, size, epochs or 0, steps or 0, True, stream, times, law, changed)
 
@@ -363,13 +364,15 @@ class Client:
         stream: str = "batch",
         split: str = "train",
         apart: Sequence[int] = (),
+        batch: int | None = None,
     ) -> Tensor:
         """Local training from ``w``: K_i steps against ``direction(w_k, batch)``, by default the gradient.
 
         The ``local`` settings say how many steps, which optimiser and how its rate changes; ``epochs`` or
         ``steps`` override the amount. ``updates`` steps are taken on every batch. ``only`` is a boolean
         vector: what is false in it does not move, not by momentum or weight decay either. The optimiser
-        starts afresh each time. ``split`` says on which samples; ``union`` is for
+        starts afresh each time. ``batch`` samples make a step, by default those of the settings. ``split``
+        says on which samples; ``union`` is for
         :meth:`~sartor.federation.federation.Federation.together` alone. ``apart`` are the lengths of models
         that lie one behind the other in ``w``: the direction of each is clipped by itself.
 
@@ -393,6 +396,7 @@ class Client:
             stream=stream,
             split=split,
             apart=apart,
+            batch=batch,
         )[0]
 
     def descend_with(
@@ -410,13 +414,15 @@ class Client:
         times: int = 1,
         split: str = "train",
         apart: Sequence[int] = (),
+        batch: int | None = None,
     ) -> tuple[Tensor, Carry]:
         """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned.
 
         ``times`` multiplies the number of steps, for methods that need several batches for one.
         """
         local, rate = self.local, self.rate(lr)
-        batches = self.batches(epochs=epochs, steps=steps, stream=stream, split=split, times=times)
+        amount: Any = {"epochs": epochs, "steps": steps, "times": times, "size": batch}
+        batches = self.batches(stream=stream, split=split, **amount)
         descent, self._descents = self._descents, self._descents + 1
         if self._noise is not None:
             if not self.watched:

@@ -165,7 +165,9 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
     small, at = result.scale == "small", entry.scales[result.scale]
     print(f"{entry.name}: {entry.title} ({entry.paper}, {entry.place})")
     if small:
-        print(f"Small setting ({_in_words(at.experiment)}): numbers do not compare with the paper's in size,")
+        words = _in_words(at.experiment)
+        said = f" ({words})" if words else ""
+        print(f"Small setting{said}: numbers do not compare with the paper's in size,")
         print("only in the order of methods.")
     if result.settings:
         print(f"With settings of your own, so that no band is judged by: {_as_words(result.settings)}")

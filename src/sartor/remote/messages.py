@@ -15,6 +15,7 @@ that arrives is ever executed.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import math
@@ -65,6 +66,7 @@ class BadMessage(SartorError):
         self.kind = kind
 
 
+@functools.cache
 def version() -> str:
     """The version of the package: server and nodes must have the same."""
     return importlib.metadata.version("sartor")

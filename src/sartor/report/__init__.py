@@ -13,6 +13,7 @@ from sartor.files import replacing
 from sartor.report.figures import figures as make_figures
 from sartor.report.html import page
 from sartor.report.images import write_figures
+from sartor.report.prices import price_figures
 from sartor.report.runs import read
 from sartor.report.sites import site_figures, sites_of
 
@@ -40,7 +41,11 @@ def write_report(
     """
     material = read([runs] if isinstance(runs, (str, Path)) else runs)
     sites = sites_of(material)
-    drawn = [*([] if sites is None else site_figures(sites)), *make_figures(material)]
+    drawn = [
+        *([] if sites is None else site_figures(sites)),
+        *make_figures(material),
+        *price_figures(material),
+    ]
     path = Path(out)
     _write(path, page(material, drawn))
     if figures is not None:

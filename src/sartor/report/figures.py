@@ -230,12 +230,12 @@ def _measures(material: Material) -> list[str]:
 
 # -- learning curves -------------------------------------------------------------------------------------
 
-AXES = {"round": "round", "time": "virtual time", "bytes": "bytes sent"}
-AXIS_LABELS = {"round": "round", "time": "virtual time", "bytes": "bytes sent, both ways, all clients"}
+AXES = {"round": "round", "time": "virtual time", "bytes": "bytes sent", "epsilon": "ε spent"}
+AXIS_LABELS = {**AXES, "bytes": "bytes sent, both ways, all clients"}
 
 
 def curves(material: Material, measure: str) -> Figure | None:
-    """A metric or the loss by round, virtual time or bytes: the mean over seeds with their deviation."""
+    """A metric or the loss by what grows with the rounds: the mean over seeds with their deviation."""
     axes = {
         key: words
         for key, words in AXES.items()
@@ -250,7 +250,7 @@ def curves(material: Material, measure: str) -> Figure | None:
             lines = calmed(lines, measure)
             panel = Lines(
                 AXIS_LABELS[axis],
-                _word(measure),
+                spoken(measure),
                 [thinned(line) for line in lines],
                 percent=is_share(measure),
                 bytes=axis == "bytes",
@@ -262,8 +262,8 @@ def curves(material: Material, measure: str) -> Figure | None:
     band = " Lines are means over seeds, bands one standard deviation to either side." if several else ""
     return Figure(
         name=measure,
-        title=f"{_word(measure).capitalize()} while learning",
-        about=f"The plain mean over clients of the {_word(measure)} on test data, at every evaluation.{band}",
+        title=f"{spoken(measure).capitalize()} while learning",
+        about=f"The mean over clients of the {spoken(measure)} on test data, at every evaluation.{band}",
         choices=[
             _used(Choice("cell", "model and data", _cell_words(cells_in(material.runs))), views, 0),
             _used(Choice("axis", "by", axes), views, 1),
@@ -325,7 +325,7 @@ def mean_line(label: str, place: int, by_round: Sequence[Mapping[int, tuple[floa
 
 
 def _curve_words(lines: Sequence[Line], measure: str, cell: str) -> tuple[str, list[list[str]]]:
-    better, word = max if more_is_better(measure) else min, _word(measure)
+    better, word = max if more_is_better(measure) else min, spoken(measure)
     ends, table = {}, [["method", f"last {word}", f"best {word}"]]
     for line in lines:
         known = [value for value in line.y if value is not None]
@@ -387,7 +387,7 @@ def distribution(material: Material) -> Figure | None:
     """How accuracies and losses are spread over the clients at the last evaluation."""
     views: Views = {}
     cells = [cell for cell in cells_in(material.runs) if cell != "shared_pooled"]
-    measures = {measure: _word(measure) for measure in _measures(material)}
+    measures = {measure: spoken(measure) for measure in _measures(material)}
     for cell, measure in product(cells, measures):
         boxes = []
         for group in material.groups:
@@ -395,7 +395,7 @@ def distribution(material: Material) -> Figure | None:
             if values:
                 boxes.append(_box(group, values))
         if boxes:
-            panel = Boxes(_word(measure), boxes, percent=is_share(measure))
+            panel = Boxes(spoken(measure), boxes, percent=is_share(measure))
             views[cell, measure] = View(panel, *_box_words(material, boxes, measure, cell))
     if not views:
         return None
@@ -444,7 +444,7 @@ def _box_words(
         table.append(row)
     widest = max(boxes, key=lambda box: box.five[3] - box.five[1])
     sentence = (
-        f"{_word(measure).capitalize()} of {CELL_WORDS.get(cell, cell)}, client by client. The middle half "
+        f"{spoken(measure).capitalize()} of {CELL_WORDS.get(cell, cell)}, client by client. The middle half "
         f"of clients lies widest apart with {widest.label}, from {_shown(widest.five[1], measure)} to "
         f"{_shown(widest.five[3], measure)}."
     )
@@ -787,7 +787,8 @@ def _shown(value: Number, measure: str = "") -> str:
     return f"{100 * value:.1f} %" if is_share(measure) else f"{value:.4g}"
 
 
-def _word(measure: str) -> str:
+def spoken(measure: str) -> str:
+    """What a metric is called in a sentence."""
     return measure.replace("_", " ")
 
 

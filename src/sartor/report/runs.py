@@ -326,23 +326,33 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
         together.setdefault(alike, []).append(run)
     lists = [sorted(members, key=lambda run: run.seed) for members in together.values()]
     groups = []
-    for place, members in enumerate(lists):
+    named = labels([flat(members[0].config) for members in lists])
+    for place, (members, label) in enumerate(zip(lists, named, strict=True)):
         first = members[0]
-        rivals = [flat(other[0].config) for other in lists if other[0].algorithm == first.algorithm]
-        own = flat(first.config)
-        ignored = ("seed", "engine.", "tracking.")
+        words = first.label or label
+        if not first.finished:
+            words += f" (unfinished, round {first.rounds[-1].get('round')})"
+        groups.append(Group(words, members, place))
+    return groups
+
+
+def labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of flat settings: the method of each and what tells it from the others of its method.
+
+    >>> labels([{"algorithm": "fedavg", "rounds": 1}, {"algorithm": "fedavg", "rounds": 2}])
+    ['fedavg rounds=1', 'fedavg rounds=2']
+    """
+    ignored = ("seed", "engine.", "tracking.")
+    found = []
+    for own in settings:
+        rivals = [other for other in settings if other.get("algorithm") == own.get("algorithm")]
         differing = [
-            key
+            f"{key}={own[key]}"
             for key in own
             if not key.startswith(ignored) and any(own[key] != rival.get(key) for rival in rivals)
         ]
-        words = (
-            [first.label] if first.label else [first.algorithm, *(f"{key}={own[key]}" for key in differing)]
-        )
-        if not first.finished:
-            words.append(f"(unfinished, round {first.rounds[-1].get('round')})")
-        groups.append(Group(" ".join(words), members, place))
-    return groups
+        found.append(" ".join([str(own.get("algorithm", "unknown")), *differing]))
+    return found
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:

@@ -83,7 +83,7 @@ def forecast(
     )
     known: dict[str, float] = {}
     parts: list[Part] = []
-    for group in work.groups:
+    for group in work.trained:
         try:
             parts += _parts(group, work, device, known)
         except SettingError as error:

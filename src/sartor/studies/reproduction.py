@@ -28,6 +28,7 @@ from sartor.runs.record import RunFolder, environment, write_json
 from sartor.settings import build, setting, unknown
 from sartor.studies import papers, presets
 from sartor.studies.comparison import Comparison, Estimate, NothingFinished, compare, estimate
+from sartor.studies.computed import computed
 from sartor.studies.library import Failure
 from sartor.studies.progress import Tally
 
@@ -35,6 +36,8 @@ FILE = "reproduction.json"
 SCALES = ("small", "paper")
 HOW = ("engine", "checkpoint", "tracking")
 """Settings that say how something is run and leave its numbers alone."""
+COMPUTED = "computed"
+"""The cell of an entry that is no training."""
 LEAST_BAND = 0.005
 """Half the width of the narrowest band: numbers are printed with few digits, and of few seeds."""
 
@@ -47,6 +50,8 @@ class Column:
     settings: dict[str, Any] = field(default_factory=dict)
     hyper: dict[str, Any] = field(default_factory=dict)
     """By method."""
+    methods: dict[str, Any] = field(default_factory=dict)
+    """Settings by method, of this column alone."""
     round: int = 0
     """The state after so many rounds; 0: at the end."""
     cell: str = ""
@@ -400,32 +405,35 @@ def reproduce(
         name, scale=scale, seeds=seeds, methods=methods, columns=columns, settings=settings, out=out
     )
     chosen, at = work.entry, work.at
-    tally = Tally(work.runs, work.rounds, shown=progress)
-    found: dict[tuple[str, str], tuple[Estimate, tuple[str, ...]]] = {}
     failed: list[Failure] = []
     compared: list[Comparison] = []
-    for group in work.groups:
-        tally.place = group.words
-        try:
-            result = compare(
-                group.tables,
-                experiment=group.settings,
-                seeds=work.seeds,
-                references=False,
-                device=device,
-                out=work.out / group.name,
-                progress=tally,
-            )
-        except SettingError as error:
-            raise SettingError(f"{name}, {scale}: {error}") from None
-        except NothingFinished as error:  # the other columns go on
-            failed += error.failed
-            continue
-        compared.append(result)
-        failed += result.failed
-        found.update(_numbers(result, group, chosen))
-    if not compared:
-        raise NothingFinished(failed)
+    if chosen.cell == COMPUTED:
+        found = _computed(work, device)
+    else:
+        found = {}
+        tally = Tally(work.runs, work.rounds, shown=progress)
+        for group in work.groups:
+            tally.place = group.words
+            try:
+                result = compare(
+                    group.tables,
+                    experiment=group.settings,
+                    seeds=work.seeds,
+                    references=False,
+                    device=device,
+                    out=work.out / group.name,
+                    progress=tally,
+                )
+            except SettingError as error:
+                raise SettingError(f"{name}, {scale}: {error}") from None
+            except NothingFinished as error:  # the other columns go on
+                failed += error.failed
+                continue
+            compared.append(result)
+            failed += result.failed
+            found.update(_numbers(result, group, chosen))
+        if not compared:
+            raise NothingFinished(failed)
     made = [
         _beside(chosen, scale, label, column, *found[label, column.label], as_stated=as_stated(work.settings))
         for column in at.columns
@@ -438,7 +446,7 @@ def reproduce(
         asked=name,
         scale=scale,
         percent=chosen.percent,
-        seeds=compared[0].seeds,
+        seeds=compared[0].seeds if compared else work.numbered,
         settings=work.settings,
         numbers=tuple(made),
         orders=tuple(_orders(made, at.columns)),
@@ -469,6 +477,16 @@ class Work:
     out: Path
 
     @property
+    def trained(self) -> tuple[Group, ...]:
+        """The comparisons; an entry that is computed has none."""
+        return () if self.entry.cell == COMPUTED else self.groups
+
+    @property
+    def numbered(self) -> tuple[int, ...]:
+        """The seeds one by one."""
+        return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
+
+    @property
     def seed_count(self) -> int:
         """How many runs each method has in each column."""
         return self.seeds if isinstance(self.seeds, int) else len(self.seeds)
@@ -476,12 +494,12 @@ class Work:
     @property
     def runs(self) -> int:
         """How many runs there are."""
-        return self.seed_count * sum(len(group.tables) for group in self.groups)
+        return self.seed_count * sum(len(group.tables) for group in self.trained)
 
     @property
     def rounds(self) -> int:
         """How many rounds all runs have together."""
-        return self.seed_count * sum(group.rounds * len(group.tables) for group in self.groups)
+        return self.seed_count * sum(group.rounds * len(group.tables) for group in self.trained)
 
 
 def planned(
@@ -515,6 +533,10 @@ def planned(
         seeds = 1 if scale == "small" else max(1, chosen.seeds)
     folder = Path("reproductions") / f"{chosen.name.replace('/', '-')}-{scale}" if out is None else Path(out)
     given = dict(settings or {})
+    if chosen.cell == COMPUTED:
+        known = {key for group in _groups(at, {}) for key in group.settings}
+        for key in given.keys() - known:
+            raise unknown(name, key, known)
     counted = seeds if isinstance(seeds, int) else tuple(seeds)
     return Work(chosen, at, tuple(_groups(at, given)), counted, given, folder)
 
@@ -549,7 +571,8 @@ def _groups(at: Setting, settings: Mapping[str, Any]) -> list[Group]:
     groups: dict[str, Group] = {}
     for column in at.columns:
         for label, row in at.methods.items():
-            own = merged(at.experiment, column.settings, row.settings, settings)
+            here = column.methods.get(label, {})
+            own = merged(at.experiment, column.settings, row.settings, here, settings)
             key = json.dumps([own, column.hyper], sort_keys=True, default=str)
             group = groups.setdefault(key, Group(hashlib.sha256(key.encode()).hexdigest()[:8], own, {}, []))
             hyper = {**row.hyper, **column.hyper.get(label, {})}
@@ -557,6 +580,18 @@ def _groups(at: Setting, settings: Mapping[str, Any]) -> list[Group]:
             if column not in group.columns:
                 group.columns.append(column)
     return list(groups.values())
+
+
+def _computed(work: Work, device: str | None) -> dict[tuple[str, str], tuple[Estimate, tuple[str, ...]]]:
+    """By method and column what a computation gives, where an entry is no training."""
+    found: dict[tuple[str, str], tuple[Estimate, tuple[str, ...]]] = {}
+    for group in work.groups:
+        for column in group.columns:
+            for label, method in group.tables.items():
+                asked = (column.score or work.entry.score, group.settings, method, device)
+                made = estimate(computed(*asked, seed) for seed in work.numbered)
+                found[label, column.label] = (made, ())
+    return found
 
 
 def _numbers(

@@ -122,6 +122,9 @@ class FedAMP(Algorithm[H, FedAMPServer]):
 class HeurFedAMPHyper(FedAMPHyper):
     """HeurFedAMP's hyper-parameters."""
 
+    lam: float = setting(
+        1.0, "weight of the attention-inducing term; below 0 it pushes models apart", symbol="λ"
+    )
     sigma: float = setting(25.0, "how much larger cosines weigh more", symbol="σ", low=0)
     own: float = setting(0.5, "weight of a client's own model in u_i", symbol="ξ_ii", low=0, high=1)
 

@@ -10,8 +10,16 @@ from sartor.federation.reduction import PLAIN, Reducer
 from sartor.model.task import Part, Task
 
 
-def stages_of(task: Task) -> list[Part]:
-    """The stages a model declares: by default body and head; the whole model where it has no head."""
+def stages_of(task: Task, layers: bool = False) -> list[Part]:
+    """The stages a model declares: by default body and head; the whole model where it has no head.
+
+    With ``layers`` every module with parameters of its own is one.
+    """
+    if layers:
+        found: dict[str, list[slice]] = {}
+        for name, place in task.places.items():
+            found.setdefault(name.rpartition(".")[0] or "model", []).append(place)
+        return [Part(layer, tuple(places)) for layer, places in found.items()]
     if not task.stages:
         return [Part("model", (slice(0, task.size),))]
     return [task.part(name) for name in task.stages]

@@ -42,6 +42,8 @@ class SimilarHyper(Hyper):
     as_printed: bool = setting(False, "weights |D_j| / |D| times the softmax, which add up to about 1/N")
     finetune_steps: int = setting(0, "steps of fine-tuning before a client uses its model", low=0)
     finetune_lr: float | None = setting(None, "learning rate of fine-tuning; not set: `lr`", low=0)
+    finetune_batch: int = setting(0, "samples per step of fine-tuning; 0: as in training", low=0)
+    layers: bool = setting(False, "whether stages are the network's layers, not its body and head")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def personal_model(client: Client, hyper: SimilarHyper, w: Tensor) -> Reply:
     if not hyper.finetune_steps:
         return Reply(w=w)
     rate = hyper.or_lr(hyper.finetune_lr)
-    return Reply(w=client.descend(w, lr=rate, steps=hyper.finetune_steps, stream="finetune"))
+    steps, batch = hyper.finetune_steps, hyper.finetune_batch or None
+    return Reply(w=client.descend(w, lr=rate, steps=steps, batch=batch, stream="finetune"))
 
 
 def sngs(cosine: Tensor, temperature: float = 1.0) -> Tensor:
@@ -94,14 +97,6 @@ H = TypeVar("H", bound=SimilarHyper)
 S = TypeVar("S", bound=SPFLServer)
 
 
-def equal_models(federation: Federation, w: Tensor) -> SPFLServer:
-    """Everyone has the same model; all are alike."""
-    clients = federation.clients
-    zeros = federation.table(clients, dtype=torch.float64)
-    cosines = {stage.name: zeros for stage in stages_of(federation.task)}
-    return SPFLServer(w.expand(clients, -1).clone(), cosines)
-
-
 class Similar(Algorithm[H, S]):
     """What SPFL with and without waiting have in common."""
 
@@ -115,6 +110,17 @@ class Similar(Algorithm[H, S]):
         """Those of every batch's steps."""
         hyper = self.hyper
         return (1 if hyper.joined_updates else hyper.local_updates) * super().gradients(local, n)
+
+    def stages(self, federation: Federation) -> list[Part]:
+        """What similarities are taken of, one by one."""
+        return stages_of(federation.task, self.hyper.layers)
+
+    def equal_models(self, federation: Federation, w: Tensor) -> SPFLServer:
+        """Everyone has the same model; all are alike."""
+        clients = federation.clients
+        zeros = federation.table(clients, dtype=torch.float64)
+        cosines = {stage.name: zeros for stage in self.stages(federation)}
+        return SPFLServer(w.expand(clients, -1).clone(), cosines)
 
     @abstractmethod
     def mix(
@@ -140,11 +146,13 @@ class Similar(Algorithm[H, S]):
         return Call(personal_model, each={"w": rows(server.models, cohort)})
 
     def observe(self, server: S) -> dict[str, Any]:
-        """The similarities S̄ of every stage."""
-        return {
-            f"similarity_{stage}": sngs(cosine, self.hyper.temperature)
-            for stage, cosine in server.cosines.items()
-        }
+        """The similarities S̄ of every stage, and the mean cosine of the updates of two clients."""
+        seen = {}
+        for stage, cosine in server.cosines.items():
+            seen[f"similarity_{stage}"] = sngs(cosine, self.hyper.temperature)
+            pairs = max(1, cosine.numel() - len(cosine))
+            seen[f"cosine_{stage}"] = (cosine.sum() - cosine.diagonal().sum()) / pairs
+        return seen
 
 
 class Together(Similar[H, SPFLServer]):
@@ -155,11 +163,11 @@ class Together(Similar[H, SPFLServer]):
 
     def start(self, federation: Federation) -> SPFLServer:
         """Everyone has the initial model; all are alike."""
-        return equal_models(federation, federation.initial())
+        return self.equal_models(federation, federation.initial())
 
     def round(self, server: SPFLServer, federation: Federation, cohort: np.ndarray) -> SPFLServer:
         """Local training from the clients' models, refreshed similarities when it is time, new models."""
-        stages, starts = stages_of(federation.task), self.starts(server, federation)
+        stages, starts = self.stages(federation), self.starts(server, federation)
         replies = federation.map(local_training, cohort, each={"w": starts[federation.tensor(cohort)]})
         clients, delta = replies.index, replies["delta"]
         pairs = (clients[:, None], clients[None, :])
@@ -175,7 +183,7 @@ class Together(Similar[H, SPFLServer]):
 
     def welcome(self, server: SPFLServer, federation: Federation) -> SPFLServer:
         """A newcomer gets the mean of the models."""
-        return equal_models(federation, mean_model(server.models))
+        return self.equal_models(federation, mean_model(server.models))
 
 
 def moved(

@@ -12,12 +12,11 @@ from torch import Tensor
 from sartor.algorithms.asynchronous.aging import AsyncHyper, weights_by_age
 from sartor.algorithms.base import register
 from sartor.algorithms.server.similarity import mean_model
-from sartor.algorithms.server.stages import cosines_by_stage, stages_of
+from sartor.algorithms.server.stages import cosines_by_stage
 from sartor.algorithms.spfl.spfl import (
     Similar,
     SPFLHyper,
     SPFLServer,
-    equal_models,
     local_training,
     mixing_weights,
     moved,
@@ -73,13 +72,13 @@ class SPFLAsync(Similar[SPFLAsyncHyper, SPFLAsyncServer]):
         return self._unheard(federation, federation.initial())
 
     def _unheard(self, federation: Federation, w: Tensor) -> SPFLAsyncServer:
-        first = equal_models(federation, w)
+        first = self.equal_models(federation, w)
         began = federation.table(fill=-1, dtype=torch.int64)
         return SPFLAsyncServer(**vars(first), updates=torch.zeros_like(first.models), began=began)
 
     def round(self, server: SPFLAsyncServer, federation: Federation, cohort: np.ndarray) -> SPFLAsyncServer:
         """Start who is idle; whoever answers gets a new model from all last known updates."""
-        hyper, stages = self.hyper, stages_of(federation.task)
+        hyper, stages = self.hyper, self.stages(federation)
         starts = self.starts(server, federation)
         each = {"w": starts[federation.tensor(cohort)]}
         started = federation.tensor(

@@ -13,12 +13,13 @@ over, axis          for a figure of curves what its axis has: ``rounds`` (a curv
 cannot              why there is nothing to run; such an entry has none of the following
 preset, experiment  the paper's setting: a preset, and settings that win over it
 cell, score, when   what is taken from a run: ``local`` (the personal model's own test data, the shared
-                    model's where there is none), a cell of the evaluation or ``observed``; the score
-                    in it; ``last`` or ``best`` (the best on test data so far)
+                    model's where there is none), a cell of the evaluation, ``observed``, or ``computed``
+                    (no training: :mod:`sartor.studies.computed`, whose settings ``experiment`` then has);
+                    the score in it; ``last`` or ``best`` (the best on test data so far)
 percent             whether numbers are in percent
 seeds               how many runs the paper averages; 0 where it does not say
 columns             the columns: ``label``, and what is special in it: ``settings``, ``hyper`` by method,
-                    ``round`` (the state after it), ``cell``, ``score``
+                    ``methods`` (settings by method), ``round`` (the state after it), ``cell``, ``score``
 methods             the rows: ``algorithm``, ``title`` (as printed), ``hyper``, ``settings``
 source              ``printed``, ``stated`` (in the paper's text, about a figure), ``drawn`` (not in figures)
 values, deviations  the paper's numbers by method, one per column; ``nan`` where there is none
