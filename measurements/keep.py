@@ -3,8 +3,7 @@
     sartor reproduce comfed/table4 --scale paper --device cuda --out made
     python measurements/keep.py made             # results/comfed-table4-paper.jsonl
 
-Do so before any method is changed: the lines say that the runs were made with the source as it is. They have
-the scores of every evaluation. What is printed goes into the entry's file below
+The lines have the scores of every evaluation. What is printed goes into the entry's file below
 ``src/sartor/studies/papers``, as the numbers that later runs are compared with; of settings of one's own
 nothing is printed, as they make another experiment.
 """
@@ -21,7 +20,7 @@ from sartor.errors import SartorError
 from sartor.runs.experiment import fingerprint, to_mapping
 from sartor.runs.record import RunFolder
 from sartor.studies.reproduction import FILE, as_stated, entry, row_seconds
-from sartor.studies.results import Record, Results, method_code
+from sartor.studies.results import Record, Results
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -33,7 +32,7 @@ def kept(folder: Path, made: dict[str, Any], run: str) -> Record:
     return Record(
         key=run,
         method=experiment.algorithm,
-        code=method_code(experiment.algorithm),
+        code=str(stored.environment["method"]),
         fingerprint=fingerprint(experiment),
         sartor=str(stored.environment["sartor"]),
         date=str(stored.environment["started"])[:10],

@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 
 from sartor.algorithms import registered
+from sartor.algorithms.source import code_hash, method_code
 from sartor.errors import SartorError
 from sartor.runs.experiment import fingerprint, from_mapping
+from sartor.runs.record import RunFolder
+from sartor.studies import library
 from sartor.studies import results as module
+from sartor.studies.comparison import compare
 from sartor.studies.reproduction import Band, reproduce
-from sartor.studies.results import Results, code_hash, method_code
+from sartor.studies.results import Results
 
 ROOT = Path(__file__).parents[2]
 STORED = sorted((ROOT / "results").glob("*.jsonl"))
@@ -145,6 +149,22 @@ def test_stored_numbers_say_what_they_are_of(path: Path) -> None:
         assert record.numbers
 
 
+def test_a_run_that_is_used_again_is_told_to_be_older_than_its_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned() -> list[str]:
+        compare(["fedavg"], clients=3, rounds=1, model="softmax", references=False, seeds=2, out=tmp_path)
+        return [record.message for record in caplog.records if "which is used again" in record.message]
+
+    assert warned() == []
+    for folder in tmp_path.glob("fedavg-*"):
+        assert RunFolder.open(folder).environment["method"] == method_code("fedavg")
+    assert warned() == []
+    monkeypatch.setattr(library, "method_code", lambda name: "other")
+    (words,) = warned()  # once, of two runs
+    assert words.startswith("fedavg: has changed since")
+
+
 # The scripts -----------------------------------------------------------------------------------------------
 
 
@@ -186,6 +206,7 @@ def test_a_reproduction_is_kept(
     assert list(kept.records) == list(made.numbers[0].runs)
     for record in kept.records.values():
         assert record.method == "diversifed"
+        assert record.code == method_code("diversifed")
         assert record.numbers["columns"] == ["pulled together", "pushed apart"]
         assert record.numbers["curves"]["distance_repelled"]
     table = tomllib.loads(capsys.readouterr().out)["measured"]["small"]
