@@ -58,7 +58,7 @@ def curves(run: RunFolder, score: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def measured(made: dict[str, Any], date: str) -> str:
+def measured(made: dict[str, Any], date: str, code: dict[str, str]) -> str:
     """The table of the entry's file with what was measured."""
     columns = [column.label for column in entry(made["name"]).scales[made["scale"]].columns]
     digits = 1 if made["percent"] else 4
@@ -76,7 +76,8 @@ def measured(made: dict[str, Any], date: str) -> str:
         "command": f"sartor reproduce {made['name']} --scale {made['scale']} --seeds {len(made['seeds'])}",
     }
     place = f"measured.{made['scale']}"
-    parts = {place: about, **{f"{place}.{key}": table for key, table in tables.items() if table}}
+    parts: dict[str, Any] = {place: about}
+    parts |= {f"{place}.{key}": table for key, table in {**tables, "code": code}.items() if table}
     lines: list[str] = []
     for head, table in parts.items():
         lines += ["", f"[{head}]"] if lines else [f"[{head}]"]
@@ -107,7 +108,8 @@ def main() -> None:
     results.write()
     print(f"{results.path}: {len(results.records)} runs", file=sys.stderr)
     if as_stated(made["settings"]):
-        print(measured(made, max(record.date for record in results.records.values())))
+        code = {record.numbers["label"]: record.code for record in results.records.values()}
+        print(measured(made, max(record.date for record in results.records.values()), code))
 
 
 if __name__ == "__main__":
