@@ -197,6 +197,8 @@ def test_the_forecast_of_a_papers_setting_needs_no_run_folder(capsys: pytest.Cap
     assert done.exit_code == 0, done.output
     assert "comfed/table4, small: 1 runs, 7 rounds in all; 0 runs are there" in done.stdout
     assert json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["parts"][0]["rounds"] == 7
+    counted = CliRunner().invoke(app, ["reproduce", "diversifed/table8", "--dry-run"])
+    assert "is computed in moments" in counted.stdout
     wrong = CliRunner().invoke(app, [*words, "local.stpes=1"])
     assert wrong.exit_code == 2
     assert "comfed/table4, small: " in wrong.stderr

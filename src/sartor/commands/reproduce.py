@@ -220,6 +220,9 @@ def _print_forecast(expected: Forecast) -> None:
     """What an entry takes, a line for each method and its columns."""
     from sartor.runs.durations import duration
 
+    if not expected.runs:
+        print(f"{expected.name}, {expected.scale}: is computed in moments; nothing is trained")
+        return
     rows = [
         (
             part.method,
