@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from expert import expert_loop
 from models import OWN
 from sartor.algorithms.references.fedavg import FedAvg, FedAvgHyper
 from sartor.client.settings import Local
@@ -117,35 +118,12 @@ def make_data(workload: Workload) -> ClientData:
     return ClientData(names, split, split, None, x[:10], y[:10], 10, "random", workload.name)
 
 
-def expert_loop(workload: Workload, data: ClientData, device: str) -> Callable[[], None]:
-    """FedAvg by hand: a model, an optimizer, a loop over clients and batches."""
+def expert_round(workload: Workload, data: ClientData, device: str) -> Callable[[], None]:
+    """FedAvg by hand."""
+    train = data.train.to(device)
+    clients = list(zip(train.start.tolist(), train.count.tolist(), strict=True))
     model = module_of(workload).to(device)
-    loss_function = nn.CrossEntropyLoss()
-    x, y = data.train.x.to(device), data.train.y.to(device)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=LR)
-    clients = list(zip(data.train.start.tolist(), data.train.count.tolist(), strict=True))
-    drawn = cohorts(workload)
-
-    def one_round() -> None:
-        start = [parameter.detach().clone() for parameter in parameters]
-        total = [torch.zeros_like(parameter) for parameter in parameters]
-        cohort = [clients[number] for number in next(drawn)]
-        samples = sum(count for _, count in cohort)
-        for first, count in cohort:
-            with torch.no_grad():
-                torch._foreach_copy_(parameters, start)
-            order = first + torch.randperm(count, device=device)
-            for index in order.split(workload.batch):
-                optimizer.zero_grad(set_to_none=True)
-                loss_function(model(x[index]), y[index]).backward()
-                optimizer.step()
-            with torch.no_grad():
-                torch._foreach_add_(total, parameters, alpha=count / samples)
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, total)
-
-    return one_round
+    return expert_loop(model, train.x, train.y, clients, cohorts(workload), lr=LR, batch=workload.batch)
 
 
 def engine_round(
@@ -213,7 +191,7 @@ def measure(
 ) -> dict[str, Any]:
     data = make_data(workload)
     runs = {
-        "expert": expert_loop(workload, data, device),
+        "expert": expert_round(workload, data, device),
         "loop": engine_round(workload, data, device, "loop"),
         "stacked": engine_round(workload, data, device, "stacked", lanes=workload.lanes),
     }

@@ -3,8 +3,8 @@
     sartor reproduce sartor/leaderboard --scale paper --device cuda
     python docs/leaderboard.py reproductions/sartor-leaderboard-paper
 
-The second command stores the numbers of the runs in ``results/leaderboard.jsonl`` and writes the page. Runs of
-the small setting, or with settings of one's own, are no results and are refused.
+The second command stores the numbers of the runs in ``results/leaderboard.jsonl`` and writes the page. Runs
+of the small setting, or with settings of one's own, are no results and are refused.
 """
 
 from __future__ import annotations

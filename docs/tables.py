@@ -10,6 +10,7 @@ can be told, ``curve NAME`` shows what was measured; ``measured`` is the table o
 ``best PROBLEM`` are the methods that did best there, ``which`` what was measured of all of them on every
 problem, ``leaderboard`` what its runs gave. ``networks`` are the models by name. ``overview`` is a table of
 all methods to choose by; ``house`` and ``rooms`` are the picture and the table of the source's rooms.
+``stale`` says which methods have changed since the numbers in the files of ``results/`` were taken.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from sartor.algorithms.comfed.comfed import MECHANISMS
 from sartor.model.networks import CUSTOM, MODELS, about
 from sartor.runs.experiment import describe_class
 from sartor.studies.reproduction import Entry, entries
+from sartor.studies.results import Results
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -206,6 +208,27 @@ def _band(entry: Entry, scale: str) -> str:
     return "\n".join(lines)
 
 
+def stale() -> str:
+    """Of every file of measured numbers which methods have changed since."""
+    lines = head("file", "numbers", "taken", "methods", "changed since")
+    for path in sorted((DOCS.parent / "results").glob("*.jsonl")):
+        results = Results(path)
+        records, found = results.records.values(), results.stale()
+        dates = sorted({record.date for record in records})
+        lines.append(
+            row(
+                (
+                    f"`results/{path.name}`",
+                    str(len(records)),
+                    dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
+                    str(len({record.method for record in records})),
+                    ", ".join(found) or "none",
+                )
+            )
+        )
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[..., str]] = {
     "methods": methods,
     "method": method,
@@ -219,6 +242,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "leaderboard": lambda: leaderboard.board(page_of),
     "papers": papers,
     "bands": bands,
+    "stale": stale,
     "house": house.picture,
     "rooms": house.table,
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
 from typing import Any
 
 import pytest
 import torch
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 import sartor  # noqa: F401  (sets how threads wait, before torch starts any)
@@ -16,6 +18,9 @@ from sartor.engines.stacked import trace
 # How long an example takes says how busy the machine is.
 settings.register_profile("sartor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sartor")
+
+# Commands are put together once, not for each of their many calls.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 TOGETHER = (
     "tests/docs/test_site_built.py",

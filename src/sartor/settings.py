@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -123,10 +124,16 @@ def unknown(where: str, key: str, known: Iterable[str], what: str = "key") -> Se
     return SettingError(f"{place}: unknown {what}; {hint}")
 
 
+@functools.cache
+def hints_of(cls: type) -> Mapping[str, Any]:
+    """The types of a dataclass's fields; to work them out takes longer than to check values by them."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
+
+
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """A dataclass from a mapping: all keys known, all values of their type and in range, or an error."""
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, cls)) if field.init}
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     checked = {}
     for key, value in values.items():
         if key not in fields:

@@ -29,8 +29,12 @@ from sartor.commands.main import app
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
+from sartor.federation.attacks import AttackChoice
 from sartor.federation.functions import admit
 from sartor.model.groups import grouped
+from sartor.privacy.settings import Privacy
+from sartor.robust.attacks import Mimic
+from sartor.robust.selections import Similarity
 from sartor.runs.checkpoint import latest
 from sartor.runs.record import RunFolder
 from sartor.transforms.difference import Difference
@@ -48,6 +52,8 @@ TRANSFORMS = (
     Carry(place="down"),
 )
 """What is sent is made smaller, and what is left out is kept: by clients, and by the server."""
+MIMICS = AttackChoice(name="mimic", share=0.4, settings=Mimic())
+"""They send what another client does, which may be at home elsewhere."""
 
 
 def federations() -> dict[str, Callable[[], Federation]]:
@@ -69,6 +75,8 @@ def federations() -> dict[str, Callable[[], Federation]]:
         "loop drawn": make("loop", task=plain(), local={"epochs": (1, 3)}),
         "loop augmented": make("loop", task=plain(), local={"augment": ["mix-up"]}),
         "loop transforms": make("loop", task=plain(), transforms=TRANSFORMS),
+        "loop attacked": make("loop", task=plain(), aggregate=Similarity(), attack=MIMICS),
+        "loop private": make("loop", task=plain(), privacy=Privacy(mode="central", noise=2.0)),
         "stacked": make("stacked", task=plain(), chunk=1),
         "stacked augmented": make("stacked", task=plain(), chunk=1, local={"augment": ["mix-up"]}),
         "stacked together": make("stacked", task=plain()),
@@ -283,7 +291,7 @@ def test_two_processes_are_left_with_what_one_is(together: Path) -> None:
 
 def test_a_failure_at_one_process_is_the_same_failure_at_all(together: Path) -> None:
     first, second = (json.loads((together / f"messages-{rank}.json").read_text()) for rank in range(RANKS))
-    # Clients 0, 3 and 4 have 5, 64 and 7 samples: the largest and the smallest go to rank 0.
+    # Clients 0, 3 and 4 have 5, 9 and 7 samples: the largest and the smallest go to rank 0.
     assert first["client"] == "OtherRank: client 3 has no power"
     assert second["client"] == first["client"]
     assert first["program"].startswith("ZeroDivisionError: ")  # with its traceback

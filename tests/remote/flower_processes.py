@@ -37,7 +37,8 @@ EVERYTHING = (
     *("anyio._backends._asyncio", "alembic.command", "sqlalchemy.dialects.sqlite", "sqlite3"),
     *("pyarrow.parquet", "dateutil.parser", "cloudpickle", "cryptography.x509", "numpy.random"),
     *("numpy.ctypeslib", "cryptography.hazmat.backends.openssl.backend", "sartor.studies.presets"),
-    *("pandas", "pyarrow.compute", "pyarrow.pandas_compat", "torch._dynamo", "sartor.runs.resume"),
+    *("pandas", "pyarrow.compute", "pyarrow.dataset", "pyarrow.pandas_compat", "torch._dynamo"),
+    *("sartor.runs.resume", "typer.main"),
 )
 """What runs, servers and nodes import sooner or later."""
 
@@ -193,8 +194,13 @@ def _grow(address: str, parent: int) -> None:
         with contextlib.suppress(ImportError):  # what is not installed is not needed
             importlib.import_module(name)
     import torch
+    import typer.main
+
+    from sartor.commands.main import app
 
     torch.set_num_threads(1)
+    typer.main.get_command = functools.cache(typer.main.get_command)  # the same for all
+    typer.main.get_command(app)
     gc.freeze()  # what is here already is never garbage, and so stays shared
     over, alive = os.pipe()  # it can be read when the stem has ended
     with socket.socket(socket.AF_UNIX) as listener:

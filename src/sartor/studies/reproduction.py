@@ -462,9 +462,7 @@ def reproduce(
         if not compared:
             raise NothingFinished(failed)
     made = [
-        _beside(
-            chosen, scale, label, column, *found[label, column.label], as_stated=_as_stated(work.settings)
-        )
+        _beside(chosen, scale, label, column, *found[label, column.label], as_stated=as_stated(work.settings))
         for column in at.columns
         for label in at.methods
         if (label, column.label) in found
@@ -577,10 +575,10 @@ def planned(
     return Work(chosen, at, tuple(_groups(at, given)), counted, given, folder)
 
 
-def _as_stated(given: Mapping[str, Any]) -> bool:
+def as_stated(given: Mapping[str, Any]) -> bool:
     """Whether settings leave an experiment the one it is.
 
-    >>> _as_stated({"engine": {"name": "loop"}, "data": {"folder": "here"}}), _as_stated({"rounds": 10})
+    >>> as_stated({"engine": {"name": "loop"}, "data": {"folder": "here"}}), as_stated({"rounds": 10})
     (True, False)
     """
     return all(key in HOW or (key == "data" and set(value) == {"folder"}) for key, value in given.items())

@@ -1,0 +1,77 @@
+"""Sartor as a user runs it: ``sartor.run`` with an observer that looks at the clock.
+
+PYTHONPATH=bench:src python -m peers.by_sartor mlp --engine stacked [--compile]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+import sartor
+from peers.network import accuracy, module, waiter
+from peers.workload import WORKLOADS, Clock, Samples, Workload, arguments, report, samples, versions
+from sartor.data.clients import ClientData, Split
+
+
+class Ticks(sartor.Observer):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def start(self, run: Any) -> None:
+        self.clock.tick()
+
+    def round(self, run: Any, row: Mapping[str, Any]) -> None:
+        self.clock.tick()
+
+
+def clients(data: Samples) -> ClientData:
+    """Its container: all clients' samples one after the other."""
+    count, size = data.y.shape
+    x, y = (torch.from_numpy(part).flatten(0, 1) for part in (data.x, data.y))
+    split = Split(x, y, np.arange(count) * size, np.full(count, size))
+    names = tuple(f"client {number}" for number in range(count))
+    x_test, y_test = torch.from_numpy(data.x_test), torch.from_numpy(data.y_test)
+    return ClientData(names, split, split, None, x_test, y_test, 10, "fashion-mnist", "fashion-mnist")
+
+
+def train(
+    workload: Workload, data: Samples, rounds: int, device: str, clock: Clock, **engine: Any
+) -> torch.nn.Module:
+    model = module(workload)
+    result = sartor.run(
+        "fedavg",
+        data=clients(data),
+        model=model,
+        rounds=rounds,
+        device=device,
+        engine=engine,
+        local={"batch": workload.batch, "epochs": workload.epochs},
+        cohort={"count": workload.drawn},
+        evaluate={"every": 0},
+        hyper={"lr": workload.lr},
+        observers=[Ticks(clock)],
+        store=False,
+    )
+    model.load_state_dict(result.state_dict())
+    return model
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--engine", default="stacked", choices=("stacked", "loop"))
+    parser.add_argument("--compile", action="store_true")
+    asked = parser.parse_args()
+    workload = WORKLOADS[asked.workload]
+    clock, data = Clock(waiter(asked.device)), samples(workload)
+    engine = {"name": asked.engine, "compile": "yes" if asked.compile else "no"}
+    model = train(workload, data, asked.warm_up + asked.rounds, asked.device, clock, **engine)
+    who = f"Sartor, {asked.engine}" + (", compiled" if asked.compile else "")
+    report(who, clock, asked, accuracy(model, data), versions("sartor", "torch"))
+
+
+if __name__ == "__main__":
+    main()
