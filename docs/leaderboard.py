@@ -41,7 +41,7 @@ def collect(folder: Path, file: Path = FILE, scale: str = "paper") -> Results:
         "command": COMMAND,
         "seeds": made["seeds"],
         "hardware": made["hardware"],
-        "rankings": {},
+        "rankings": Results(file).about.get("rankings", {}),  # of columns that were stored before
         "failed": sorted({failure["label"] for failure in made["failed"]}),
     }
     kept = Results(file, about)

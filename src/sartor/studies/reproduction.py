@@ -568,9 +568,9 @@ def planned(
     folder = Path("reproductions") / f"{chosen.name.replace('/', '-')}-{scale}" if out is None else Path(out)
     given = dict(settings or {})
     if chosen.cell == COMPUTED:
-        known = {key for group in _groups(at, {}) for key in group.settings}
-        for key in given.keys() - known:
-            raise unknown(name, key, known)
+        keys = {key for group in _groups(at, {}) for key in group.settings}
+        for key in given.keys() - keys:
+            raise unknown(name, key, keys)
     counted = seeds if isinstance(seeds, int) else tuple(seeds)
     return Work(chosen, at, tuple(_groups(at, given)), counted, given, folder)
 
