@@ -76,7 +76,7 @@ def turn(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=left,
+            timeout=left if left < float("inf") else None,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
     except subprocess.TimeoutExpired:
