@@ -133,7 +133,7 @@ def hints_of(cls: type) -> Mapping[str, Any]:
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """A dataclass from a mapping: all keys known, all values of their type and in range, or an error."""
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, cls)) if field.init}
-    hints = hints_of(cls)
+    hints = hints_of(typing.cast(Any, cls))
     checked = {}
     for key, value in values.items():
         if key not in fields:

@@ -536,9 +536,9 @@ def planned(
     folder = Path("reproductions") / f"{chosen.name.replace('/', '-')}-{scale}" if out is None else Path(out)
     given = dict(settings or {})
     if chosen.cell == COMPUTED:
-        known = {key for group in _groups(at, {}) for key in group.settings}
-        for key in given.keys() - known:
-            raise unknown(name, key, known)
+        taken = {key for group in _groups(at, {}) for key in group.settings}
+        for key in given.keys() - taken:
+            raise unknown(name, key, taken)
     counted = seeds if isinstance(seeds, int) else tuple(seeds)
     return Work(chosen, at, tuple(_groups(at, given)), counted, given, folder)
 
