@@ -1,6 +1,6 @@
 """Tables and the figure of what ``measure.py`` found.
 
-    PYTHONPATH=bench python -m peers.draw [--add OTHER.json]     # docs/speed.md's tables, docs/speed.svg
+    PYTHONPATH=bench:measurements python -m peers.draw [--add OTHER.json]   # docs/speed.md, docs/speed.svg
 
 ``--add`` first takes over the figures of another file, as they come from another machine.
 """
@@ -19,7 +19,6 @@ from peers.measure import RESULT, RUNNERS, merged
 from peers.workload import WORKLOADS
 
 PAGE = RESULT.parents[1] / "docs" / "speed.md"
-FIGURE = PAGE.with_name("speed.svg")
 BLOCK = "<!-- {0} -->\n{1}\n<!-- end of {0} -->"
 Runs = list[dict[str, Any]]
 
@@ -128,6 +127,27 @@ def filled(page: str, made: dict[str, str]) -> str:
     return page
 
 
+def draw(runs: Runs) -> None:
+    """Bars of a round's time, a panel for each workload: on a GPU, or else the processor's."""
+    from pictures import panels, save
+
+    device = "cuda" if any(run["device"] == "cuda" for run in runs) else "cpu"
+    rows = {name: summaries(runs, name, device) for name in WORKLOADS}
+    known = list(dict.fromkeys(row["framework"] for each in rows.values() for row in each))[::-1]
+    figure, axes = panels(1, len(rows), (9, 0.6 + 0.36 * len(known)))
+    for each, (workload, found) in zip(axes, rows.items(), strict=True):
+        values = [row[main_figure(device)] * (1 if device == "cuda" else 1e3) for row in found]
+        places = [known.index(row["framework"]) for row in found]
+        colours = ["#4a64d9" if row["framework"].startswith("Sartor") else "#999999" for row in found]
+        each.barh(places, values, color=colours, height=0.7)
+        for place, value in zip(places, values, strict=True):
+            each.text(value, place, f" {figures(value)}", va="center", fontsize=9)
+        each.set(xscale="log", title=f"{workload}", yticks=range(len(known)), yticklabels=known)
+        each.set_xlabel("ms a round" if device == "cuda" else "ms of one core a round")
+        each.margins(x=0.15)
+    save(figure, "speed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -139,6 +159,7 @@ def main() -> None:
         runs = merged(runs, json.loads(asked.add.read_text(encoding="utf-8")))
         RESULT.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), blocks(runs)), encoding="utf-8")
+    draw(runs)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ RUNNERS = {
     "pytorch": Runner("by_pytorch"),
     "pfllib": Runner("by_pfllib", (), "pfllib"),
     "pfl": Runner("by_pfl", (), "pfl"),
+    "fedjax": Runner("by_fedjax", (), "fedjax", ("cpu",)),
     "flower": Runner("by_flower", (), "flower", ("cpu",)),
     "jax-map": Runner("by_jax", ("--over", "map"), "jax", ("cpu",)),
     "sartor-compiled": Runner("by_sartor", ("--engine", "stacked", "--compile"), devices=("cuda",)),
