@@ -121,7 +121,7 @@ def test_a_report_leaves_out_the_warm_up(capsys: pytest.CaptureFixture[str]) -> 
     assert said["rounds"] == 3
 
 
-def run(runner: str, milliseconds: list[float], device: str = "cpu", **more: Any) -> dict[str, Any]:
+def run(runner: str, times: list[float], device: str = "cpu", **more: Any) -> dict[str, Any]:
     return {
         "runner": runner,
         "framework": f"the {runner}",
@@ -129,8 +129,8 @@ def run(runner: str, milliseconds: list[float], device: str = "cpu", **more: Any
         "device": device,
         "hardware": "a machine",
         "date": "2026-01-02",
-        "milliseconds": milliseconds,
-        "cpu_seconds": [value / 1e3 for value in milliseconds],
+        "milliseconds": times,
+        "cpu_seconds": [value / 1e3 for value in times],
         "first_round_seconds": 1.0,
         "accuracy": 0.7,
         "rounds": 4,
@@ -158,7 +158,14 @@ def test_rows_are_medians_of_all_turns_the_least_first() -> None:
     assert [row["framework"] for row in rows] == ["the sartor", "the jax"]
     assert rows[0]["milliseconds"] == 20
     assert rows[0]["timed"] == 3
-    assert "| the sartor | 20 | 20 | 15 to 40 | 1 | 70.0 % |" in draw.table(rows, "cpu")
+    assert "| the sartor | 20 | 15 to 40 | 70.0 % |" in draw.table(rows, "cpu")
+    assert "| the sartor | 20 | 15 to 40 | 70.0 % | 1 |" in draw.table(rows, "cuda")
+
+
+def test_on_a_cpu_the_processor_counts_and_on_a_gpu_the_clock() -> None:
+    unlike = {"milliseconds": [70.0], "cpu_seconds": [0.02]}
+    assert draw.summary([run("sartor", [1.0], **unlike)])["milliseconds"] == 20
+    assert draw.summary([run("sartor", [1.0], "cuda", **unlike)])["milliseconds"] == 70
 
 
 def test_a_page_is_filled_once_and_stays_filled() -> None:
