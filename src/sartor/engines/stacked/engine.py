@@ -45,6 +45,8 @@ MOST_PLANS = 1024
 
 CACHED = 1 << 25
 """Bytes of samples that a CPU is given at once where nothing is trained."""
+STEPPED = 1 << 24
+"""Bytes of models that a CPU steps at once: a step goes through all of them, so a cache should hold them."""
 WHOLE = 128
 """Steps of a call that is captured as a whole; one with more is made of captured steps."""
 
@@ -168,7 +170,11 @@ class StackedEngine(LocalEngine):
         numbers = 8 * self.task.size + 4 * max(width, self.settings.evaluation_batch) * self._activations
         # Twice the samples that are fetched for a client: where they are laid out, and on the way there.
         numbers += 2 * sum(samples.fetched for samples in self.samples.values())
-        return max(1, int(0.7 * free_bytes(self.device)) // (numbers * self.task.initial().element_size()))
+        size = self.task.initial().element_size()
+        most = int(0.7 * free_bytes(self.device)) // (numbers * size)
+        if self.device.type == "cpu":
+            most = min(most, max(4, STEPPED // (self.task.size * size)))
+        return max(1, most)
 
     # A chunk: plain, or captured and replayed -----------------------------------------------------
 
