@@ -8,9 +8,9 @@ A part stands between ``<!-- begin: NAME -->`` and ``<!-- end -->``, and NAME sa
 measured numbers. On a method's own page ``method NAME`` says what it is and keeps, ``settings NAME`` what it
 can be told, ``curve NAME`` shows what was measured; ``measured`` is the table of all of these measurements.
 ``best PROBLEM`` are the methods that did best there, ``which`` what was measured of all of them on every
-problem. ``networks`` are the models by name. ``overview`` is a table of all methods to choose by; ``house``
-and ``rooms`` are the picture and the table of the source's rooms. ``stale`` says which methods have changed
-since the numbers in the files of ``results/`` were taken.
+problem, ``leaderboard`` what its runs gave. ``networks`` are the models by name. ``overview`` is a table of
+all methods to choose by; ``house`` and ``rooms`` are the picture and the table of the source's rooms.
+``stale`` says which methods have changed since the numbers in the files of ``results/`` were taken.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import curves
 import house
+import leaderboard
 import which
 
 from sartor.algorithms import cards, registered
@@ -242,6 +243,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "best": lambda problem: which.best(problem, page_of),
     "which": lambda: which.table(page_of),
     "networks": networks,
+    "leaderboard": lambda: leaderboard.board(page_of),
     "papers": papers,
     "bands": bands,
     "stale": stale,

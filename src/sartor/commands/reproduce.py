@@ -195,7 +195,7 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
         print_table(heads, rows)
         if order is not None and order.tau is not None:
             print(f"order of {order.methods} methods: Kendall's τ = {order.tau:.2f} (1: the paper's order)")
-    if not any(number.paper is not None for number in result.numbers):
+    if entry.source != "ours" and not any(number.paper is not None for number in result.numbers):
         print("The paper draws its numbers and does not print them, so none stand here.")
     if result.scale not in entry.measured:
         print("Not measured yet: there is no band of ours to compare with.")

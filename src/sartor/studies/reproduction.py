@@ -32,6 +32,7 @@ from sartor.studies.comparison import Comparison, Estimate, NothingFinished, com
 from sartor.studies.computed import computed
 from sartor.studies.library import Failure
 from sartor.studies.progress import Tally
+from sartor.studies.tuning import search
 
 FILE = "reproduction.json"
 SCALES = ("small", "paper")
@@ -104,6 +105,26 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """Hyper-parameters that are chosen on validation data, by a grid of as many points for every method."""
+
+    seeds: tuple[int, ...] = setting((0,), "seeds of a trial")
+    every: dict[str, Any] = field(default_factory=dict)
+    """The values that are tried of every method."""
+    methods: dict[str, Any] = field(default_factory=dict)
+    """Those of some methods, in their place."""
+
+    def space(self, label: str) -> dict[str, Any]:
+        """What is tried of a method."""
+        return {**self.every, **self.methods.get(label, {})}
+
+    @property
+    def trials(self) -> int:
+        """How many points each method has; more than any of them would be refused."""
+        return math.prod(len(values) for values in self.every.values())
+
+
+@dataclass(frozen=True)
 class Setting:
     """What is run at one scale."""
 
@@ -111,6 +132,7 @@ class Setting:
     columns: tuple[Column, ...]
     methods: dict[str, Row]
     note: str = ""
+    tuning: Tuning | None = None
 
 
 @dataclass(frozen=True)
@@ -168,9 +190,10 @@ class _File:
     seeds: int = 0
     columns: tuple[Any, ...] = ()
     methods: dict[str, Any] = field(default_factory=dict)
-    source: str = setting("printed", "", choices=("printed", "stated", "drawn"))
+    source: str = setting("printed", "", choices=("printed", "stated", "drawn", "ours"))
     values: dict[str, Any] = field(default_factory=dict)
     deviations: dict[str, Any] = field(default_factory=dict)
+    tuning: dict[str, Any] = field(default_factory=dict)
     small: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
 
@@ -185,6 +208,7 @@ class _Small:
     hyper: dict[str, Any] = field(default_factory=dict)
     columns: tuple[Any, ...] = ()
     methods: tuple[str, ...] = ()
+    tuning: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -217,7 +241,9 @@ def entry(name: str) -> Entry:
     methods = {label: build(Row, table, f"{name}.methods.{label}") for label, table in file.methods.items()}
     scales: dict[str, Setting] = {}
     if methods:
-        scales["paper"] = Setting(_experiment(file.preset, file.experiment), columns, methods, file.note)
+        tuning = build(Tuning, file.tuning, f"{name}.tuning") if file.tuning else None
+        experiment = _experiment(file.preset, file.experiment)
+        scales["paper"] = Setting(experiment, columns, methods, file.note, tuning)
     if file.small:
         small = build(_Small, file.small, f"{name}.small")
         for label in [*small.methods, *small.hyper]:
@@ -230,7 +256,8 @@ def entry(name: str) -> Entry:
         }
         chosen = _columns(small.columns, f"{name}.small.columns") or columns
         experiment = _experiment(small.preset, small.experiment)
-        scales["small"] = Setting(experiment, chosen, rows, small.note)
+        tuning = build(Tuning, small.tuning, f"{name}.small.tuning") if small.tuning else None
+        scales["small"] = Setting(experiment, chosen, rows, small.note, tuning)
     measured = {}
     for scale, table in file.measured.items():
         kept = build(_Measured, table, f"{name}.measured.{scale}")
@@ -469,7 +496,7 @@ def _trained(
         tally.place = group.words
         try:
             compared[group.name] = compare(
-                group.tables,
+                _tuned(group, work, device, tally, failed),
                 experiment=group.settings,
                 seeds=work.seeds,
                 references=False,
@@ -508,6 +535,12 @@ class Work:
         return () if self.entry.cell == COMPUTED else self.groups
 
     @property
+    def trials(self) -> int:
+        """How many runs each method has besides, to choose its hyper-parameters."""
+        tuning = self.at.tuning
+        return 0 if tuning is None else tuning.trials * len(tuning.seeds)
+
+    @property
     def numbered(self) -> tuple[int, ...]:
         """The seeds one by one."""
         return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
@@ -520,12 +553,13 @@ class Work:
     @property
     def runs(self) -> int:
         """How many runs there are."""
-        return self.seed_count * sum(len(group.tables) for group in self.trained)
+        return (self.trials + self.seed_count) * sum(len(group.tables) for group in self.trained)
 
     @property
     def rounds(self) -> int:
         """How many rounds all runs have together."""
-        return self.seed_count * sum(group.rounds * len(group.tables) for group in self.trained)
+        rounds = sum(group.rounds * len(group.tables) for group in self.trained)
+        return (self.trials + self.seed_count) * rounds
 
 
 def planned(
@@ -560,9 +594,9 @@ def planned(
     folder = Path("reproductions") / f"{chosen.name.replace('/', '-')}-{scale}" if out is None else Path(out)
     given = dict(settings or {})
     if chosen.cell == COMPUTED:
-        taken = {key for group in _groups(at, {}) for key in group.settings}
-        for key in given.keys() - taken:
-            raise unknown(name, key, taken)
+        keys = {key for group in _groups(at, {}) for key in group.settings}
+        for key in given.keys() - keys:
+            raise unknown(name, key, keys)
     counted = seeds if isinstance(seeds, int) else tuple(seeds)
     return Work(chosen, at, tuple(_groups(at, given)), counted, given, folder)
 
@@ -589,6 +623,7 @@ def _some(at: Setting, methods: Iterable[str] | None, columns: Iterable[str] | N
         tuple(column for column in at.columns if column.label in wanted),
         {label: at.methods[label] for label in at.methods if methods is None or label in set(methods)},
         at.note,
+        at.tuning,
     )
 
 
@@ -606,6 +641,40 @@ def _groups(at: Setting, settings: Mapping[str, Any]) -> list[Group]:
             if column not in group.columns:
                 group.columns.append(column)
     return list(groups.values())
+
+
+def _tuned(
+    group: Group, work: Work, device: str | None, tally: Tally, failed: list[Failure]
+) -> dict[str, dict[str, Any]]:
+    """The methods of a comparison with hyper-parameters chosen on validation data, where that is wanted.
+
+    Those of which every trial failed are noted and left out.
+    """
+    tuning = work.at.tuning
+    if tuning is None:
+        return group.tables
+    tables = {}
+    for label, table in group.tables.items():
+        fixed = {key: value if key == "algorithm" else [value] for key, value in table.items()}
+        tables[label] = {**fixed, **tuning.space(label)}
+    found = search(
+        tables,
+        method="grid",
+        budget=tuning.trials,
+        seeds=tuning.seeds,
+        experiment=group.settings,
+        device=device,
+        out=work.out / group.name / "search",
+        progress=tally,
+    )
+    chosen = {}
+    for method in found.methods:
+        if method.chosen is not None:
+            chosen[method.label] = {"algorithm": method.algorithm, **method.best}
+        else:
+            message = str(method.trials[0].failed)
+            failed.append(Failure(method.label, method.algorithm, tuning.seeds[0], message))
+    return chosen
 
 
 def _computed(work: Work, device: str | None) -> dict[tuple[str, str], tuple[Estimate, tuple[str, ...]]]:
