@@ -238,3 +238,21 @@ def test_a_killed_reproduction_goes_on_to_the_same_numbers(tmp_path: Path) -> No
         json.loads((tmp_path / name / reproduction.FILE).read_text()) for name in ("killed", "whole")
     )
     assert [number["ours"] for number in killed["numbers"]] == [number["ours"] for number in whole["numbers"]]
+
+
+def test_seeds_may_be_asked_to_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    compare = reproduction.compare
+
+    def told(tables: Any, **settings: Any) -> Any:
+        asked.append(settings["together"])
+        return compare(tables, **settings)
+
+    monkeypatch.setattr(reproduction, "compare", told)
+    words = ["reproduce", "comfed/table4", "--methods", "fedavg", "--columns", "5", "--out", str(tmp_path)]
+    words += ["rounds=1", "model.name=softmax", "--together"]
+    assert CliRunner().invoke(app, [*words, "no"]).exit_code == 0
+    wrong = CliRunner().invoke(app, [*words, "maybe"])
+    assert wrong.exit_code == 2
+    assert "compare.together" in wrong.stderr
+    assert asked == ["no", "maybe"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sartor.commands.base import AsJson, Device, Imports, app, print_table, reported
-from sartor.commands.compare import Seeds, parse_seeds, show
+from sartor.commands.compare import Seeds, Together, parse_seeds, show
 from sartor.commands.words import refuse_unused, split_words
 from sartor.errors import SartorError, SettingError
 
@@ -46,6 +46,7 @@ def reproduce(
     columns: Annotated[
         str | None, typer.Option(help="Some of its columns, as in 100,200.", show_default=False)
     ] = None,
+    together: Together = None,
     device: Device = None,
     imports: Imports = None,
     out: Annotated[
@@ -101,7 +102,7 @@ def reproduce(
         expected = forecast(words[0], **asked)
         print(to_json(expected.to_mapping())) if as_json else _print_forecast(expected)
         return
-    result = reproduction.reproduce(words[0], **asked, progress=True)
+    result = reproduction.reproduce(words[0], **asked, together=together, progress=True)
     figures = _drawn(result)
     if as_json:
         print(to_json({**result.to_mapping(), "figures": [str(path) for path in figures]}))

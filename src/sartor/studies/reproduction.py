@@ -424,6 +424,7 @@ def reproduce(
     methods: Iterable[str] | None = None,
     columns: Iterable[str] | None = None,
     device: str | None = None,
+    together: str | None = None,
     settings: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     progress: bool = False,
@@ -432,7 +433,8 @@ def reproduce(
 
     ``scale`` is ``small`` or ``paper``; ``seeds`` a number or a list, left out: as many as the paper has
     (small: one). ``methods`` and ``columns`` leave it at some of them; ``settings`` win over the entry's, and
-    what they give is stored with them and not held against the bands.
+    what they give is stored with them and not held against the bands. ``together`` says whether the seeds of
+    a method are trained in one batch, as for :func:`~sartor.studies.comparison.compare`.
 
     >>> from tempfile import mkdtemp
     >>> some = {"methods": ["fedavg"], "columns": ["5"], "settings": {"rounds": 5}}
@@ -444,35 +446,19 @@ def reproduce(
         name, scale=scale, seeds=seeds, methods=methods, columns=columns, settings=settings, out=out
     )
     chosen, at = work.entry, work.at
+    compared: dict[str, Comparison] = {}
     failed: list[Failure] = []
-    compared: list[Comparison] = []
     if chosen.cell == COMPUTED:
         found = _computed(work, device)
     else:
+        try:
+            compared, failed = _trained(work, device, together, progress)
+        except SettingError as error:
+            raise SettingError(f"{name}, {scale}: {error}") from None
         found = {}
-        tally = Tally(work.runs, work.rounds, shown=progress)
         for group in work.groups:
-            tally.place = group.words
-            try:
-                result = compare(
-                    _tuned(group, work, device, tally, failed),
-                    experiment=group.settings,
-                    seeds=work.seeds,
-                    references=False,
-                    device=device,
-                    out=work.out / group.name,
-                    progress=tally,
-                )
-            except SettingError as error:
-                raise SettingError(f"{name}, {scale}: {error}") from None
-            except NothingFinished as error:  # the other columns go on
-                failed += error.failed
-                continue
-            compared.append(result)
-            failed += result.failed
-            found.update(_numbers(result, group, chosen))
-        if not compared:
-            raise NothingFinished(failed)
+            if group.name in compared:
+                found.update(_numbers(compared[group.name], group, chosen))
     made = [
         _beside(chosen, scale, label, column, *found[label, column.label], as_stated=as_stated(work.settings))
         for column in at.columns
@@ -485,18 +471,46 @@ def reproduce(
         asked=name,
         scale=scale,
         percent=chosen.percent,
-        seeds=compared[0].seeds if compared else work.numbered,
+        seeds=next((result.seeds for result in compared.values()), work.numbered),
         settings=work.settings,
         numbers=tuple(made),
         orders=tuple(_orders(made, at.columns)),
         failed=tuple(failed),
-        comparisons=tuple(result.out.name for result in compared),
+        comparisons=tuple(compared),
         hardware=tuple(dict.fromkeys(str(run.environment.get("device_name", "unknown")) for run in runs)),
         seconds=sum(row_seconds(row) for run in runs for row in run.rounds),
         out=work.out,
     )
     write_json(work.out / FILE, reproduction.to_mapping())
     return reproduction
+
+
+def _trained(
+    work: Work, device: str | None, together: str | None, progress: bool
+) -> tuple[dict[str, Comparison], list[Failure]]:
+    """The comparisons of an entry by their names, and the runs that failed."""
+    tally = Tally(work.runs, work.rounds, shown=progress)
+    compared: dict[str, Comparison] = {}
+    failed: list[Failure] = []
+    for group in work.groups:
+        tally.place = group.words
+        try:
+            compared[group.name] = compare(
+                _tuned(group, work, device, tally, failed),
+                experiment=group.settings,
+                seeds=work.seeds,
+                references=False,
+                device=device,
+                together=together,
+                out=work.out / group.name,
+                progress=tally,
+            )
+            failed += compared[group.name].failed
+        except NothingFinished as error:  # the other columns go on
+            failed += error.failed
+    if not compared:
+        raise NothingFinished(failed)
+    return compared, failed
 
 
 def row_seconds(row: Mapping[str, Any]) -> float:
