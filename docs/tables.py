@@ -205,6 +205,10 @@ def _band(entry: Entry, scale: str) -> str:
                 shown = "–" if mean is None else f"{mean:.{digits}f}"
                 cells.append(shown if deviation is None else f"{shown} ± {deviation:.{digits}f}")
             lines.append(row((f"`{label}`", *cells)))
+    changed = measured.stale(at)
+    if changed:
+        names = "all" if len(changed) == len(measured.code) else ", ".join(f"`{label}`" for label in changed)
+        lines += ["", f"Methods that have changed since, which need not change these numbers: {names}."]
     return "\n".join(lines)
 
 

@@ -3,8 +3,7 @@
     sartor reproduce comfed/table4 --scale paper --device cuda --out made
     python measurements/keep.py made             # results/comfed-table4-paper.jsonl
 
-Do so before any method is changed: the lines say that the runs were made with the source as it is. They have
-the scores of every evaluation. What is printed goes into the entry's file below
+The lines have the scores of every evaluation. What is printed goes into the entry's file below
 ``src/sartor/studies/papers``, as the numbers that later runs are compared with; of settings of one's own
 nothing is printed, as they make another experiment.
 """
@@ -21,7 +20,7 @@ from sartor.errors import SartorError
 from sartor.runs.experiment import fingerprint, to_mapping
 from sartor.runs.record import RunFolder
 from sartor.studies.reproduction import FILE, as_stated, entry, row_seconds
-from sartor.studies.results import Record, Results, method_code
+from sartor.studies.results import Record, Results
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -33,7 +32,7 @@ def kept(folder: Path, made: dict[str, Any], run: str) -> Record:
     return Record(
         key=run,
         method=experiment.algorithm,
-        code=method_code(experiment.algorithm),
+        code=str(stored.environment["method"]),
         fingerprint=fingerprint(experiment),
         sartor=str(stored.environment["sartor"]),
         date=str(stored.environment["started"])[:10],
@@ -59,7 +58,7 @@ def curves(run: RunFolder, score: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def measured(made: dict[str, Any], date: str) -> str:
+def measured(made: dict[str, Any], date: str, code: dict[str, str]) -> str:
     """The table of the entry's file with what was measured."""
     columns = [column.label for column in entry(made["name"]).scales[made["scale"]].columns]
     digits = 1 if made["percent"] else 4
@@ -77,7 +76,8 @@ def measured(made: dict[str, Any], date: str) -> str:
         "command": f"sartor reproduce {made['name']} --scale {made['scale']} --seeds {len(made['seeds'])}",
     }
     place = f"measured.{made['scale']}"
-    parts = {place: about, **{f"{place}.{key}": table for key, table in tables.items() if table}}
+    parts: dict[str, Any] = {place: about}
+    parts |= {f"{place}.{key}": table for key, table in {**tables, "code": code}.items() if table}
     lines: list[str] = []
     for head, table in parts.items():
         lines += ["", f"[{head}]"] if lines else [f"[{head}]"]
@@ -108,7 +108,8 @@ def main() -> None:
     results.write()
     print(f"{results.path}: {len(results.records)} runs", file=sys.stderr)
     if as_stated(made["settings"]):
-        print(measured(made, max(record.date for record in results.records.values())))
+        code = {record.numbers["label"]: record.code for record in results.records.values()}
+        print(measured(made, max(record.date for record in results.records.values()), code))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ def main() -> None:
     engine = {"name": asked.engine, "compile": "yes" if asked.compile else "no"}
     model = train(workload, data, asked.warm_up + asked.rounds, asked.device, clock, **engine)
     who = f"Sartor, {asked.engine}" + (", compiled" if asked.compile else "")
-    report(who, clock, asked, accuracy(model, data), versions("sartor", "torch"))
+    packages = {"sartor": sartor.__version__, **versions("torch")}
+    report(who, clock, asked, accuracy(model, data), packages)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -13,11 +14,15 @@ from typing import Any
 import pytest
 
 from sartor.algorithms import registered
+from sartor.algorithms.source import code_hash, method_code
 from sartor.errors import SartorError
 from sartor.runs.experiment import fingerprint, from_mapping
+from sartor.runs.record import RunFolder
+from sartor.studies import library
 from sartor.studies import results as module
-from sartor.studies.reproduction import Band, reproduce
-from sartor.studies.results import Results, code_hash, method_code
+from sartor.studies.comparison import compare
+from sartor.studies.reproduction import Band, entries, entry, reproduce
+from sartor.studies.results import Results
 
 ROOT = Path(__file__).parents[2]
 STORED = sorted((ROOT / "results").glob("*.jsonl"))
@@ -145,6 +150,35 @@ def test_stored_numbers_say_what_they_are_of(path: Path) -> None:
         assert record.numbers
 
 
+def test_a_run_that_is_used_again_is_told_to_be_older_than_its_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned() -> list[str]:
+        compare(["fedavg"], clients=3, rounds=1, model="softmax", references=False, seeds=2, out=tmp_path)
+        return [record.message for record in caplog.records if "which is used again" in record.message]
+
+    assert warned() == []
+    for folder in tmp_path.glob("fedavg-*"):
+        assert RunFolder.open(folder).environment["method"] == method_code("fedavg")
+    assert warned() == []
+    monkeypatch.setattr(library, "method_code", lambda name: "other")
+    (words,) = warned()  # once, of two runs
+    assert words.startswith("fedavg: has changed since")
+
+
+def test_bands_know_which_methods_have_changed() -> None:
+    measured = [(each, scale) for each in entries() for scale in each.measured]
+    assert measured
+    for each, scale in measured:
+        band = each.measured[scale]
+        assert set(band.code) <= set(band.band.values)
+    each = entry("comfed/table4")
+    at = each.scales["small"]
+    now = {label: method_code(at.methods[label].algorithm) for label in ("fedavg", "fedprox")}
+    band = dataclasses.replace(each.measured["small"], code={**now, "fedprox": "before"})
+    assert band.stale(at) == ["fedprox"]
+
+
 # The scripts -----------------------------------------------------------------------------------------------
 
 
@@ -173,8 +207,6 @@ def test_a_reproduction_is_kept(
     some: dict[str, Any] = {"methods": ["tau-0.5"], "settings": {"engine": {"name": "loop"}}}
     at = {"rounds": 1, "data": {"name": "digits", "clients": 5}, "model": {"name": "softmax"}}
     monkeypatch.setattr("sartor.studies.reproduction._experiment", lambda *_: at)
-    from sartor.studies.reproduction import entry
-
     entry.cache_clear()
     try:
         made = reproduce("diversifed/fig7", **some, seeds=2, out=tmp_path)
@@ -186,9 +218,11 @@ def test_a_reproduction_is_kept(
     assert list(kept.records) == list(made.numbers[0].runs)
     for record in kept.records.values():
         assert record.method == "diversifed"
+        assert record.code == method_code("diversifed")
         assert record.numbers["columns"] == ["pulled together", "pushed apart"]
         assert record.numbers["curves"]["distance_repelled"]
     table = tomllib.loads(capsys.readouterr().out)["measured"]["small"]
+    assert table["code"] == {"tau-0.5": method_code("diversifed")}
     ours = [number.ours.mean for number in made.numbers]
     assert table["values"]["tau-0.5"] == pytest.approx(ours, abs=1e-4)
     assert Band(table["values"], table["deviations"]).at("tau-0.5", 0)[1] is not None

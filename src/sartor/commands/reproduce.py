@@ -17,7 +17,7 @@ from sartor.errors import SartorError, SettingError
 
 if TYPE_CHECKING:
     from sartor.studies.forecast import Forecast
-    from sartor.studies.reproduction import Entry, Reproduction
+    from sartor.studies.reproduction import Column, Entry, Reproduction
 
 
 class Scale(StrEnum):
@@ -176,7 +176,8 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
     for column in dict.fromkeys(number.column for number in result.numbers):
         numbers = [number for number in result.numbers if number.column == column]
         order = next((order for order in result.orders if order.column == column), None)
-        print(f"\n{column}" + (f", beside the paper's {order.paper}" if small and order else ""))
+        said = f", beside the paper's {order.paper}" if small and order else ""
+        print(f"\n{column}{said}{_cut(at.columns, column, result.settings)}")
         heads = ["method", f"ours{unit}", f"paper{unit}"]
         heads += [] if small else ["difference", "paper's band"]
         heads += [f"measured before{unit}", "that band"]
@@ -200,14 +201,28 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
     else:
         kept = entry.measured[result.scale]
         print(f"Measured before: {kept.date}, {kept.hardware}, seeds {kept.seeds}, {kept.command}")
+        shown = {number.method for number in result.numbers}
+        changed = [label for label in kept.stale(at) if label in shown]
+        if changed:
+            print(f"Changed since that was measured: {', '.join(changed)}")
     if at.note:
         print(f"Note: {at.note}")
+
+
+def _cut(columns: Sequence[Column], label: str, settings: Mapping[str, Any]) -> str:
+    """What to say of a column whose round the runs do not come to."""
+    round = next(column.round for column in columns if column.label == label)
+    end = settings.get("rounds")
+    return f" (the runs end after round {end})" if isinstance(end, int) and end < round else ""
 
 
 def _print_forecast(expected: Forecast) -> None:
     """What an entry takes, a line for each method and its columns."""
     from sartor.runs.durations import duration
 
+    if not expected.runs:
+        print(f"{expected.name}, {expected.scale}: is computed in moments; nothing is trained")
+        return
     rows = [
         (
             part.method,

@@ -91,7 +91,7 @@ def forecast(
     return Forecast(
         name=work.entry.name,
         scale=scale,
-        device=device or "cpu",
+        device=device or work.settings.get("engine", {}).get("device", "cpu"),
         runs=work.runs,
         there=sum(part.there for part in parts),
         rounds=work.rounds,

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sartor.algorithms.source import method_code
 from sartor.errors import SartorError, SettingError
 from sartor.runs.experiment import Experiment, read_toml
 from sartor.runs.record import RunFolder, environment, write_json
@@ -94,6 +95,13 @@ class Measured:
     seeds: str
     command: str
     band: Band
+    code: dict[str, str] = field(default_factory=dict)
+    """By method the hash of its source as it was measured (:mod:`sartor.algorithms.source`), where known."""
+
+    def stale(self, at: Setting) -> list[str]:
+        """The methods that have changed since."""
+        now = {label: method_code(at.methods[label].algorithm) for label in self.code}
+        return [label for label, code in self.code.items() if code != now[label]]
 
 
 @dataclass(frozen=True)
@@ -213,6 +221,7 @@ class _Measured:
     command: str
     values: dict[str, Any]
     deviations: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
 
 
 def entries() -> list[Entry]:
@@ -254,7 +263,10 @@ def entry(name: str) -> Entry:
         kept = build(_Measured, table, f"{name}.measured.{scale}")
         place = f"{name}.measured.{scale}"
         band = _band(kept.values, kept.deviations, scales[scale], place)
-        measured[scale] = Measured(kept.date, kept.hardware, kept.seeds, kept.command, band)
+        for label in kept.code:
+            if label not in band.values:
+                raise unknown(f"{place}.code", label, band.values)
+        measured[scale] = Measured(kept.date, kept.hardware, kept.seeds, kept.command, band, kept.code)
     return Entry(
         name=name,
         title=file.title,

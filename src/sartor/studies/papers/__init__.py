@@ -29,7 +29,7 @@ values, deviations  the paper's numbers by method, one per column; ``nan`` where
 small               the small setting: ``preset``, ``experiment``, ``hyper`` by method, ``columns`` with
                     ``paper`` (the paper's column whose order of methods is compared), ``methods``
 measured            our numbers by scale: ``date``, ``hardware``, ``seeds``, ``command``, ``values`` and
-                    ``deviations`` by method, one per column of the scale
+                    ``deviations`` by method, one per column of the scale, ``code`` (a hash of its source)
 ==================  ==================================================================================
 """
 
