@@ -60,6 +60,7 @@ docs: install
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
 bench: install
+	$(BIN)/python bench/start.py
 	$(BIN)/python bench/engines.py
 	$(BIN)/python bench/central.py --large
 	$(BIN)/python bench/seeds.py

@@ -51,12 +51,18 @@ def cnn(weights: Weights, x: jax.Array) -> jax.Array:
 NETWORKS = {"mlp": mlp, "cnn": cnn}
 
 
-def make_round(workload: Workload, over: str) -> Callable[..., Weights]:
+def loss_of(workload: Workload) -> Callable[..., jax.Array]:
     network = NETWORKS[workload.model]
 
     def loss(weights: Weights, x: jax.Array, y: jax.Array) -> jax.Array:
         logits = jax.nn.log_softmax(network(weights, x))
         return -jnp.take_along_axis(logits, y[:, None], 1).mean()
+
+    return loss
+
+
+def make_round(workload: Workload, over: str) -> Callable[..., Weights]:
+    loss = loss_of(workload)
 
     def client(weights: Weights, key: jax.Array, x: jax.Array, y: jax.Array) -> Weights:
         keys = jax.random.split(key, workload.epochs)

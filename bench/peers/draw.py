@@ -1,6 +1,6 @@
 """Tables and the figure of what ``measure.py`` found.
 
-    PYTHONPATH=bench python -m peers.draw [--add OTHER.json]     # docs/speed.md's tables, docs/speed.svg
+    PYTHONPATH=bench:measurements python -m peers.draw [--add OTHER.json]   # docs/speed.md, docs/speed.svg
 
 ``--add`` first takes over the figures of another file, as they come from another machine.
 """
@@ -19,38 +19,35 @@ from peers.measure import RESULT, RUNNERS, merged
 from peers.workload import WORKLOADS
 
 PAGE = RESULT.parents[1] / "docs" / "speed.md"
-FIGURE = PAGE.with_name("speed.svg")
 BLOCK = "<!-- {0} -->\n{1}\n<!-- end of {0} -->"
+TIME = {"cpu": "ms of one core a round", "cuda": "ms a round"}
 Runs = list[dict[str, Any]]
 
 
 def summary(runs: Runs) -> dict[str, Any]:
-    """The rounds of all turns of one framework at one workload on one device, in one."""
-    times = np.concatenate([run["milliseconds"] for run in runs])
-    low, middle, high = np.percentile(times, (25, 50, 75))
+    """The rounds of all turns of one framework at one workload on one device, in one.
+
+    On a CPU the processor's time counts, which other work on the machine hardly lengthens, else the clock's.
+    """
+    cpu = runs[0]["device"] == "cpu"
+    times = [1e3 * np.array(run["cpu_seconds"]) if cpu else run["milliseconds"] for run in runs]
+    low, middle, high = np.percentile(np.concatenate(times), (25, 50, 75))
     return {
         "framework": runs[0]["framework"],
         "milliseconds": middle,
         "quartiles": (low, high),
-        "cpu_seconds": float(np.median(np.concatenate([run["cpu_seconds"] for run in runs]))),
         "first": float(np.median([run["first_round_seconds"] for run in runs])),
         "accuracy": float(np.mean([run["accuracy"] for run in runs])),
         "rounds": runs[0]["rounds"],
-        "timed": len(times),
+        "timed": sum(map(len, times)),
     }
 
 
 def summaries(runs: Runs, workload: str, device: str) -> list[dict[str, Any]]:
-    """A row for each framework that ran, the least processor time or the quickest round first."""
+    """A row for each framework that ran, the quickest first."""
     chosen = [run for run in runs if (run["workload"], run["device"]) == (workload, device)]
     done = [[run for run in chosen if run["runner"] == name and "failed" not in run] for name in RUNNERS]
-    rows = [summary(some) for some in done if some]
-    return sorted(rows, key=lambda row: row[main_figure(device)])
-
-
-def main_figure(device: str) -> str:
-    """What counts: on a shared CPU the processor's time, which others cannot lengthen much."""
-    return "milliseconds" if device == "cuda" else "cpu_seconds"
+    return sorted((summary(some) for some in done if some), key=lambda row: row["milliseconds"])
 
 
 def figures(value: float) -> str:
@@ -59,19 +56,15 @@ def figures(value: float) -> str:
 
 
 def table(rows: list[dict[str, Any]], device: str) -> str:
-    """One workload's rows as Markdown."""
-    heads = ["framework", "ms a round", "quartiles", "first round, s", "accuracy"]
-    cpu = device == "cpu"
-    if cpu:
-        heads.insert(1, "CPU ms a round")
-    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " --- |" * (len(heads) - 1)]
+    """One workload's rows as Markdown; the first round's time is the clock's, so it is left out on a CPU."""
+    heads = ["framework", TIME[device], "quartiles", "accuracy", "first round, s"]
+    shown = heads[: 4 if device == "cpu" else 5]
+    lines = ["| " + " | ".join(shown) + " |", "|" + " --- |" * len(shown)]
     for row in rows:
         low, high = row["quartiles"]
         cells = [row["framework"], figures(row["milliseconds"]), f"{figures(low)} to {figures(high)}"]
-        cells += [figures(row["first"]), f"{100 * row['accuracy']:.1f} %"]
-        if cpu:
-            cells.insert(1, figures(1e3 * row["cpu_seconds"]))
-        lines.append("| " + " | ".join(cells) + " |")
+        cells += [f"{100 * row['accuracy']:.1f} %", figures(row["first"])]
+        lines.append("| " + " | ".join(cells[: len(shown)]) + " |")
     return "\n".join(lines)
 
 
@@ -128,6 +121,29 @@ def filled(page: str, made: dict[str, str]) -> str:
     return page
 
 
+def draw(runs: Runs) -> None:
+    """Bars of a round's time, a panel for each workload: on a GPU, or else on a CPU."""
+    from pictures import panels, save
+
+    device = "cuda" if any(run["device"] == "cuda" for run in runs) else "cpu"
+    rows = {name: summaries(runs, name, device) for name in WORKLOADS}
+    known = list(dict.fromkeys(row["framework"] for each in rows.values() for row in each))[::-1]
+    figure, axes = panels(1, len(rows), (9, 0.6 + 0.36 * len(known)))
+    for each, (workload, found) in zip(axes, rows.items(), strict=True):
+        values = [row["milliseconds"] for row in found]
+        places = [known.index(row["framework"]) for row in found]
+        colours = ["#4a64d9" if row["framework"].startswith("Sartor") else "#999999" for row in found]
+        each.barh(places, values, color=colours, height=0.7)
+        for place, value in zip(places, values, strict=True):
+            each.text(value, place, f" {figures(value)}", va="center", fontsize=9)
+        each.set(xscale="log", title=workload, yticks=range(len(known)), yticklabels=known)
+        each.set_xlabel(TIME[device])
+        each.margins(x=0.15)
+    chosen = [run for run in runs if run["device"] == device]
+    figure.suptitle(f"{chosen[0]['hardware']}, {max(run['date'] for run in chosen)}", fontsize=10)
+    save(figure, "speed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -139,6 +155,7 @@ def main() -> None:
         runs = merged(runs, json.loads(asked.add.read_text(encoding="utf-8")))
         RESULT.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), blocks(runs)), encoding="utf-8")
+    draw(runs)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ RUNNERS = {
     "pytorch": Runner("by_pytorch"),
     "pfllib": Runner("by_pfllib", (), "pfllib"),
     "pfl": Runner("by_pfl", (), "pfl"),
+    "fedjax": Runner("by_fedjax", (), "fedjax", ("cpu",)),
     "flower": Runner("by_flower", (), "flower", ("cpu",)),
     "jax-map": Runner("by_jax", ("--over", "map"), "jax", ("cpu",)),
     "sartor-compiled": Runner("by_sartor", ("--engine", "stacked", "--compile"), devices=("cuda",)),
@@ -76,7 +77,7 @@ def turn(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=left,
+            timeout=left if left < float("inf") else None,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
     except subprocess.TimeoutExpired:
