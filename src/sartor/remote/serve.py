@@ -174,7 +174,7 @@ def serve_on(
     try:
         result = _serve_on(grid, experiment, service, opened, out=out, resume=resume, progress=progress)
     except Exception as error:
-        reason = str(error) if isinstance(error, SartorError) else f"{type(error).__name__}: {error}"
+        reason = _reason(error)
         try:
             for federation, _ in opened:
                 federation.cancel(federation.running)  # nobody begins what was asked before
@@ -185,6 +185,15 @@ def serve_on(
     for _, engine in opened:
         engine.farewell(service.linger)
     return result
+
+
+def _reason(error: Exception) -> str:
+    """What nodes are told of an error, as the server itself tells it."""
+    if isinstance(error, SartorError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror or error}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _tell_failure(grid: Grid, reason: str) -> None:
