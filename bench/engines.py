@@ -7,6 +7,9 @@ The expert's loop is what one would write by hand for one workload: a module, it
 device already. Every figure is the best of the repeats, which are interleaved so that a busy machine slows
 all of them alike. Beside it stand the first round, all that comes before a steady pace (tracing, compiling,
 capturing), and how long an engine takes for its first 100 rounds on CUDA, or 10 on a CPU.
+
+Workloads on MNIST and Fashion-MNIST read them from the folder that SARTOR_DATA names; where they are not
+there, random images stand in for them, and the table says so. Dirichlet's law then deals out other shares.
 """
 
 from __future__ import annotations
@@ -31,13 +34,18 @@ from models import OWN
 from sartor.algorithms.references.fedavg import FedAvg, FedAvgHyper
 from sartor.client.settings import Local
 from sartor.data.clients import ClientData, Split
+from sartor.data.sources import SOURCES, Origin, data_folder
 from sartor.engines import choose_engine, make_federation
 from sartor.model.networks import MODELS, make_task, seeded
 from sartor.model.task import Task
+from sartor.runs.experiment import from_mapping
+from sartor.runs.setup import set_up
 
 LR = 0.05
 WARM_UP = {"cpu": 2, "cuda": 3}
 """Rounds before measuring of what has nothing to trace or capture."""
+DEALT = 3
+"""The seed by which data sets are dealt out: the longest of 20 clients then takes 577 batches of 10."""
 HUNDRED = {"cpu": 10, "cuda": 100}
 """First rounds of an engine that traces and captures, whose time is told."""
 
@@ -53,6 +61,10 @@ class Workload(NamedTuple):
     """How many clients are drawn each round; 0: all."""
     large: bool = False
     """Whether it is for a GPU alone."""
+    source: str = ""
+    """The data set it is about, if that is at hand."""
+    alpha: float = 0.0
+    """Of Dirichlet's law, by which that is dealt out; 0: alike."""
 
     @property
     def drawn(self) -> int:
@@ -78,10 +90,32 @@ WORKLOADS = (
     # Ten of a hundred clients each round; equal ones are the measure of those that are not.
     Workload("sampled mlp", "mlp", (1, 28, 28), unlike(100, 0.3, 60_000), 32, cohort=10),
     Workload("sampled mlp, equal", "mlp", (1, 28, 28), (600,) * 100, 32, cohort=10),
-    Workload("sampled cnn", "cnn", (1, 28, 28), unlike(100, 0.3, 60_000), 32, cohort=10, large=True),
-    Workload("sampled cnn, equal", "cnn", (1, 28, 28), (600,) * 100, 32, cohort=10, large=True),
-    Workload("long epochs", "cnn", (1, 28, 28), unlike(20, 0.1, 35_000), 10, large=True),
-    Workload("own cnn", "own cnn", (1, 28, 28), (600,) * 20, 32),
+    Workload(
+        "sampled cnn",
+        "cnn",
+        (1, 28, 28),
+        unlike(100, 0.3, 60_000),
+        32,
+        cohort=10,
+        large=True,
+        source="mnist",
+        alpha=0.3,
+    ),
+    Workload(
+        "sampled cnn, equal", "cnn", (1, 28, 28), (600,) * 100, 32, cohort=10, large=True, source="mnist"
+    ),
+    Workload(
+        "long epochs",
+        "unpadded cnn",
+        (1, 28, 28),
+        unlike(20, 0.1, 60_000),
+        10,
+        large=True,
+        source="fashion-mnist",
+        alpha=0.1,
+    ),
+    Workload("long epochs, padded", "cnn", (1, 28, 28), unlike(20, 0.1, 35_000), 10, large=True),
+    Workload("own cnn", "own cnn", (1, 28, 28), (600,) * 100, 32, cohort=20, source="mnist"),
     Workload("resnet18-gn", "resnet18-gn", (3, 32, 32), (500,) * 10, 32, large=True),
     Workload("resnet18-bn", "resnet18-bn", (3, 32, 32), (500,) * 10, 32, large=True),
     Workload("vit", "vit", (3, 32, 32), (500,) * 10, 32, large=True),
@@ -107,7 +141,19 @@ def cohorts(workload: Workload) -> Iterator[np.ndarray]:
         yield np.sort(rng.choice(clients, workload.drawn, replace=False))
 
 
+def at_hand(source: str) -> bool:
+    """Whether a data set's files lie in the folder for data; nothing is downloaded."""
+    origin = SOURCES.get(source)
+    folder = data_folder()
+    return isinstance(origin, Origin) and all(origin.find(folder, file) for file in origin.files)
+
+
 def make_data(workload: Workload) -> ClientData:
+    if at_hand(workload.source):
+        law = {"name": "dirichlet", "alpha": workload.alpha} if workload.alpha else {"name": "iid"}
+        settings = {"name": workload.source, "clients": len(workload.sizes)}
+        experiment = {"algorithm": "fedavg", "seed": DEALT, "data": settings, "partition": law}
+        return set_up(from_mapping(experiment)).data
     generator = torch.Generator().manual_seed(0)
     total = sum(workload.sizes)
     x = torch.randn(total, *workload.shape, generator=generator)
@@ -190,6 +236,7 @@ def measure(
     workload: Workload, device: str, repeats: int, compiled: bool, ways: bool, slow: bool
 ) -> dict[str, Any]:
     data = make_data(workload)
+    workload = workload._replace(sizes=tuple(data.train.count.tolist()))
     runs = {
         "expert": expert_round(workload, data, device),
         "loop": engine_round(workload, data, device, "loop"),
@@ -227,6 +274,8 @@ def measure(
     task, samples = task_of(workload), sum(workload.sizes) / len(workload.sizes) * workload.drawn
     return {
         "workload": workload.name,
+        "data": workload.source if at_hand(workload.source) else "random",
+        "most_samples": max(workload.sizes),
         "device": torch.cuda.get_device_name()
         if device == "cuda"
         else f"cpu, {torch.get_num_threads()} threads",
@@ -283,7 +332,7 @@ def main() -> None:
         for name, value in result["milliseconds"].items():
             picked = " (auto)" if name == result["auto"] else ""
             table.add_row(
-                workload.name,
+                f"{workload.name} ({result['data']})",
                 name + picked,
                 f"{value:.3g}",
                 f"{result['ratio'][name]:.3g}",

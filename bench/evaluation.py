@@ -1,12 +1,13 @@
 """What evaluation takes beside training, as a ratio, with ``evaluate.every = 1``: now, and model by model.
 
-    python bench/evaluation.py [--rounds 12] [--only WORKLOAD] [--json FILE]
+    python bench/evaluation.py [--rounds 12] [--only WORKLOAD] [--now] [--json FILE]
 
 ``one by one`` asks as if nobody knew of another question: every cell makes its models anew, every client's
 model goes through the pooled test data, and clients are evaluated all at once whatever a cache holds. Both
 ways evaluate the same models after the same rounds of the same run, and their counts are compared. Seconds
 are of the process's own CPU time on a CPU, so that other work on the machine counts little; the first third
-of the rounds warms up. MNIST is read from the folder that SARTOR_DATA names.
+of the rounds warms up. ``--now`` leaves out the models one by one. MNIST is read from the folder that
+SARTOR_DATA names.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ def one_by_one(run: Run) -> dict[str, Cell]:
     what = evaluation.measured_in(federation, settings)
 
     def cell(call: Call, numbers: np.ndarray, split: str) -> Cell:
-        return evaluation._cell(evaluation._answers(federation, call, numbers, (split,), what)[split], what)
+        return evaluation.cell_of(evaluation._answers(federation, call, numbers, (split,), what)[split], what)
 
     cells: dict[str, Cell] = {}
     models = run.algorithm.shared(server)
     if models is not None:
         rows = models[None] if models.dim() == 1 else models
         pooled = [cell(Call(evaluation.shared_model, {"w": w}), clients[:1], "pooled") for w in rows]
-        best = max(range(len(rows)), key=lambda place: (evaluation._rank(pooled[place]), -place))
+        best = max(range(len(rows)), key=lambda place: (evaluation.rank(pooled[place]), -place))
         cells["shared_pooled"] = pooled[best]
         cells["shared_local"] = cell(Call(evaluation.shared_model, {"w": rows[best]}), clients, "test")
     personal = evaluation.personal_models(run.algorithm, server, clients)
@@ -81,7 +82,8 @@ def one_by_one(run: Run) -> dict[str, Cell]:
 class Watch(sartor.Observer):
     """What training and both ways of evaluation took in every round."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: bool) -> None:
+        self.now = now
         self.clock = time.perf_counter if torch.cuda.is_available() else time.process_time
         self.taken: dict[str, list[float]] = {"training": [], "evaluation": [], "one by one": []}
         self._begin = 0.0
@@ -94,6 +96,8 @@ class Watch(sartor.Observer):
             self._note("training", run)
             cells = plain()
             self._note("evaluation", run)
+            if self.now:
+                return cells
             with plainly():
                 found = one_by_one(run)
             self._note("one by one", run)
@@ -129,9 +133,9 @@ def plainly() -> Iterator[None]:
         stacked.CACHED, Samples.common, Samples.in_a_row = kept  # type: ignore[method-assign]
 
 
-def measure(workload: dict[str, Any], rounds: int) -> dict[str, float]:
+def measure(workload: dict[str, Any], rounds: int, now: bool) -> dict[str, float]:
     """Median seconds a round of training and of evaluation, and the ratios."""
-    watch = Watch()
+    watch = Watch(now)
     sartor.run(
         workload.get("algorithm"),
         experiment=workload["experiment"],
@@ -140,9 +144,9 @@ def measure(workload: dict[str, Any], rounds: int) -> dict[str, float]:
         store=False,
         observers=[watch],
     )
-    found = {name: statistics.median(taken[rounds // 3 :]) for name, taken in watch.taken.items()}
+    found = {name: statistics.median(taken[rounds // 3 :]) for name, taken in watch.taken.items() if taken}
     found["ratio"] = found["evaluation"] / found["training"]
-    found["ratio one by one"] = found["one by one"] / found["training"]
+    found["ratio one by one"] = found.get("one by one", np.nan) / found["training"]
     return found
 
 
@@ -151,12 +155,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", choices=list(WORKLOADS))
+    parser.add_argument("--now", action="store_true", help="leave out the models one by one")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {}
     print(f"{'evaluation / training':36} {'training':>9} {'evaluation':>11} {'ratio':>7} {'one by one':>11}")
     for name in [options.only] if options.only else WORKLOADS:
-        row = found[name] = measure(WORKLOADS[name], options.rounds)
+        row = found[name] = measure(WORKLOADS[name], options.rounds, options.now)
         seconds = f"{row['training']:7.3f} s {row['evaluation']:9.3f} s"
         print(f"{name:36} {seconds} {row['ratio']:7.2f} {row['ratio one by one']:11.2f}", flush=True)
     if options.json is not None:

@@ -25,6 +25,23 @@ def plain_cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
     )
 
 
+def unpadded_cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """PFLlib's network: McMahan's with convolutions that are not padded, 582,026 weights for MNIST."""
+    side = ((shape[1] - 4) // 2 - 4) // 2
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 32, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * side * side, 512),
+        nn.ReLU(),
+        nn.Linear(512, classes),
+    )
+
+
 class Residual(nn.Module):
     """Two convolutions around which the input goes by itself."""
 
@@ -101,6 +118,7 @@ class ViT(nn.Module):
 
 OWN: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "own cnn": plain_cnn,
+    "unpadded cnn": unpadded_cnn,
     "resnet18-gn": lambda shape, classes: resnet18(shape, classes, lambda width: nn.GroupNorm(32, width)),
     "resnet18-bn": lambda shape, classes: resnet18(shape, classes, nn.BatchNorm2d),
     "vit": ViT,

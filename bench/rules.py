@@ -1,8 +1,8 @@
 """What a rule in place of means costs: milliseconds of a round of FedAvg with the CNN, with each rule.
 
-    python bench/rules.py [--device cuda] [--repeats 5] [--clients 25 100 400] [--json FILE]
+    python bench/rules.py [--device cuda] [--repeats 5] [--clients 10 100] [--json FILE]
 
-Clients have 60 images of 28×28 and take three steps in a round; the mean's round is what others are held
+Clients have 600 images of 28×28 and take thirty steps in a round; the mean's round is what others are held
 against. Rounds of all rules are interleaved and the best of the repeats counts, so that a busy machine slows
 all of them alike. Krum, multi-Krum, Bulyan and ``similarity`` compare all pairs of replies: their part grows
 with the square of the clients, where a round grows with the clients.
@@ -27,7 +27,7 @@ from sartor.engines import make_federation
 from sartor.federation.reduction import AGGREGATES
 from sartor.model.networks import MODELS, make_task
 
-SAMPLES, WARM_UP = 60, 2
+SAMPLES, WARM_UP = 600, 2
 
 
 def federations(clients: int, device: str) -> dict[str, tuple[Any, Any]]:
@@ -74,7 +74,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--clients", type=int, nargs="*", default=[25, 100, 400])
+    parser.add_argument("--clients", type=int, nargs="*", default=[10, 100])
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
     found = {}

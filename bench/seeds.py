@@ -1,6 +1,7 @@
 """Seconds of five seeds one after the other and in one batch, from the first round to the summaries.
 
-    python bench/seeds.py [--seeds 5] [--repeats 3] [--only digits-mlp] [--method fedavg] [--json FILE]
+    python bench/seeds.py [--device cuda] [--seeds 5] [--repeats 3] [--only digits-mlp] [--method fedavg]
+        [--json FILE]
 
 Both ways write the same run folders. Every figure is the best of the repeats, which take turns so that a
 busy machine slows both alike. ``auto`` says how many a comparison would run at once.
@@ -38,6 +39,8 @@ class Workload(NamedTuple):
     samples: int = 0
     """Of each client, at random, of 784 numbers; 0 for the digits, dealt out by Dirichlet's law."""
     hidden: int = 64
+    large: bool = False
+    """Whether it is for a GPU alone."""
 
 
 WORKLOADS = {
@@ -49,6 +52,7 @@ WORKLOADS = {
     "mlp-40x300": Workload("mlp", 40, 100, 10, 300),
     "mlp-100x300": Workload("mlp", 100, 100, 5, 300),
     "mlp-wide": Workload("mlp", 20, 100, 5, 300, 512),
+    "cnn-10x500": Workload("cnn", 10, 32, 20, 500, large=True),
 }
 
 
@@ -57,7 +61,8 @@ def random_data(workload: Workload, seed: int) -> ClientData:
 
     def split(samples: int) -> Split:
         total = workload.clients * samples
-        x = torch.randn(total, 784, generator=generator)
+        shape = (1, 28, 28) if workload.model == "cnn" else (784,)
+        x = torch.randn(total, *shape, generator=generator)
         y = torch.randint(0, 10, (total,), generator=generator)
         count = np.full(workload.clients, samples)
         return Split(x, y, np.cumsum(count) - count, count)
@@ -68,7 +73,7 @@ def random_data(workload: Workload, seed: int) -> ClientData:
     return ClientData(names, train, test, None, test.x, test.y, 10, f"random {seed}", "random")
 
 
-def prepared(workload: Workload, method: str, seed: int) -> Setup:
+def prepared(workload: Workload, method: str, seed: int, device: str) -> Setup:
     settings: dict[str, Any] = {
         "algorithm": method,
         "seed": seed,
@@ -77,7 +82,7 @@ def prepared(workload: Workload, method: str, seed: int) -> Setup:
         "model": {"name": workload.model},
         "local": {"batch": workload.batch},
         "hyper": {"lr": 0.05},
-        "engine": {"name": "stacked"},
+        "engine": {"name": "stacked", "device": device},
     }
     if workload.model == "mlp":
         settings["model"]["hidden"] = workload.hidden
@@ -95,8 +100,8 @@ def seconds(work: Callable[[Path], object]) -> tuple[float, float]:
         return time.perf_counter() - wall, time.process_time() - processors
 
 
-def measure(workload: Workload, method: str, seeds: int, repeats: int) -> dict[str, Any]:
-    setups = [prepared(workload, method, seed) for seed in range(seeds)]
+def measure(workload: Workload, method: str, device: str, seeds: int, repeats: int) -> dict[str, Any]:
+    setups = [prepared(workload, method, seed, device) for seed in range(seeds)]
 
     def one_by_one(folder: Path) -> None:
         for number, setup in enumerate(setups):
@@ -114,6 +119,7 @@ def measure(workload: Workload, method: str, seeds: int, repeats: int) -> dict[s
     best = {name: [min(column) for column in zip(*values, strict=True)] for name, values in figures.items()}
     return {
         "method": method,
+        "device": device,
         "parameters": setups[0].task.size,
         "auto": min(seeds, seeds_at_once(setups[0], "auto")),
         "seconds": {name: wall for name, (wall, _) in best.items()},
@@ -127,20 +133,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="names of workloads")
     parser.add_argument("--method", nargs="*", default=["fedavg"])
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args()
-    threads = f"{torch.get_num_threads()} threads, {os.cpu_count()} cores"
-    table = Table(title=f"{arguments.seeds} seeds, seconds ({threads})")
+    where = f"{torch.get_num_threads()} threads, {os.cpu_count()} cores"
+    if arguments.device == "cuda":
+        where = torch.cuda.get_device_name()
+    table = Table(title=f"{arguments.seeds} seeds, seconds ({where})")
     for column in ("workload", "method", "one by one", "together", "ratio", "of processor time", "auto"):
         table.add_column(column, justify="left" if column in ("workload", "method") else "right")
     results = []
     for name, workload in WORKLOADS.items():
+        if workload.large and arguments.device == "cpu":
+            continue
         for method in arguments.method if not arguments.only or name in arguments.only else ():
-            result = measure(workload, method, arguments.seeds, arguments.repeats)
+            result = measure(workload, method, arguments.device, arguments.seeds, arguments.repeats)
             results.append({"workload": name, **result})
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
             table.add_row(

@@ -1,19 +1,20 @@
 """The measured curve of a method as a picture in its page, and the words that say the same.
 
-The numbers are those of ``results/method-curves.json``, which ``measurements/method_curves.py`` measures. A
+The numbers are those of ``results/method-curves.jsonl``, which ``measurements/method_curves.py`` measures. A
 picture is inline SVG: text and axes have the page's own colour, light or dark, and nothing is loaded.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parent.parent / "results" / "method-curves.json"
+from sartor.studies.results import Results
+
+FILE = Path(__file__).parent.parent / "results" / "method-curves.jsonl"
 REFERENCES = {"fedavg": "6 4", "separate": "2 3"}
 """The methods drawn in grey for comparison, and how their lines are dashed."""
 CELLS = {"personal_local": "the personal models", "shared_local": "the shared model"}
@@ -29,8 +30,8 @@ LINE_HEIGHT = 15
 @cache
 def results() -> dict[str, Any]:
     """All that was measured."""
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    found = Results(FILE)
+    return {**found.about, "methods": found.numbers, "stale": found.stale()}
 
 
 def entry(name: str) -> dict[str, Any]:
@@ -157,6 +158,10 @@ def curve(name: str) -> str:
     )
     if own["cell"] == "shared_local":
         text = text.replace("have **", "has **", 1)
+    if name in results().get("stale", {}):
+        text += (
+            f" The source of `{name}` has changed since ({results()['stale'][name]}); this need not matter."
+        )
     reference = compared(name).get("fedavg", own)
     if abs(own["time"] - reference["time"]) > 0.05:
         text += (

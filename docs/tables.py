@@ -8,8 +8,9 @@ A part stands between ``<!-- begin: NAME -->`` and ``<!-- end -->``, and NAME sa
 measured numbers. On a method's own page ``method NAME`` says what it is and keeps, ``settings NAME`` what it
 can be told, ``curve NAME`` shows what was measured; ``measured`` is the table of all of these measurements.
 ``best PROBLEM`` are the methods that did best there, ``which`` what was measured of all of them on every
-problem. ``networks`` are the models by name. ``overview`` is a table of all methods to choose by; ``house``
-and ``rooms`` are the picture and the table of the source's rooms.
+problem, ``leaderboard`` what its runs gave. ``networks`` are the models by name. ``overview`` is a table of
+all methods to choose by; ``house`` and ``rooms`` are the picture and the table of the source's rooms.
+``stale`` says which methods have changed since the numbers in the files of ``results/`` were taken.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import curves
 import house
+import leaderboard
 import which
 
 from sartor.algorithms import cards, registered
@@ -30,6 +32,7 @@ from sartor.algorithms.comfed.comfed import MECHANISMS
 from sartor.model.networks import CUSTOM, MODELS, about
 from sartor.runs.experiment import describe_class
 from sartor.studies.reproduction import Entry, entries
+from sartor.studies.results import Results
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -202,6 +205,31 @@ def _band(entry: Entry, scale: str) -> str:
                 shown = "–" if mean is None else f"{mean:.{digits}f}"
                 cells.append(shown if deviation is None else f"{shown} ± {deviation:.{digits}f}")
             lines.append(row((f"`{label}`", *cells)))
+    changed = measured.stale(at)
+    if changed:
+        names = "all" if len(changed) == len(measured.code) else ", ".join(f"`{label}`" for label in changed)
+        lines += ["", f"Methods that have changed since, which need not change these numbers: {names}."]
+    return "\n".join(lines)
+
+
+def stale() -> str:
+    """Of every file of measured numbers which methods have changed since."""
+    lines = head("file", "numbers", "taken", "methods", "changed since")
+    for path in sorted((DOCS.parent / "results").glob("*.jsonl")):
+        results = Results(path)
+        records, found = results.records.values(), results.stale()
+        dates = sorted({record.date for record in records})
+        lines.append(
+            row(
+                (
+                    f"`results/{path.name}`",
+                    str(len(records)),
+                    dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
+                    str(len({record.method for record in records})),
+                    ", ".join(found) or "none",
+                )
+            )
+        )
     return "\n".join(lines)
 
 
@@ -215,8 +243,10 @@ PARTS: dict[str, Callable[..., str]] = {
     "best": lambda problem: which.best(problem, page_of),
     "which": lambda: which.table(page_of),
     "networks": networks,
+    "leaderboard": lambda: leaderboard.board(page_of),
     "papers": papers,
     "bands": bands,
+    "stale": stale,
     "house": house.picture,
     "rooms": house.table,
 }

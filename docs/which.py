@@ -1,17 +1,18 @@
 """What was measured for "which method for my problem": the tables of that page.
 
-The numbers are those of ``results/which-method.json``, which ``measurements/which_method.py`` measures.
+The numbers are those of ``results/which-method.jsonl``, which ``measurements/which_method.py`` measures.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parent.parent / "results" / "which-method.json"
+from sartor.studies.results import Results
+
+FILE = Path(__file__).parent.parent / "results" / "which-method.jsonl"
 REFERENCES = ("central", "separate", "fedavg")
 BEST = 5
 """How many methods are named for a problem."""
@@ -20,8 +21,12 @@ BEST = 5
 @cache
 def results() -> dict[str, Any]:
     """All that was measured."""
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    found = Results(FILE)
+    problems: dict[str, Any] = {}
+    for key, numbers in found.numbers.items():
+        problem, _, method = key.partition("/")
+        problems.setdefault(problem, {})[method] = numbers
+    return {**found.about, "problems": problems}
 
 
 def ranked(problem: str) -> list[tuple[str, dict[str, Any]]]:

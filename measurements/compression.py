@@ -1,6 +1,6 @@
 """Accuracy against bytes: FedAvg with every compressor at several strengths.
 
-    python measurements/compression.py --device cuda       # what is missing of results/compression.json
+    python measurements/compression.py --device cuda       # what is missing of results/compression.jsonl
     python measurements/compression.py --cells int8 sign   # some of it
     python measurements/compression.py --draw              # draws it, docs/compression.svg, as a table too
 
@@ -14,7 +14,6 @@ cell.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -29,10 +28,11 @@ from workers import measured
 import sartor
 from sartor import Result
 from sartor.errors import SartorError
-from sartor.runs.record import environment, write_json
+from sartor.runs.record import environment
+from sartor.studies.results import Results
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "results" / "compression.json"
+RESULT = ROOT / "results" / "compression.jsonl"
 SEEDS, SEARCH_SEED, RATES = (0, 1, 2), 100, (0.03, 0.1, 0.3, 1.0)
 SETTINGS: dict[str, Any] = {
     "rounds": 200,
@@ -151,18 +151,19 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true")
     parser.add_argument("--workers", type=int, default=1, help="cells at once")
     chosen = parser.parse_args()
-    results = json.loads(chosen.json.read_text()) if chosen.json.exists() else {"cells": {}}
+    results = Results(chosen.json)
     if chosen.draw:
-        draw(results["cells"])
-        print(table(results["cells"]))
+        draw(results.numbers)
+        print(table(results.numbers))
         return
-    results |= {"settings": {**SETTINGS, "rounds": chosen.rounds}, "rates": RATES, "seeds": SEEDS}
-    results |= {"environment": environment(chosen.device)}
-    missing = [cell for cell in chosen.cells if cell not in results["cells"]]
+    settings = {**SETTINGS, "rounds": chosen.rounds}
+    results.about |= {"settings": settings, "rates": RATES, "seeds": SEEDS}
+    results.about |= {"environment": environment(chosen.device)}
+    missing = [cell for cell in chosen.cells if cell not in results.records]
     one = partial(measure, device=chosen.device, rounds=chosen.rounds)
     for cell, found in measured(one, missing, chosen.workers):
-        results["cells"][cell] = found
-        write_json(chosen.json, results)
+        chosen_rate = {"transforms": CELLS[cell], "hyper": {"lr": found["lr"]}, "seed": SEEDS[0]}
+        results.add(cell, found, method="fedavg", experiment={**settings, **chosen_rate})
         words = [f"{100 * found['mean']:.2f} %", f"lr {found['lr']:g}", f"{found['seconds']:.0f} s"]
         print(f"{cell}: {', '.join(words)}", flush=True)
 

@@ -1,7 +1,7 @@
 """The tables of DiversiFed's paper: twelve methods on two splits, each client's model on its own test data.
 
-    python measurements/diversifed_tables.py --dataset cifar10 --device cuda --json out.json --search
-    python measurements/diversifed_tables.py --dataset cifar10 --device cuda --json out.json --seeds 2
+    python measurements/diversifed_tables.py --dataset cifar10 --device cuda --json out.jsonl --search
+    python measurements/diversifed_tables.py --dataset cifar10 --device cuda --json out.jsonl --seeds 2
 
 40 clients with 500 training and 100 test samples each (Fashion-MNIST: 300), 10 local epochs, batches of 100,
 Adam with rate 0.001. Every method goes over its data equally often in a round: pFedMe's inner steps and
@@ -19,7 +19,6 @@ with a file of its own; --merge unites them in --json.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from typing import Any
 
 import sartor
 from sartor.errors import DataError, SartorError, SettingError
-from sartor.runs.record import write_json
+from sartor.studies.results import Results
 
 SPLITS: dict[str, dict[str, Any]] = {
     "pathological": {"name": "classes", "k": 2},
@@ -87,10 +86,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "diversifed": {"hyper": {"lr": 0.001, "lam": 2.0}, "tried": with_rates(lam=0.2)},
 }
 CANDIDATES = range(4)
-EARLIER = {"diversifed, lam 0.2": ("diversifed", 1)}
-"""Rows of files without candidates that were not of a method's first one."""
 
-Results = dict[str, dict[str, Any]]
+Runs = dict[str, dict[str, Any]]
 
 
 def hyper_of(method: str, candidate: int) -> dict[str, Any]:
@@ -155,19 +152,20 @@ def result_of(settings: dict[str, Any], device: str, search: bool) -> dict[str, 
 
 def read(path: Path, options: argparse.Namespace) -> Results:
     """The runs of a file, all of them made as they would be made now."""
-    try:
-        stored = json.loads(path.read_text())
-        results = dict(_with_candidate(key, value) for key, value in stored.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SartorError(f"{path}: not a file of this script ({error}); give another one") from None
-    for key, value in results.items():
-        first, second, third, fourth = key.split(" | ")
-        asked = (
-            (second, third, int(fourth), None, options.search_rounds)
-            if first == "search"
-            else (first, second, int(third), int(fourth), options.rounds)
-        )
-        wanted = experiment(options.dataset, *asked)
+    results = Results(path)
+    for key, value in results.numbers.items():
+        try:
+            first, second, third, fourth = key.split(" | ")
+            asked = (
+                (second, third, int(fourth), None, options.search_rounds)
+                if first == "search"
+                else (first, second, int(third), int(fourth), options.rounds)
+            )
+            wanted = experiment(options.dataset, *asked)
+        except (ValueError, LookupError) as error:
+            raise SartorError(
+                f"{path}: {key!r} is no run of this script ({error}); give another file"
+            ) from None
         other = [name for name in wanted if value["settings"].get(name) != wanted[name]]
         if other:
             name = other[0]
@@ -178,24 +176,7 @@ def read(path: Path, options: argparse.Namespace) -> Results:
     return results
 
 
-def _with_candidate(key: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A run under its key of today; "split | row | seed" is from before there were candidates."""
-    parts = key.split(" | ")
-    if len(parts) == 3:
-        split, row, seed = parts[0], parts[1], int(parts[2])
-        method, candidate = EARLIER.get(row, (row, 0))
-        # Those were on CIFAR-10 without exception.
-        settings = experiment("cifar10", split, method, candidate, seed, max(map(int, value["curve"])))
-        return final_key(split, method, candidate, seed), {"settings": settings, **value}
-    if len(parts) != 4 or not isinstance(value["settings"], dict):
-        raise ValueError(f"{key!r} is not the key of a run")
-    split, method, number = parts[1:] if parts[0] == "search" else parts[:3]
-    if split not in SPLITS or method not in METHODS or int(number) not in CANDIDATES:
-        raise ValueError(f"{key!r} names no candidate of this script")
-    return key, value
-
-
-def chosen(results: Results, split: str, method: str) -> int | None:
+def chosen(results: Runs, split: str, method: str) -> int | None:
     """The candidate with the best validation score, the first of equals; None without a whole search."""
     tried = [results.get(search_key(split, method, candidate)) for candidate in CANDIDATES]
     # Rounded, so that equal accuracies are equal however their mean was summed.
@@ -212,7 +193,7 @@ def setting_text(method: str, candidate: int) -> str:
     )
 
 
-def final_table(results: Results) -> str:
+def final_table(results: Runs) -> str:
     """Markdown: setting, and mean ± standard deviation over the seeds, last round and best round."""
     lines = ["| method | " + " | ".join(f"{split}: setting | last | best" for split in SPLITS) + " |"]
     lines.append("| --- |" + " --- | --- | --- |" * len(SPLITS))
@@ -239,7 +220,7 @@ def _over_seeds(runs: list[dict[str, Any]], figure: str) -> str:
     return f"{statistics.mean(numbers):.1f}{spread}"
 
 
-def search_table(results: Results) -> str:
+def search_table(results: Runs) -> str:
     """Markdown: every candidate's accuracy on validation data, the chosen one's in bold."""
     lines = ["| method | split | " + " | ".join(f"candidate {number}" for number in CANDIDATES) + " |"]
     lines.append("| --- | --- |" + " --- |" * len(CANDIDATES))
@@ -281,7 +262,7 @@ def main() -> None:
     parser.add_argument("--search-rounds", type=int, default=50)
     parser.add_argument("--methods", default=",".join(METHODS), help="with commas; left out: all")
     parser.add_argument("--splits", default=",".join(SPLITS), help="with commas; left out: all")
-    parser.add_argument("--json", type=Path, default=Path("diversifed.json"))
+    parser.add_argument("--json", type=Path, default=Path("diversifed.jsonl"))
     parser.add_argument(
         "--merge", type=Path, nargs="+", metavar="FILE", help="add these files' runs to --json; run nothing"
     )
@@ -291,12 +272,12 @@ def main() -> None:
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     if SEARCH_SEED in seeds:
         raise SartorError(f"--seeds: {SEARCH_SEED} is the seed of the search; take others for final runs")
-    results = read(options.json, options) if options.json.exists() else {}
+    stored = read(options.json, options)
     runs: list[tuple[str, int, str, str, int | None]] = []
     if options.merge:
         for path in options.merge:
-            results = {**read(path, options), **results}
-        write_json(options.json, results)
+            stored.records = {**read(path, options).records, **stored.records}
+        stored.write()
     elif options.search:
         for method in methods:
             for split in splits:
@@ -306,19 +287,19 @@ def main() -> None:
         for seed in seeds:
             for method in methods:
                 for split in splits:
-                    candidate = chosen(results, split, method) or 0
+                    candidate = chosen(stored.numbers, split, method) or 0
                     key = final_key(split, method, candidate, seed)
                     runs.append((key, candidate, method, split, seed))
     for key, candidate, method, split, own_seed in runs:
-        if key in results:
+        if key in stored.records:
             continue
         rounds = options.search_rounds if own_seed is None else options.rounds
         settings = experiment(options.dataset, split, method, candidate, own_seed, rounds)
-        results[key] = result_of(settings, options.device, search=own_seed is None)
+        found = result_of(settings, options.device, search=own_seed is None)
         shown = ("validation", "last", "best", "failed", "seconds")
-        print(key, {name: results[key][name] for name in shown if name in results[key]}, flush=True)
-        write_json(options.json, results)
-    print(final_table(results), search_table(results), sep="\n\n")
+        print(key, {name: found[name] for name in shown if name in found}, flush=True)
+        stored.add(key, found, method=method, experiment=settings)
+    print(final_table(stored.numbers), search_table(stored.numbers), sep="\n\n")
 
 
 if __name__ == "__main__":

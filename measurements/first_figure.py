@@ -1,6 +1,6 @@
 """The figure of the README: the accuracy of every client under one model, alone, and under DiversiFed.
 
-    python measurements/first_figure.py --device cuda      # measures: results/first-figure.json
+    python measurements/first_figure.py --device cuda      # measures: results/first-figure.jsonl
     python measurements/first_figure.py --draw             # draws it: docs/clients.svg
 
 Fashion-MNIST, 20 clients with unlike mixtures of classes (Dirichlet 0.1), 200 training samples each, 100
@@ -11,7 +11,6 @@ seed.
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from pictures import panels, save
 import sartor
 from sartor.errors import SartorError
 from sartor.runs.record import environment
+from sartor.studies.results import Results
 
 CELLS = {"fedavg": "shared", "separate": "personal", "diversifed": "personal"}
 COLOURS = {"fedavg": "#888888", "separate": "#d9822b", "diversifed": "#4a64d9"}
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "evaluate": {"every": 0},
 }
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "results" / "first-figure.json"
+RESULT = ROOT / "results" / "first-figure.jsonl"
 
 
 def accuracies(method: str, lr: float, seed: int, device: str) -> dict[str, list[float]]:
@@ -48,7 +48,8 @@ def accuracies(method: str, lr: float, seed: int, device: str) -> dict[str, list
 
 def measure(device: str) -> None:
     """Choose the learning rates and run all seeds."""
-    found: dict[str, Any] = {}
+    about = {"settings": SETTINGS, "rates": RATES, "seeds": SEEDS, "environment": environment(device)}
+    results = Results(RESULT, about)
     for method in CELLS:
         tried = {}
         for rate in RATES:
@@ -56,15 +57,15 @@ def measure(device: str) -> None:
                 tried[rate] = accuracies(method, rate, SEEDS[0], device)
         lr = max(tried, key=lambda rate: np.nanmean(tried[rate]["validation"]))
         rows = [tried[lr], *(accuracies(method, lr, seed, device) for seed in SEEDS[1:])]
-        found[method] = {"lr": lr, "accuracy": [row["local"] for row in rows]}
-        print(f"{method}: lr {lr}, mean {np.mean(found[method]['accuracy']):.4f}")
-    result = {"settings": SETTINGS, "rates": RATES, "seeds": SEEDS, "environment": environment(), **found}
-    RESULT.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        found = {"lr": lr, "accuracy": [row["local"] for row in rows]}
+        print(f"{method}: lr {lr}, mean {np.mean(found['accuracy']):.4f}")
+        settings = {**SETTINGS, "hyper": {"lr": lr}, "seed": SEEDS[0]}
+        results.add(method, found, method=method, experiment=settings)
 
 
 def draw() -> None:
     """Lines from the worst off client to the best, with a band over the seeds."""
-    found = json.loads(RESULT.read_text())
+    found = Results(RESULT).numbers
     figure, (axes,) = panels(1, 1, (7, 3.4))
     places = range(1, CLIENTS + 1)
     for method, colour in COLOURS.items():

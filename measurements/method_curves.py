@@ -1,6 +1,6 @@
 """The curve on every method's page: all registered methods on the embedded digits, in one setting.
 
-    python measurements/method_curves.py                       # what is missing of results/method-curves.json
+    python measurements/method_curves.py                       # what misses in results/method-curves.jsonl
     python measurements/method_curves.py --methods ditto apple # only these
 
 20 clients share the digits by Dirichlet 0.1 and differ in classes and size, half of them are drawn in each
@@ -17,7 +17,6 @@ with the message, and is tried again the next time.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import tempfile
@@ -39,10 +38,11 @@ from sartor.data.sources import load_source
 from sartor.errors import SartorError
 from sartor.model.networks import seeded
 from sartor.model.task import Task
-from sartor.runs.record import environment, write_json
+from sartor.runs.record import environment
+from sartor.studies.results import Results
 
 COMMAND = "python measurements/method_curves.py"
-FILE = Path(__file__).parent.parent / "results" / "method-curves.json"
+FILE = Path(__file__).parent.parent / "results" / "method-curves.jsonl"
 
 SETTING: dict[str, Any] = {
     "rounds": 30,
@@ -218,18 +218,27 @@ def choose_rate(
     return tuned.best["lr"], tried
 
 
-def read(file: Path) -> dict[str, Any]:
+def described(found: dict[str, Any]) -> dict[str, Any] | None:
+    """The experiment of a measurement's first seed; None where its network is made in Python."""
+    if found["variant"] == "BatchNorm" or found["failed"] is not None:
+        return None
+    made = setting(found["algorithm"], found["variant"])
+    model = {"name": "mlp", **made.get("model", {})}
+    return {**made, "model": model, "seed": SEEDS[0], "hyper": found["hyper"]}
+
+
+def read(file: Path) -> Results:
     """What was measured in this setting so far; a file of another one is refused."""
-    described = {
+    shared = {
         "setting": SETTING,
         "variants": VARIANTS,
         "seeds": list(SEEDS),
         "search": {"seed": SEARCH_SEED, "rates": list(RATES), "factors": FACTORS},
     }
     if not file.exists():
-        return {**described, "methods": {}}
-    results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if any(results.get(key) != value for key, value in described.items()):
+        return Results(file, shared)
+    results = Results(file)
+    if any(results.about.get(key) != value for key, value in shared.items()):
         raise SystemExit(
             f"{file}: was measured in another setting; remove it, or give another file as --json"
         )
@@ -255,13 +264,12 @@ def main() -> None:
         for label, (algorithm, variant) in entries().items():
             if arguments.methods and label not in arguments.methods:
                 continue
-            known = results["methods"].get(label)
+            known = results.numbers.get(label)
             if known is not None and known["failed"] is None and not arguments.again:
                 continue
             found = measure(algorithm, variant, Path(scratch))
-            results["methods"][label] = found
-            results.update(command=COMMAND, environment=environment())
-            write_json(arguments.json, results)
+            results.about |= {"command": COMMAND, "environment": environment()}
+            results.add(label, found, method=algorithm, experiment=described(found))
             last = found["failed"] or f"{100 * found['mean'][-1]:.2f} %, lr {found['hyper']['lr']:g}"
             print(f"{label}: {last}, {found.get('seconds', 0):.0f} s", flush=True)
 

@@ -10,7 +10,7 @@ are drawn by Dirichlet 0.3, and are tested on 200 of the same kind. The network 
 clients, two epochs a round, 20 rounds. δ is 10⁻³ for 100 clients and 10⁻⁴ for a client's 100 samples. For
 every cell, which is a mode, a method and an ε, the learning rate (three) and the clip (three) are those with
 the best accuracy on the clients' validation data in a run with a seed of its own; without privacy there is no
-clip to choose. What is chosen so is not accounted, for any method alike. ``results/privacy.json`` is written
+clip to choose. What is chosen so is not accounted, for any method alike. ``results/privacy.jsonl`` is written
 after each cell, and what is in it is not run again.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from pathlib import Path
@@ -30,10 +29,11 @@ from which_method import Images
 from workers import measured
 
 import sartor
-from sartor.runs.record import environment, write_json
+from sartor.runs.record import environment
+from sartor.studies.results import Results
 
 COMMAND = "python measurements/privacy.py"
-FILE = Path(__file__).parent.parent / "results" / "privacy.json"
+FILE = Path(__file__).parent.parent / "results" / "privacy.jsonl"
 CLIENTS = 100
 ENGINE = "stacked"
 RATES = (0.03, 0.1, 0.3)
@@ -129,14 +129,7 @@ def measure(cell: str) -> dict[str, Any]:
     }
 
 
-def keep(file: Path, cell: str, found: dict[str, Any]) -> None:
-    """Add a cell to the results."""
-    results = json.loads(file.read_text()) if file.exists() else {"cells": {}}
-    results["cells"][cell] = found
-    write_json(file, {**results, "command": COMMAND, "seeds": list(SEEDS), "environment": environment()})
-
-
-def table(results: dict[str, Any]) -> str:
+def table(cells: dict[str, dict[str, Any]]) -> str:
     """A row for each method, a column for each ε."""
     lines = []
     for mode, methods in METHODS.items():
@@ -144,7 +137,7 @@ def table(results: dict[str, Any]) -> str:
         lines += [f"| {mode} | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
         for method in methods:
             ends = ["none" if epsilon is None else f"{epsilon:g}" for epsilon in EPSILONS[mode]]
-            found = [results["cells"].get(f"{mode}/{method}/{end}") for end in ends]
+            found = [cells.get(f"{mode}/{method}/{end}") for end in ends]
             shown = [
                 "–" if each is None else f"{100 * each['mean']:.1f} ± {100 * each['deviation']:.1f}"
                 for each in found
@@ -154,18 +147,16 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(results: dict[str, Any]) -> None:
+def draw(cells: dict[str, dict[str, Any]]) -> None:
     """Accuracy against ε, a panel for each mode; dashed without privacy."""
     figure, both = panels(1, 2, (9, 4))
     for axes, (mode, methods) in zip(both, METHODS.items(), strict=True):
         for place, method in enumerate(methods):
-            known = [
-                each for each in EPSILONS[mode] if each and f"{mode}/{method}/{each:g}" in results["cells"]
-            ]
-            found = [results["cells"][f"{mode}/{method}/{each:g}"] for each in known]
+            known = [each for each in EPSILONS[mode] if each and f"{mode}/{method}/{each:g}" in cells]
+            found = [cells[f"{mode}/{method}/{each:g}"] for each in known]
             means, wide = ([100 * each[key] for each in found] for key in ("mean", "deviation"))
             axes.errorbar(known, means, wide, fmt="o-", markersize=4, color=f"C{place}", label=method)
-            without = 100 * results["cells"][f"{mode}/{method}/none"]["mean"]
+            without = 100 * cells[f"{mode}/{method}/none"]["mean"]
             axes.axhline(without, color=f"C{place}", linestyle="--", linewidth=0.8)
         axes.set(title=f"{mode}: {'a client' if mode == 'central' else 'a sample'} is hidden", xlabel="ε")
         axes.set_xscale("log", base=2)
@@ -185,15 +176,16 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print and draw what was measured")
     parser.add_argument("--json", type=Path, default=FILE, help="the file")
     arguments = parser.parse_args()
-    results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"cells": {}}
+    results = Results(arguments.json)
     if not arguments.table:
-        missing = [cell for cell in arguments.cells if cell not in results["cells"]]
+        results.about |= {"command": COMMAND, "seeds": list(SEEDS), "environment": environment()}
+        missing = [cell for cell in arguments.cells if cell not in results.records]
         for cell, found in measured(measure, missing, arguments.workers):
-            keep(arguments.json, cell, found)
+            results.add(cell, found, method=cell.split("/")[1])
             print(f"{cell}: {100 * found['mean']:.2f} %, {found['seconds']:.0f} s", flush=True)
         return
-    draw(results)
-    print(table(results))
+    draw(results.numbers)
+    print(table(results.numbers))
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ on validation data without any attack, in a run with a seed of its own.
 
 What is measured is the mean accuracy of the honest clients on their own test data (personal models where the
 method has them). Beside it stands that of the same clients where nobody attacks, and where attackers stay
-away: ``absent`` is no attack, attackers send what the honest ones do on average. ``results/robustness.json``
+away: ``absent`` is no attack, attackers send what the honest ones do on average. ``results/robustness.jsonl``
 is written after each run, and what is in it is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -35,10 +34,11 @@ from workers import measured
 import sartor
 from sartor.errors import SartorError
 from sartor.federation.attacks import Attack, register_attack
-from sartor.runs.record import environment, write_json
+from sartor.runs.record import environment
+from sartor.studies.results import Results
 
 COMMAND = "python measurements/robustness.py --workers 16"
-FILE = Path(__file__).parent.parent / "results" / "robustness.json"
+FILE = Path(__file__).parent.parent / "results" / "robustness.jsonl"
 SEEDS, SEARCH_SEED = (0, 1, 2), 100
 RATES = (0.03, 0.1, 0.3)
 SETTING: dict[str, Any] = {
@@ -81,6 +81,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "backdoor": {},
 }
 SHARES = (0.1, 0.2, 0.3, 0.4)
+Runs = dict[str, dict[str, Any]]
 RECOMMENDED = "similarity"
 DRAWN = ("mean", "median", "geometric-median", "multi-krum", "bulyan", "centred-clipping", "similarity")
 
@@ -183,9 +184,9 @@ def validation(method_rate: tuple[str, float], small: bool, device: str) -> floa
     return accuracy
 
 
-def honest_without(results: dict[str, Any], cell: Cell, rule: str) -> float | None:
+def honest_without(runs: Runs, cell: Cell, rule: str) -> float | None:
     """The accuracy of a run's honest clients in the run of the same seed where nobody attacks."""
-    found, plain = results["runs"][cell.key], results["runs"].get(f"{cell.method} {rule} none 0 {cell.seed}")
+    found, plain = runs[cell.key], runs.get(f"{cell.method} {rule} none 0 {cell.seed}")
     if plain is None or plain["failed"] is not None:
         return None
     bad = set(found["attackers"])
@@ -193,18 +194,18 @@ def honest_without(results: dict[str, Any], cell: Cell, rule: str) -> float | No
     return statistics.mean(values)
 
 
-def summary(results: dict[str, Any], method: str, rule: str, attack: str, share: float) -> str:
+def summary(runs: Runs, method: str, rule: str, attack: str, share: float) -> str:
     """Honest clients' accuracy over the seeds and what it is less than without attackers or a rule."""
     found, lost, success = [], [], []
     for seed in SEEDS:
         cell = Cell(method, rule, attack, share, seed)
-        run = results["runs"].get(cell.key)
+        run = runs.get(cell.key)
         if run is None:
             return "·"
         if run["failed"] is not None:
             return "failed"
         found.append(100 * run["accuracy"])
-        before = honest_without(results, cell, "mean")
+        before = honest_without(runs, cell, "mean")
         lost += [] if before is None else [100 * (before - run["accuracy"])]
         success += [] if run["success"] is None else [100 * run["success"]]
     text = f"{statistics.mean(found):.1f}"
@@ -212,7 +213,7 @@ def summary(results: dict[str, Any], method: str, rule: str, attack: str, share:
     return text + (f", {statistics.mean(success):.0f} %" if success else "")
 
 
-def tables(results: dict[str, Any]) -> str:
+def tables(runs: Runs) -> str:
     """All that was measured."""
     lines = []
     rules = [*RULES, *(f"similarity:{test}" for test in TESTS)]
@@ -220,28 +221,28 @@ def tables(results: dict[str, Any]) -> str:
         lines += [f"FedAvg, {share:.0%} attackers", "", "| rule | " + " | ".join(ATTACKS) + " |"]
         lines.append("| --- " * (len(ATTACKS) + 1) + "|")
         for rule in rules:
-            row = [summary(results, "fedavg", rule, attack, share) for attack in ATTACKS]
+            row = [summary(runs, "fedavg", rule, attack, share) for attack in ATTACKS]
             lines.append(f"| {rule} | " + " | ".join(row) + " |")
         lines.append("")
     lines += ["30 % attackers", "", "| method | rule | " + " | ".join(ATTACKS) + " |"]
     lines.append("| --- " * (len(ATTACKS) + 2) + "|")
     for method in METHODS:
         for rule in ("mean", RECOMMENDED):
-            row = [summary(results, method, rule, attack, 0.3) for attack in ATTACKS]
+            row = [summary(runs, method, rule, attack, 0.3) for attack in ATTACKS]
             lines.append(f"| {method} | {rule} | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
-def draw(results: dict[str, Any]) -> None:
+def draw(runs: Runs) -> None:
     """FedAvg's honest clients over the share of attackers: a panel for each attack, a line for each rule."""
     figure, both = panels(2, 4, (11, 5.5))
     shown = [attack for attack in ATTACKS if attack != "absent"]
     for axes, attack in zip(both, shown, strict=True):
         for rule in DRAWN:
-            means = [nobody(results, rule)]
+            means = [nobody(runs, rule)]
             for share in SHARES:
-                runs = [results["runs"][Cell("fedavg", rule, attack, share, seed).key] for seed in SEEDS]
-                means.append(100 * statistics.mean(run["accuracy"] for run in runs))
+                found = [runs[Cell("fedavg", rule, attack, share, seed).key] for seed in SEEDS]
+                means.append(100 * statistics.mean(run["accuracy"] for run in found))
             axes.plot([0, *(100 * share for share in SHARES)], means, "o-", markersize=3, label=rule)
         axes.set_title(attack, fontsize=11)
         axes.set_ylim(60, 87)
@@ -253,11 +254,11 @@ def draw(results: dict[str, Any]) -> None:
     save(figure, "robustness")
 
 
-def nobody(results: dict[str, Any], rule: str) -> float:
+def nobody(runs: Runs, rule: str) -> float:
     """FedAvg's accuracy with a rule where nobody attacks, in percent."""
-    runs = [results["runs"][Cell("fedavg", rule, "none", 0.0, seed).key] for seed in SEEDS]
+    found = [runs[Cell("fedavg", rule, "none", 0.0, seed).key] for seed in SEEDS]
     return 100 * statistics.mean(
-        statistics.mean(value for value in run["clients"].values() if value is not None) for run in runs
+        statistics.mean(value for value in run["clients"].values() if value is not None) for run in found
     )
 
 
@@ -275,28 +276,32 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=FILE, help="the file")
     parser.add_argument("--table", action="store_true", help="print and draw what is there")
     arguments = parser.parse_args()
-    results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"rates": {}, "runs": {}}
+    results = Results(arguments.json)
     if arguments.table:
-        draw(results)
-        print(tables(results))
+        draw(results.numbers)
+        print(tables(results.numbers))
         return
-    results |= {"command": COMMAND, "seeds": list(SEEDS), "environment": environment(arguments.device)}
-    done = {key for key, run in results["runs"].items() if run["failed"] is None}
+    results.about |= {"command": COMMAND, "seeds": list(SEEDS), "environment": environment(arguments.device)}
+    done = {key for key, run in results.numbers.items() if run["failed"] is None}
     wanted = list(dict.fromkeys(cells(arguments.studies, arguments.attacks)))
     wanted = [cell for cell in wanted if cell.key not in done]
     same = {"small": arguments.small, "device": arguments.device}
-    rates = results["rates"]
+    rates = results.about.setdefault("rates", {})
     searched = [
         (method, rate) for method in {cell.method for cell in wanted} - rates.keys() for rate in RATES
     ]
     scores = dict(measured(partial(validation, **same), searched, arguments.workers))
     for method, _ in searched:
         rates[method] = max(RATES, key=lambda rate: scores[method, rate])
-    write_json(arguments.json, results)
+    results.write()
     runs = measured(partial(measure, rates=rates, **same), wanted, arguments.workers)
     for number, (cell, found) in enumerate(runs, 1):
-        results["runs"][cell.key] = found
-        write_json(arguments.json, results)
+        experiment = {
+            **cell.experiment(arguments.small),
+            "seed": cell.seed,
+            "hyper": {"lr": rates[cell.method]},
+        }
+        results.add(cell.key, found, method=cell.method, experiment=experiment)
         told = found["failed"] or found.get("accuracy", "nobody attacks")
         print(f"{number} of {len(wanted)}: {cell.key}: {told}", flush=True)
 

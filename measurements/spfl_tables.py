@@ -1,10 +1,10 @@
 """The tables of SPFL and PLGA: ten clients with six classes each, IID and not, some of them stragglers.
 
-    python measurements/spfl_tables.py --table 1 --dataset mnist --device cuda --seeds 3 --json table1.json
-    python measurements/spfl_tables.py --table 2 --dataset cifar10 --device cuda --json table2.json
-    python measurements/spfl_tables.py --table stragglers --device cuda --json stragglers.json
+    python measurements/spfl_tables.py --table 1 --dataset mnist --device cuda --seeds 3 --json table1.jsonl
+    python measurements/spfl_tables.py --table 2 --dataset cifar10 --device cuda --json table2.jsonl
+    python measurements/spfl_tables.py --table stragglers --device cuda --json stragglers.jsonl
 
-Every run is written to the JSON file as soon as it ends, and what is in there is not run again: a script
+Every run is written to the file as soon as it ends, and what is in there is not run again: a script
 that was stopped goes on where it was. The tables are printed as Markdown at the end: means and standard
 deviations over seeds, in percent, of the last round and, for table 1, of the best one on the test data. The
 data is downloaded, or read from the folder that the environment variable SARTOR_DATA names.
@@ -25,6 +25,7 @@ from sartor.algorithms import registered
 from sartor.errors import SartorError
 from sartor.runs.experiment import read_toml
 from sartor.studies.presets import path
+from sartor.studies.results import Results
 
 
 class Run(NamedTuple):
@@ -72,31 +73,28 @@ PAPER_2 = {
 """The paper's accuracies of clients and of the server, in the order of the table."""
 
 
-def perform(
-    run: Run, preset: str, arguments: argparse.Namespace, seed: int, **settings: Any
+def rounds_of(preset: str, rounds: int) -> int:
+    """The rounds asked for, or those of the table."""
+    return rounds or (100 if preset == "spfl/table1" else 800)
+
+
+def experiment(
+    run: Run, preset: str, dataset: str, rounds: int, seed: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
+    """The settings of one run, as :func:`sartor.run` takes them."""
+    rounds = rounds_of(preset, rounds)
+    made = read_toml(path(preset))
+    own = {"evaluate": {"every": max(1, rounds // 10), "personal_pooled": "no"}, "data": {"name": dataset}}
+    for section, values in [*own.items(), *run.settings.items(), *settings.items()]:
+        made[section] = {**made.get(section, {}), **values}
+    hyper = {"lr": made["hyper"]["lr"], **run.hyper}
+    return {**made, "algorithm": run.algorithm, "rounds": rounds, "seed": seed, "hyper": hyper}
+
+
+def perform(settings: dict[str, Any], device: str, progress: bool) -> dict[str, Any]:
     """One run: its accuracies by evaluated round, and how long it took."""
-    rounds = arguments.rounds or (100 if preset == "spfl/table1" else 800)
-    experiment = read_toml(path(preset))
-    lr = experiment.pop("hyper")["lr"]
-    sections: dict[str, dict[str, Any]] = {
-        "evaluate": {"every": max(1, rounds // 10), "personal_pooled": "no"}
-    }
-    for section, values in {**run.settings, **settings}.items():
-        sections[section] = {**sections.get(section, {}), **values}
     began = time.perf_counter()
-    result = sartor.run(
-        run.algorithm,
-        experiment=experiment,
-        data=arguments.dataset,
-        device=arguments.device,
-        rounds=rounds,
-        seed=seed,
-        store=False,
-        progress=arguments.progress,
-        hyper={"lr": lr, **run.hyper},
-        **sections,
-    )
+    result = sartor.run(experiment=settings, device=device, store=False, progress=progress)
     series = {
         cell: {
             row["round"]: row["evaluation"][cell]["accuracy"] for row in result.rounds if "evaluation" in row
@@ -107,21 +105,19 @@ def perform(
     last = result.rounds[-1]
     return {
         "accuracy": series,
-        "rounds": rounds,
+        "rounds": settings["rounds"],
         "seconds": time.perf_counter() - began,
         "virtual_time": last.get("time"),
         "updates": last.get("updates"),
     }
 
 
-class Results:
+class Made:
     """What has been run, by its description; on disk after every run."""
 
     def __init__(self, file: Path | None) -> None:
-        self.file = file
-        self.runs: dict[str, dict[str, Any]] = {}
-        if file is not None and file.exists():
-            self.runs = json.loads(file.read_text(encoding="utf-8"))
+        self.file = None if file is None else Results(file)
+        self.runs: dict[str, dict[str, Any]] = {} if self.file is None else self.file.numbers
 
     def get(
         self, run: Run, preset: str, arguments: argparse.Namespace, **settings: Any
@@ -132,15 +128,14 @@ class Results:
             described = [run.label, preset, arguments.dataset, arguments.rounds, seed, settings]
             key = json.dumps(described, sort_keys=True)
             if key not in self.runs:
-                self.runs[key] = perform(run, preset, arguments, seed, **settings)
+                asked = experiment(run, preset, arguments.dataset, arguments.rounds, seed, settings)
+                self.runs[key] = perform(asked, arguments.device, arguments.progress)
                 seconds = self.runs[key]["seconds"]
                 print(
                     f"{run.label}, {arguments.dataset}, seed {seed}, {settings}: {seconds:.0f} s", flush=True
                 )
                 if self.file is not None:
-                    draft = self.file.with_suffix(".part")
-                    draft.write_text(json.dumps(self.runs, indent=1), encoding="utf-8")
-                    draft.replace(self.file)
+                    self.file.add(key, self.runs[key], method=run.algorithm, experiment=asked)
             found.append(self.runs[key])
         return found
 
@@ -170,7 +165,7 @@ def wanted(table: list[Run], arguments: argparse.Namespace) -> list[Run]:
     ]
 
 
-def table_1(results: Results, arguments: argparse.Namespace) -> list[str]:
+def table_1(results: Made, arguments: argparse.Namespace) -> list[str]:
     """Client averages, IID and non-IID."""
     lines = [
         f"| {arguments.dataset}, client average (%) | IID | best | paper | non-IID | best | paper |",
@@ -190,7 +185,7 @@ def table_1(results: Results, arguments: argparse.Namespace) -> list[str]:
     return lines
 
 
-def table_2(results: Results, arguments: argparse.Namespace) -> list[str]:
+def table_2(results: Made, arguments: argparse.Namespace) -> list[str]:
     """Clients and server with stragglers, non-IID."""
     delay = {"stragglers": arguments.stragglers, "longest": max(1, arguments.stragglers)}
     lines = [
@@ -207,7 +202,7 @@ def table_2(results: Results, arguments: argparse.Namespace) -> list[str]:
     return lines
 
 
-def figure(results: Results, arguments: argparse.Namespace) -> list[str]:
+def figure(results: Made, arguments: argparse.Namespace) -> list[str]:
     """Client averages over the number of stragglers."""
     numbers = range(10)
     lines = [
@@ -242,7 +237,7 @@ def main() -> None:
     parser.add_argument("--progress", action="store_true")
     arguments = parser.parse_args()
     makers = {"1": table_1, "2": table_2, "stragglers": figure}
-    print("\n".join(makers[arguments.table](Results(arguments.json), arguments)))
+    print("\n".join(makers[arguments.table](Made(arguments.json), arguments)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """All cells of the MNIST figures of "Tailored Federated Learning" (Zhao et al. 2024), and its baselines.
 
-    python measurements/tailored_mnist.py --device cuda --out tailored.json
+    python measurements/tailored_mnist.py --device cuda --out tailored.jsonl
 
 Three seeds of MA-FSVRG and GA-FSVRG at the paper's settings over participation, number of models C, threshold
 T and first moment β1, and of the methods that the paper compares with over participation. Every method,
@@ -8,14 +8,13 @@ MA-FSVRG and GA-FSVRG too, is tried with the same seven learning rates on one mo
 judged by the accuracy on the pooled test data after 50 rounds, and then runs with its best rate. The paper's
 α_l = 12 is a rate of 0.08 at clients of 150 samples.
 
-The JSON file is written after every run, and what is in it is not run again: a run that was stopped goes on.
+The file is written after every run, and what is in it is not run again: a run that was stopped goes on.
 At the end the tables are printed as Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from sartor.errors import SartorError, SettingError
 from sartor.runs.execute import execute
 from sartor.runs.experiment import from_mapping, read_toml
 from sartor.studies import presets
+from sartor.studies.results import Results
 
 TAILORED = ("ma-fsvrg", "ga-fsvrg")
 COMPARED = ("fedprox", "per-fedavg", "scaffold", "mimesvrg", "losac")
@@ -69,8 +69,8 @@ class Book:
     """The runs made so far, on file."""
 
     def __init__(self, path: Path, device: str) -> None:
-        self.path, self.device = path, device
-        self.runs: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
+        self.file, self.device = Results(path), device
+        self.runs = self.file.numbers
         self.data: dict[int, ClientData] = {}
         self.base = read_toml(presets.path("tailored/participation"))
         self.source: Source | None = None
@@ -95,28 +95,28 @@ class Book:
             result = self._make(run)
             result["seconds"] = round(time.perf_counter() - begin, 2)
             self.runs[run.key] = {**vars(run), **result}
-            unfinished = self.path.with_suffix(".part")
-            unfinished.write_text(json.dumps({"runs": self.runs}, indent=1))
-            unfinished.replace(self.path)
+            self.file.add(run.key, self.runs[run.key], method=run.method, experiment=self.experiment(run))
             last = result.get("error") or f"{result['curve'][str(run.rounds)]['accuracy']:.4f}"
             print(f"{len(self.runs):4d}  {run.key}: {last}, {result['seconds']} s", flush=True)
         return self.runs[run.key]
 
-    def _make(self, run: Run) -> dict[str, Any]:
-        base = self.base
-        local = dict(base["local"])
+    def experiment(self, run: Run) -> dict[str, Any]:
+        """The settings of a run."""
+        local = dict(self.base["local"])
         if run.method in ("losac", "per-fedavg"):
             local["weight_decay"] = 0.0  # their estimates have no place for it, and they refuse it
-        mapping = {
-            **base,
+        return {
+            **self.base,
             "algorithm": run.method,
             "seed": run.seed,
             "rounds": run.rounds,
             "local": local,
             "cohort": {"fraction": run.fraction},
-            "engine": {"name": "stacked", "device": self.device},
             "hyper": run.hyper,
         }
+
+    def _make(self, run: Run) -> dict[str, Any]:
+        mapping = {**self.experiment(run), "engine": {"name": "stacked", "device": self.device}}
         try:
             result = execute(from_mapping(mapping), data=self.clients(run.seed), store=False)
         except SettingError:
@@ -176,7 +176,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--out", default="tailored_mnist.json", help="the file with all curves")
+    parser.add_argument("--out", default="tailored_mnist.jsonl", help="the file with all curves")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=("tailored", "baselines"), help="half of the tables")
     arguments = parser.parse_args()

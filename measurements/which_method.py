@@ -6,14 +6,13 @@
 The images are MNIST's without their margin, shrunk to 8×8, so that a run takes seconds; how clients come by
 them is the problem (see ``PROBLEMS``). Everybody is tested on 200 images of the kind it trains on. Each
 method's learning rate is the one of three with the best accuracy on the clients' validation data, in a run
-with a seed of its own, and everything else has its default. ``results/which-method.json`` is written after
+with a seed of its own, and everything else has its default. ``results/which-method.jsonl`` is written after
 each measurement, and what is in it is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import tempfile
@@ -30,10 +29,11 @@ from torch import Tensor
 import sartor
 from sartor.data.sources import data_folder
 from sartor.errors import SartorError
-from sartor.runs.record import environment, write_json
+from sartor.runs.record import environment
+from sartor.studies.results import Results
 
 COMMAND = "python measurements/which_method.py"
-FILE = Path(__file__).parent.parent / "results" / "which-method.json"
+FILE = Path(__file__).parent.parent / "results" / "which-method.jsonl"
 RATES = (0.03, 0.1, 0.3)
 SETTING: dict[str, Any] = {
     "rounds": 30,
@@ -213,16 +213,16 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.getLogger("sartor").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"problems": {}}
+    results = Results(arguments.json)
     with tempfile.TemporaryDirectory() as scratch:
         for problem in arguments.problems:
-            measured = results["problems"].setdefault(problem, {})
             for algorithm in arguments.methods:
-                if measured.get(algorithm, {"failed": True})["failed"] is None:
+                key = f"{problem}/{algorithm}"
+                if results.numbers.get(key, {"failed": True})["failed"] is None:
                     continue
-                found = measured[algorithm] = measure(problem, algorithm, Path(scratch))
-                results |= {"command": COMMAND, "seeds": list(SEEDS), "environment": environment()}
-                write_json(arguments.json, results)
+                found = measure(problem, algorithm, Path(scratch))
+                results.about |= {"command": COMMAND, "seeds": list(SEEDS), "environment": environment()}
+                results.add(key, found, method=algorithm)
                 last = found["failed"] or f"{100 * found['mean']:.2f} %, lr {found['lr']:g}"
                 print(f"{problem}, {algorithm}: {last}, {found.get('seconds', 0):.0f} s", flush=True)
 

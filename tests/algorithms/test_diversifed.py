@@ -371,7 +371,7 @@ def test_the_example_of_the_first_figure_runs(
 ) -> None:
     script = Path(__file__).parents[2] / "measurements" / "diversity.py"
     picture = tmp_path / "diversity.png"
-    monkeypatch.setattr(sys, "argv", [str(script), "--seeds", "1", "--out", str(picture)])
+    monkeypatch.setattr(sys, "argv", [str(script), "--seeds", "1", "--rounds", "5", "--out", str(picture)])
     runpy.run_path(str(script), run_name="__main__")
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out

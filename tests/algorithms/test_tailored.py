@@ -146,7 +146,8 @@ def reference(
 @pytest.mark.parametrize("name", ["ma-fsvrg", "ga-fsvrg"])
 def test_a_round_of_several_models_by_hand(name: str, engine: str, linear: bool) -> None:
     """From models and moments that are apart already, with Λ, A, L2 and both moments at work."""
-    data = sparse((*RAGGED, 12, 20)) if linear else task_and_data((*RAGGED, 12, 20))[1]
+    sizes = (5, 17, 33, 64, 7, 16, 12, 20)  # no group begins empty: scikit-learn fills those its own way
+    data = sparse(sizes) if linear else task_and_data(sizes)[1]
     task = linear_task(5, 4) if linear else task_and_data()[0]
     hyper = {"lr": 2.0, "server_lr": 0.05, "beta1": 0.6, "beta2": 0.9, "groups": 3, "threshold": 0}
     if name == "ga-fsvrg":

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import sartor
 from sartor.client.augment import Crop
 from sartor.model.task import Batch
 
@@ -41,3 +42,19 @@ def test_edges_have_two_words() -> None:
 
     with pytest.raises(SettingError, match="edges"):
         made({"name": "crop", "edges": "white"}, "local.augment[0]")
+
+
+def test_engines_agree_on_mirrored_pictures(traced: None) -> None:
+    def losses(engine: str) -> list[float]:
+        result = sartor.run(
+            "fedavg",
+            clients=3,
+            rounds=2,
+            model="softmax",
+            local={"batch": 32, "augment": [{"name": "crop", "padding": 2, "edges": "mirrored"}, "flip"]},
+            engine=engine,
+            store=False,
+        )
+        return [row["evaluation"]["shared_local"]["loss"] for row in result.rounds if "evaluation" in row]
+
+    assert losses("stacked") == pytest.approx(losses("loop"), rel=1e-4)

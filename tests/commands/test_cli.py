@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flower_processes import program
 from typer.testing import CliRunner
 
 from helpers import ENVIRONMENT, METHODS, completed
@@ -52,10 +52,6 @@ SUMMARY: dict[str, Any] = {
 
 def call(*arguments: str) -> Any:
     return cli.invoke(app, list(arguments), prog_name="sartor")
-
-
-def sartor(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return completed([sys.executable, "-m", "sartor", *arguments], **options)
 
 
 @pytest.fixture
@@ -197,7 +193,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_run_stores_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("run", "fedavg", "--rounds", "2", "--clients", "3", "--out", "run", "--json")
-    done = sartor(*words, cwd=tmp_path)
+    done = completed([str(program(tmp_path)), *words], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     stored = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert stored.pop("seal").startswith("crc32:")
@@ -210,8 +206,8 @@ def test_a_run_stores_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
 
 
-def test_an_error_in_the_process_has_no_traceback() -> None:
-    done = sartor("run", "fedavg", "data.path=\udcff")
+def test_an_error_in_the_process_has_no_traceback(tmp_path: Path) -> None:
+    done = completed([str(program(tmp_path)), "run", "fedavg", "data.path=\udcff"])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("sartor: data.path: expected a text")
     assert done.stderr.count("\n") == 1
@@ -231,7 +227,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_symbols_do_not_end_a_run_on_a_plain_terminal() -> None:
-    done = sartor("algorithms", "fedavg", env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"})
+    command = [sys.executable, "-m", "sartor", "algorithms", "fedavg"]
+    done = completed(command, env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert "\\u03b7" in done.stdout
     assert "η" in call("algorithms", "fedavg").stdout

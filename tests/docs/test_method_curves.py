@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torch
 from sartor.algorithms import registered
 from sartor.runs.experiment import from_mapping
 from sartor.runs.setup import load_data
+from sartor.studies.results import Results
 
 SCRIPT = Path(__file__).parents[2] / "measurements" / "method_curves.py"
 
@@ -57,11 +57,11 @@ def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) ->
 
 
 def test_it_measures_once(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "curves.json"
+    file = tmp_path / "curves.jsonl"
     asked = ("--json", str(file), "--methods", "ditto")
     run(script, monkeypatch, *asked)
     first = file.read_bytes()
-    (found,) = json.loads(first)["methods"].values()
+    (found,) = Results(file).numbers.values()
     assert found["cell"] == "personal_local"
     assert found["rounds"] == [2]
     assert len(found["accuracy"]) == 3
@@ -71,27 +71,27 @@ def test_it_measures_once(script: ModuleType, monkeypatch: pytest.MonkeyPatch, t
     run(script, monkeypatch, *asked)
     assert file.read_bytes() == first, "what is in the file is not run again"
     run(script, monkeypatch, *asked, "--again")
-    again = json.loads(file.read_bytes())["methods"]["ditto"]
+    again = Results(file).numbers["ditto"]
     assert again["accuracy"] == found["accuracy"]
 
 
 def test_a_failure_is_told_and_tried_again(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    file = tmp_path / "curves.json"
+    file = tmp_path / "curves.jsonl"
     monkeypatch.setattr(script, "NEEDS", {})  # vrl-sgd refuses a cohort of some clients
     run(script, monkeypatch, "--json", str(file), "--methods", "vrl-sgd")
-    assert "vrl-sgd: needs all 4 clients" in json.loads(file.read_bytes())["methods"]["vrl-sgd"]["failed"]
+    assert "vrl-sgd: needs all 4 clients" in Results(file).numbers["vrl-sgd"]["failed"]
     monkeypatch.setattr(script, "NEEDS", {"vrl-sgd": "everyone"})
     run(script, monkeypatch, "--json", str(file), "--methods", "vrl-sgd")
-    assert json.loads(file.read_bytes())["methods"]["vrl-sgd"]["failed"] is None
+    assert Results(file).numbers["vrl-sgd"]["failed"] is None
 
 
 def test_numbers_of_another_setting_are_not_mixed_in(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    file = tmp_path / "curves.json"
-    file.write_text(json.dumps({**script.read(tmp_path / "none"), "seeds": [7]}), encoding="utf-8")
+    file = tmp_path / "curves.jsonl"
+    Results(file, {**script.read(tmp_path / "none").about, "seeds": [7]}).write()
     with pytest.raises(SystemExit, match="another setting"):
         run(script, monkeypatch, "--json", str(file), "--methods", "fedavg")
 

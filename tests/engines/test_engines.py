@@ -339,10 +339,11 @@ def test_the_seed_and_the_round_change_the_batches() -> None:
 # Memory ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+@pytest.mark.parametrize(("error", "untraced"), [(torch.OutOfMemoryError, 0), (MemoryError, 100)])
 def test_running_out_of_memory_halves_the_chunk_and_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], untraced: int
 ) -> None:
+    monkeypatch.setattr(trace, "UNTRACED", untraced)  # steps are traced for each size of a chunk, or not
     data, task = vectors(), plain()
     everyone = [[0, 1, 2, 3, 4, 5]] * 2
     expected = ended("separate", federation_of("loop", task, data, local={"batch": 8}), everyone)

@@ -172,7 +172,7 @@ def test_its_folder_says_nothing_of_the_others(tmp_path: Path) -> None:
     [
         ("fedavg", "average"),
         pytest.param("fedavg", "local", marks=pytest.mark.slow),
-        pytest.param("ditto", "auto", marks=pytest.mark.slow),
+        pytest.param("ditto", "auto", marks=pytest.mark.nightly),
         pytest.param("fedrep", "auto", marks=pytest.mark.slow),
     ],
 )

@@ -59,6 +59,7 @@ class Child:
         """The exit status, None where it still runs after so many seconds."""
         if self._code is None and select.select([self._connection], [], [], seconds)[0]:
             self._code = _read_number(self._connection)
+            self._connection.close()  # a long test starts more processes than it may have handles
         return self._code
 
     def kill(self) -> None:

@@ -17,6 +17,7 @@ from flower_processes import Nursery
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sartor.algorithms.source import method_code
 from sartor.data.partitions import Partition, make_partition
 from sartor.errors import SartorError
 from sartor.runs.experiment import fingerprint, from_mapping, to_mapping
@@ -65,7 +66,8 @@ def test_the_environment_names_what_numbers_depend_on(run: RunFolder) -> None:
     assert stored["python"] == sys.version.split()[0]
     assert stored["device"] == "cpu"
     assert stored["device_name"]
-    assert {*environment(), "imports", "experiment"} == set(stored)
+    assert stored["method"] == method_code("fedavg")
+    assert {*environment(), "method", "imports", "experiment"} == set(stored)
 
 
 # -- which folder --------------------------------------------------------------------------------------

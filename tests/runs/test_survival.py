@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flower_processes import Nursery
+from flower_processes import Nursery, program
 
 from helpers import completed, process, wait_until
 from sartor.runs.record import SEAL_LINE, RunFolder
@@ -101,22 +101,19 @@ def killed_again_and_again(
     raise AssertionError("the run did not come to its end")
 
 
-def sartor(*words: str) -> list[str]:
-    return [sys.executable, "-m", "sartor", *words]
-
-
 def test_the_program_itself_is_killed_and_resumed(tmp_path: Path, nursery: Nursery) -> None:
-    """As a user does it, in processes of their own; the number of rounds is extended on the way."""
+    """As a user starts it, not forked; the number of rounds is extended on the way."""
     words, folder = ("run", "scaffold", *SMALL), tmp_path / "run"
     assert nursery.start(*words, "--rounds", 20, "--out", tmp_path / "whole").wait() == 0
-    with process(sartor(*words, "--rounds", "50000", "--out", "run"), cwd=tmp_path) as first:
+    command = [sys.executable, "-m", "sartor", *words, "--rounds", "50000", "--out", "run"]
+    with process(command, cwd=tmp_path) as first:
         wait_until((folder / "checkpoints" / "round-000000001.safetensors").exists, first)
         first.kill()
     config = folder / "config.toml"
     written = config.read_text().partition(SEAL_LINE)[0]  # changed by hand, as its last line says
     config.write_text(written.replace("rounds = 50000", "rounds = 10"))
     assert nursery.start("resume", folder).wait() == 0
-    again = completed(sartor("resume", "run", "--rounds", "20", "--json"), cwd=tmp_path)
+    again = completed([str(program(tmp_path)), "resume", "run", "--rounds", "20", "--json"], cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert (
         json.loads(again.stdout)["model_sha256"] == RunFolder.open(tmp_path / "whole").summary["model_sha256"]

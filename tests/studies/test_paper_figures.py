@@ -120,6 +120,7 @@ def test_the_command_names_the_files_and_a_table_has_none(tmp_path: Path) -> Non
     assert done.exit_code == 0, done.output
     for ending in ("html", "png"):
         assert f"figure: {tmp_path / 'comfed-fig2'}.{ending}" in done.stdout
+    assert "the runs end after" not in done.stdout
     text = (tmp_path / "comfed-fig2.html").read_text(encoding="utf-8")
     assert "Hollow marks are the paper's numbers, of its own setting and not of this one." in text
     assert "circle-open" in text
@@ -137,6 +138,7 @@ def test_what_cannot_be_drawn_leaves_the_numbers(tmp_path: Path, monkeypatch: py
     done = CliRunner().invoke(app, ["reproduce", *words, "model.name=softmax"])
     assert done.exit_code == 0, done.output
     assert "the figure is not drawn: a report needs plotly" in done.stderr
+    assert "5 (the runs end after round 2)" in done.stdout
     assert "reproduction:" in done.stdout
 
 
@@ -195,6 +197,8 @@ def test_the_forecast_of_a_papers_setting_needs_no_run_folder(capsys: pytest.Cap
     assert done.exit_code == 0, done.output
     assert "comfed/table4, small: 1 runs, 7 rounds in all; 0 runs are there" in done.stdout
     assert json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["parts"][0]["rounds"] == 7
+    counted = CliRunner().invoke(app, ["reproduce", "diversifed/table8", "--dry-run"])
+    assert "is computed in moments" in counted.stdout
     wrong = CliRunner().invoke(app, [*words, "local.stpes=1"])
     assert wrong.exit_code == 2
     assert "comfed/table4, small: " in wrong.stderr
@@ -234,3 +238,21 @@ def test_a_killed_reproduction_goes_on_to_the_same_numbers(tmp_path: Path) -> No
         json.loads((tmp_path / name / reproduction.FILE).read_text()) for name in ("killed", "whole")
     )
     assert [number["ours"] for number in killed["numbers"]] == [number["ours"] for number in whole["numbers"]]
+
+
+def test_seeds_may_be_asked_to_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    compare = reproduction.compare
+
+    def told(tables: Any, **settings: Any) -> Any:
+        asked.append(settings["together"])
+        return compare(tables, **settings)
+
+    monkeypatch.setattr(reproduction, "compare", told)
+    words = ["reproduce", "comfed/table4", "--methods", "fedavg", "--columns", "5", "--out", str(tmp_path)]
+    words += ["rounds=1", "model.name=softmax", "--together"]
+    assert CliRunner().invoke(app, [*words, "no"]).exit_code == 0
+    wrong = CliRunner().invoke(app, [*words, "maybe"])
+    assert wrong.exit_code == 2
+    assert "compare.together" in wrong.stderr
+    assert asked == ["no", "maybe"]

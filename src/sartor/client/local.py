@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -275,34 +275,30 @@ class Client:
         each. ``tallies`` are those of the task's objective, by name; it has a confusion matrix (rows: truth)
         where a target is a class. One that it does not have is left out.
         """
-        rows = model.unbind() if isinstance(model, Tensor) and model.dim() == 2 else model
-        several = isinstance(rows, Sequence)
-        models: Sequence[Any] = rows if isinstance(rows, Sequence) else [rows]
-        functions = [one if callable(one) else partial(self.outputs, one) for one in models]
+        several = isinstance(model, Sequence) or (isinstance(model, Tensor) and model.dim() == 2)
+        rows = (len(cast("Sequence[Any]", model)),) if several else ()
         known = self.task.objective.tallies(self.task.width)
         counted = {name: known[name] for name in tallies if name in known}
         like = self.counts[split]
-        zeros = {"loss": like.new_zeros((), dtype=self.task.dtype)}
-        zeros |= {name: like.new_zeros(tally.shape, dtype=tally.dtype) for name, tally in counted.items()}
+        zeros = {"loss": like.new_zeros(rows, dtype=self.task.dtype)}
+        for name, tally in counted.items():
+            zeros[name] = like.new_zeros((*rows, *tally.shape), dtype=tally.dtype)
 
-        def add(carry: list[dict[str, Tensor]], batch: Batch) -> list[dict[str, Tensor]]:
-            return [
-                self._add(total, outputs(batch.x), batch, counted)
-                for total, outputs in zip(carry, functions, strict=True)
-            ]
+        def add(total: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+            of_model = partial(self._counted, batch, counted)
+            added = self.task.each(of_model, cast("Sequence[Any]", model)) if several else of_model(model)
+            return {name: value + added[name] for name, value in total.items()}
 
-        totals = self.scan(add, [dict(zeros) for _ in models], Batches(split, self._evaluation_batch))
-        if not several:
-            return {**totals[0], "n": like}
-        return {**{name: torch.stack([total[name] for total in totals]) for name in zeros}, "n": like}
+        totals = self.scan(add, zeros, Batches(split, self._evaluation_batch))
+        return {**totals, "n": like}
 
-    def _add(
-        self, total: dict[str, Tensor], result: Any, batch: Batch, counted: dict[str, Tally]
-    ) -> dict[str, Tensor]:
-        """The sums with what one batch adds to them."""
+    def _counted(self, batch: Batch, counted: dict[str, Tally], model: Any) -> dict[str, Tensor]:
+        """What one batch adds to the sums of a model."""
+        result = model(batch.x) if callable(model) else self.outputs(model, batch.x)
         loss = batch.mean(self.task.loss_function(result, batch.y)) * batch.size
-        added = {name: tally.count(result, batch.y, batch.weight) for name, tally in counted.items()}
-        return {name: total[name] + value for name, value in {"loss": loss, **added}.items()}
+        return {"loss": loss} | {
+            name: tally.count(result, batch.y, batch.weight) for name, tally in counted.items()
+        }
 
     # The local loop -------------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sartor.commands.base import AsJson, Device, Imports, app, print_table, reported
-from sartor.commands.compare import Seeds, parse_seeds, show
+from sartor.commands.compare import Seeds, Together, parse_seeds, show
 from sartor.commands.words import refuse_unused, split_words
 from sartor.errors import SartorError, SettingError
 
 if TYPE_CHECKING:
     from sartor.studies.forecast import Forecast
-    from sartor.studies.reproduction import Entry, Reproduction
+    from sartor.studies.reproduction import Column, Entry, Reproduction
 
 
 class Scale(StrEnum):
@@ -46,6 +46,7 @@ def reproduce(
     columns: Annotated[
         str | None, typer.Option(help="Some of its columns, as in 100,200.", show_default=False)
     ] = None,
+    together: Together = None,
     device: Device = None,
     imports: Imports = None,
     out: Annotated[
@@ -101,7 +102,7 @@ def reproduce(
         expected = forecast(words[0], **asked)
         print(to_json(expected.to_mapping())) if as_json else _print_forecast(expected)
         return
-    result = reproduction.reproduce(words[0], **asked, progress=True)
+    result = reproduction.reproduce(words[0], **asked, together=together, progress=True)
     figures = _drawn(result)
     if as_json:
         print(to_json({**result.to_mapping(), "figures": [str(path) for path in figures]}))
@@ -176,7 +177,8 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
     for column in dict.fromkeys(number.column for number in result.numbers):
         numbers = [number for number in result.numbers if number.column == column]
         order = next((order for order in result.orders if order.column == column), None)
-        print(f"\n{column}" + (f", beside the paper's {order.paper}" if small and order else ""))
+        said = f", beside the paper's {order.paper}" if small and order else ""
+        print(f"\n{column}{said}{_cut(at.columns, column, result.settings)}")
         heads = ["method", f"ours{unit}", f"paper{unit}"]
         heads += [] if small else ["difference", "paper's band"]
         heads += [f"measured before{unit}", "that band"]
@@ -193,21 +195,35 @@ def _print_reproduction(entry: Entry, result: Reproduction) -> None:
         print_table(heads, rows)
         if order is not None and order.tau is not None:
             print(f"order of {order.methods} methods: Kendall's τ = {order.tau:.2f} (1: the paper's order)")
-    if not any(number.paper is not None for number in result.numbers):
+    if entry.source != "ours" and not any(number.paper is not None for number in result.numbers):
         print("The paper draws its numbers and does not print them, so none stand here.")
     if result.scale not in entry.measured:
         print("Not measured yet: there is no band of ours to compare with.")
     else:
         kept = entry.measured[result.scale]
         print(f"Measured before: {kept.date}, {kept.hardware}, seeds {kept.seeds}, {kept.command}")
+        shown = {number.method for number in result.numbers}
+        changed = [label for label in kept.stale(at) if label in shown]
+        if changed:
+            print(f"Changed since that was measured: {', '.join(changed)}")
     if at.note:
         print(f"Note: {at.note}")
+
+
+def _cut(columns: Sequence[Column], label: str, settings: Mapping[str, Any]) -> str:
+    """What to say of a column whose round the runs do not come to."""
+    round = next(column.round for column in columns if column.label == label)
+    end = settings.get("rounds")
+    return f" (the runs end after round {end})" if isinstance(end, int) and end < round else ""
 
 
 def _print_forecast(expected: Forecast) -> None:
     """What an entry takes, a line for each method and its columns."""
     from sartor.runs.durations import duration
 
+    if not expected.runs:
+        print(f"{expected.name}, {expected.scale}: is computed in moments; nothing is trained")
+        return
     rows = [
         (
             part.method,

@@ -14,6 +14,11 @@ from sartor.kernels.device import to_device
 from sartor.model.task import Batch
 from sartor.nests import Nest
 
+MOST_LAID_OUT = 1 << 27
+"""Bytes of samples that are copied so that clients' samples lie one after the other."""
+MOST_ASKED = 1024
+"""Cohorts that are remembered, to know those that come again."""
+
 
 class Weighted(NamedTuple):
     """Targets, and how much their samples count."""
@@ -36,6 +41,8 @@ class Samples:
         self.counts = np.array(split.count, dtype=np.int64)
         self._starts = np.array(split.start, dtype=np.int64)
         self.start, self.count = (torch.from_numpy(of).to(device) for of in (self._starts, self.counts))
+        self._asked: set[int] = set()
+        self._laid_out: dict[tuple[int, bytes], tuple[Nest, Nest]] = {}
 
     def common(self, numbers: np.ndarray) -> bool:
         """Whether several clients have the very same samples, as of the pooled test data."""
@@ -47,6 +54,28 @@ class Samples:
         first = int(self._starts[numbers[0]])
         there = self._starts[numbers] == first + each * np.arange(len(numbers))
         return first if (there & (self.counts[numbers] == each)).all() else None
+
+    def laid_out(self, numbers: np.ndarray, width: int) -> tuple[Nest, Nest] | None:
+        """Samples and targets of these clients one after the other, ``width`` rows for each, if there are.
+
+        Behind a client's last sample stands its first again, which counts nowhere. Whoever is asked a second
+        time, as in every evaluation, is laid out by a copy that is kept, unless it is large.
+        """
+        first, rows = self.in_a_row(numbers, width), len(numbers) * width
+        if first is not None:
+            return _both(nests.rows((self.x, self.targets), slice(first, first + rows)))
+        key = (width, numbers.tobytes())
+        if key in self._laid_out:
+            return self._laid_out[key]
+        size = rows * sum(leaf[:1].nbytes for leaf in nests.leaves(self.x))
+        if hash(key) not in self._asked or size > MOST_LAID_OUT:
+            self._asked = {*self._asked, hash(key)} if len(self._asked) < MOST_ASKED else {hash(key)}
+            return None
+        place, counts = np.arange(width), self.counts[numbers, None]
+        index = np.where(counts > 0, self._starts[numbers, None] + np.where(place < counts, place, 0), 0)
+        there = to_device(index.reshape(-1), self.start.device)
+        self._laid_out = {key: _both(nests.rows((self.x, self.targets), there))}
+        return self._laid_out[key]
 
     @property
     def targets(self) -> Nest:
@@ -87,6 +116,10 @@ class LazySamples(Samples):
         """Where they lie changes from cohort to cohort."""
         return None
 
+    def laid_out(self, numbers: np.ndarray, width: int) -> tuple[Nest, Nest] | None:
+        """They are fetched anew for every cohort."""
+        return None
+
     @property
     def fetched(self) -> int:
         """How many numbers are brought for a client at most."""
@@ -123,6 +156,11 @@ class LazySamples(Samples):
         if images and self.x.is_contiguous(memory_format=torch.channels_last):
             x = x.contiguous(memory_format=torch.channels_last)
         return x, y, self.start.new_zeros(1).expand(len(self.start))
+
+
+def _both(pair: Nest) -> tuple[Nest, Nest]:
+    x, targets = pair
+    return x, targets
 
 
 def samples_of(split: Split, device: torch.device) -> Samples:

@@ -17,7 +17,7 @@ import copy
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sartor import nests
 from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.kernels.convolution import conv2d
+from sartor.kernels.dense import Dense
 from sartor.model.draws import Keyed, dropped, inside_transform
 from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
 from sartor.model.precision import half_precision
@@ -456,6 +457,21 @@ class Task:
         """The loss of every sample, in evaluation mode."""
         return self.loss_function(self.outputs(w, batch.x, buffers), batch.y)
 
+    def each(self, quantity: Callable[[Any], Any], models: Tensor | Sequence[Any]) -> Any:
+        """What a quantity of one model is for each of several, stacked; it is not differentiated.
+
+        On the CPU models of dense layers go through the samples together, where clients do.
+        """
+        if isinstance(models, Tensor) and models.device.type == "cpu" and inside_transform() and self._dense:
+            return torch.vmap(quantity)(models)
+        return tree_map(lambda *rows: torch.stack(rows), *[quantity(model) for model in models])
+
+    @property
+    def _dense(self) -> bool:
+        """Whether all that is trained are dense layers, and nothing is drawn."""
+        layers = (layer for layer in self._module.modules() if layer._parameters)
+        return not self.draws and all(type(layer) is nn.Linear for layer in layers)
+
     def loss(self, w: Tensor, batch: Batch, buffers: Tensor | None = None) -> Tensor:
         """The mean loss over a batch, in training mode."""
         return self.loss_and_buffers(w, batch, buffers)[0]
@@ -582,12 +598,14 @@ class Task:
         previous = getattr(_context, "mode", None)
         _context.mode = mode
         half = self.precision == "bf16" and mode.training
+        many = not mode.training and w.device.type == "cpu" and inside_transform()
         keyed = None if self._keyed is False else Keyed(mode)
         stills = self._stilled(module, mode)
         try:
             with (
                 half_precision(w.device.type) if half else nullcontext(),
                 keyed or nullcontext(),
+                Dense() if many else nullcontext(),
                 _unbranched(),
             ):
                 result = functional_call(module, named, *self.arguments(x), strict=False)

@@ -35,6 +35,7 @@ from sartor.runs.record import separate
 MOST_FILES = 16
 """So many files of used exchanges are merged."""
 
+_PARTS = ("numbers", "rows", "checks")
 _KINDS = ("staged", "used", "base")
 """The later one counts where an exchange has two files."""
 
@@ -60,12 +61,16 @@ class _Entry:
                 stored = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise DataError(f"{self.path}: client states cannot be read: {error}") from None
-        names = [key.removesuffix(".numbers") for key in stored if key.endswith(".numbers")]
-        rows = {name: (stored[f"{name}.numbers"], stored[f"{name}.rows"]) for name in names}
-        for name, pair in rows.items():
-            checks = stored.get(f"{name}.checks")
-            if checks is None or not torch.equal(_checks(*pair), checks):
+        rows = {}
+        names = {key.rpartition(".")[0] for key in stored}
+        if stored.keys() != {f"{name}.{part}" for name in names for part in _PARTS}:
+            raise DataError(f"{self.path}: client states are damaged: not every state has all of its parts")
+        for name in sorted(names):
+            numbers, values, checks = (stored[f"{name}.{part}"] for part in _PARTS)
+            counted = numbers.dtype == checks.dtype == torch.int64
+            if not counted or not torch.equal(_checks(numbers, values), checks):
                 raise DataError(f"{self.path}: client states are damaged: {name!r} has another checksum")
+            rows[name] = (numbers, values)
         return rows
 
 
@@ -203,8 +208,10 @@ def rows_of(numbers: Tensor, kept: Mapping[str, Tensor]) -> Rows:
 
 
 def _checks(numbers: Tensor, rows: Tensor) -> Tensor:
-    """The checksum of each row, and of whose it is."""
+    """The checksum of each row, of whose it is, and of its type and shape."""
     parts = [row_bytes(part.detach().cpu()) for part in (numbers, rows)]
+    form = np.frombuffer(f"{rows.dtype} {tuple(rows.shape[1:])}".encode(), np.uint8)
+    parts.append(np.tile(form, (len(numbers), 1)))
     return torch.from_numpy(checksums(np.hstack(parts)).astype(np.int64))
 
 

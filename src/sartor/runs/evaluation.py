@@ -302,7 +302,14 @@ class Tried:
 def _keys(parts: Sequence[Tensor]) -> list[bytes]:
     """What tells models apart, of which the parts have a row each."""
     rows = [part.cpu().contiguous().view(torch.uint8).numpy() for part in parts]
-    return [blake2b(b"".join(map(bytes, row)), digest_size=16).digest() for row in zip(*rows, strict=True)]
+    return [_digest(row) for row in zip(*rows, strict=True)]
+
+
+def _digest(row: Sequence[np.ndarray]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for part in row:  # as they lie, without a copy
+        digest.update(part.data)
+    return digest.digest()
 
 
 def personal_models(algorithm: Algorithm[Any, Any], server: Any, clients: np.ndarray) -> Call | None:

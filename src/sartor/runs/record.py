@@ -2,7 +2,8 @@
 
 ==================  ==================================================================================
 config.toml         the experiment, every setting written out
-environment.json    versions, platform, device, the time the run started, and the hashes of imported code
+environment.json    versions, platform, device, the time the run started, and the hashes of the method's
+                    source and of imported code
 partition.npz       which client holds which samples, where the data was partitioned
 signature.json      what the model takes and gives, and the preprocessing; see :mod:`sartor.runs.signature`
 rounds.jsonl        one line per round, written as the run goes
@@ -43,6 +44,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from sartor.algorithms.source import method_code
 from sartor.errors import SartorError
 from sartor.extensions import Code, code_name, function_file, import_again
 from sartor.files import UNFINISHED, Busy, alone, leftovers, replacing, sync, write, writing
@@ -177,6 +179,7 @@ class RunFolder:
         """What a run tells of its making, and which experiment it is."""
         return {
             **environment(experiment.engine.device),
+            "method": method_code(experiment.algorithm),
             "imports": [asdict(code) for code in code_of(experiment)],
             "experiment": identity(to_mapping(experiment)),
         }

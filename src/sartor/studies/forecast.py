@@ -91,7 +91,7 @@ def forecast(
     return Forecast(
         name=work.entry.name,
         scale=scale,
-        device=device or "cpu",
+        device=device or work.settings.get("engine", {}).get("device", "cpu"),
         runs=work.runs,
         there=sum(part.there for part in parts),
         rounds=work.rounds,
@@ -121,8 +121,11 @@ def _parts(group: Group, work: Work, device: str | None, known: dict[str, float]
                 known[kind] = cost.estimate(experiment)["seconds"] / max(1, experiment.rounds)
             each = known[kind]
         left = sum(_rest(run, rows, group.rounds) for run, rows in zip(stored, made, strict=True))
+        left += work.trials * group.rounds if left else 0
         there = sum(run is not None and run.finished for run in stored)
-        yield Part(method.label, group.words, len(inputs), there, group.rounds, each, each * left)
+        yield Part(
+            method.label, group.words, len(inputs) + work.trials, there, group.rounds, each, each * left
+        )
 
 
 def _rest(run: RunFolder | None, rows: Sequence[Any], rounds: int) -> int:

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sartor.algorithms.source import method_code
 from sartor.data.schema import settles
 from sartor.engines.lockstep import fit_together
 from sartor.errors import DataError, SartorError, SettingError
@@ -133,6 +134,8 @@ class Runs:
         made = self._made.pop(fingerprint(experiment), None)
         if made is None:
             run = self.stored(inputs)
+            if run is not None:
+                self._tell_source(run, experiment.algorithm)
             if run is not None and run.finished:
                 self.tally.found(experiment.rounds)
                 return _read(run, experiment, reused=True)
@@ -231,6 +234,15 @@ class Runs:
                 what = "has changed since" if name in then and name in now else "was not imported in both"
                 log.warning("%s: runs with it are made anew, as it %s, as in %s", name, what, run.path)
         return then != now
+
+    def _tell_source(self, run: RunFolder, method: str) -> None:
+        """Say once of a method of ours that it has changed since a run that is used again."""
+        then = run.environment.get("method")
+        if then not in (None, method_code(method)) and (method, None) not in self._changed:
+            self._changed.add((method, None))
+            log.warning(
+                "%s: has changed since %s, which is used again; remove that to run anew", method, run.path
+            )
 
     def _hash(self, inputs: Inputs) -> str:
         """The hash of the data, read once for each seed: files may have changed since a run."""

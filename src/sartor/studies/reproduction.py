@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sartor.algorithms.source import method_code
 from sartor.errors import SartorError, SettingError
 from sartor.runs.experiment import Experiment, read_toml
 from sartor.runs.record import RunFolder, environment, write_json
@@ -31,6 +32,7 @@ from sartor.studies.comparison import Comparison, Estimate, NothingFinished, com
 from sartor.studies.computed import computed
 from sartor.studies.library import Failure
 from sartor.studies.progress import Tally
+from sartor.studies.tuning import search
 
 FILE = "reproduction.json"
 SCALES = ("small", "paper")
@@ -93,6 +95,33 @@ class Measured:
     seeds: str
     command: str
     band: Band
+    code: dict[str, str] = field(default_factory=dict)
+    """By method the hash of its source as it was measured (:mod:`sartor.algorithms.source`), where known."""
+
+    def stale(self, at: Setting) -> list[str]:
+        """The methods that have changed since."""
+        now = {label: method_code(at.methods[label].algorithm) for label in self.code}
+        return [label for label, code in self.code.items() if code != now[label]]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Hyper-parameters that are chosen on validation data, by a grid of as many points for every method."""
+
+    seeds: tuple[int, ...] = setting((0,), "seeds of a trial")
+    every: dict[str, Any] = field(default_factory=dict)
+    """The values that are tried of every method."""
+    methods: dict[str, Any] = field(default_factory=dict)
+    """Those of some methods, in their place."""
+
+    def space(self, label: str) -> dict[str, Any]:
+        """What is tried of a method."""
+        return {**self.every, **self.methods.get(label, {})}
+
+    @property
+    def trials(self) -> int:
+        """How many points each method has; more than any of them would be refused."""
+        return math.prod(len(values) for values in self.every.values())
 
 
 @dataclass(frozen=True)
@@ -103,6 +132,7 @@ class Setting:
     columns: tuple[Column, ...]
     methods: dict[str, Row]
     note: str = ""
+    tuning: Tuning | None = None
 
 
 @dataclass(frozen=True)
@@ -160,9 +190,10 @@ class _File:
     seeds: int = 0
     columns: tuple[Any, ...] = ()
     methods: dict[str, Any] = field(default_factory=dict)
-    source: str = setting("printed", "", choices=("printed", "stated", "drawn"))
+    source: str = setting("printed", "", choices=("printed", "stated", "drawn", "ours"))
     values: dict[str, Any] = field(default_factory=dict)
     deviations: dict[str, Any] = field(default_factory=dict)
+    tuning: dict[str, Any] = field(default_factory=dict)
     small: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
 
@@ -177,6 +208,7 @@ class _Small:
     hyper: dict[str, Any] = field(default_factory=dict)
     columns: tuple[Any, ...] = ()
     methods: tuple[str, ...] = ()
+    tuning: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -189,6 +221,7 @@ class _Measured:
     command: str
     values: dict[str, Any]
     deviations: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
 
 
 def entries() -> list[Entry]:
@@ -208,7 +241,9 @@ def entry(name: str) -> Entry:
     methods = {label: build(Row, table, f"{name}.methods.{label}") for label, table in file.methods.items()}
     scales: dict[str, Setting] = {}
     if methods:
-        scales["paper"] = Setting(_experiment(file.preset, file.experiment), columns, methods, file.note)
+        tuning = build(Tuning, file.tuning, f"{name}.tuning") if file.tuning else None
+        experiment = _experiment(file.preset, file.experiment)
+        scales["paper"] = Setting(experiment, columns, methods, file.note, tuning)
     if file.small:
         small = build(_Small, file.small, f"{name}.small")
         for label in [*small.methods, *small.hyper]:
@@ -221,13 +256,17 @@ def entry(name: str) -> Entry:
         }
         chosen = _columns(small.columns, f"{name}.small.columns") or columns
         experiment = _experiment(small.preset, small.experiment)
-        scales["small"] = Setting(experiment, chosen, rows, small.note)
+        tuning = build(Tuning, small.tuning, f"{name}.small.tuning") if small.tuning else None
+        scales["small"] = Setting(experiment, chosen, rows, small.note, tuning)
     measured = {}
     for scale, table in file.measured.items():
         kept = build(_Measured, table, f"{name}.measured.{scale}")
         place = f"{name}.measured.{scale}"
         band = _band(kept.values, kept.deviations, scales[scale], place)
-        measured[scale] = Measured(kept.date, kept.hardware, kept.seeds, kept.command, band)
+        for label in kept.code:
+            if label not in band.values:
+                raise unknown(f"{place}.code", label, band.values)
+        measured[scale] = Measured(kept.date, kept.hardware, kept.seeds, kept.command, band, kept.code)
     return Entry(
         name=name,
         title=file.title,
@@ -385,6 +424,7 @@ def reproduce(
     methods: Iterable[str] | None = None,
     columns: Iterable[str] | None = None,
     device: str | None = None,
+    together: str | None = None,
     settings: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     progress: bool = False,
@@ -393,7 +433,8 @@ def reproduce(
 
     ``scale`` is ``small`` or ``paper``; ``seeds`` a number or a list, left out: as many as the paper has
     (small: one). ``methods`` and ``columns`` leave it at some of them; ``settings`` win over the entry's, and
-    what they give is stored with them and not held against the bands.
+    what they give is stored with them and not held against the bands. ``together`` says whether the seeds of
+    a method are trained in one batch, as for :func:`~sartor.studies.comparison.compare`.
 
     >>> from tempfile import mkdtemp
     >>> some = {"methods": ["fedavg"], "columns": ["5"], "settings": {"rounds": 5}}
@@ -405,39 +446,21 @@ def reproduce(
         name, scale=scale, seeds=seeds, methods=methods, columns=columns, settings=settings, out=out
     )
     chosen, at = work.entry, work.at
+    compared: dict[str, Comparison] = {}
     failed: list[Failure] = []
-    compared: list[Comparison] = []
     if chosen.cell == COMPUTED:
         found = _computed(work, device)
     else:
+        try:
+            compared, failed = _trained(work, device, together, progress)
+        except SettingError as error:
+            raise SettingError(f"{name}, {scale}: {error}") from None
         found = {}
-        tally = Tally(work.runs, work.rounds, shown=progress)
         for group in work.groups:
-            tally.place = group.words
-            try:
-                result = compare(
-                    group.tables,
-                    experiment=group.settings,
-                    seeds=work.seeds,
-                    references=False,
-                    device=device,
-                    out=work.out / group.name,
-                    progress=tally,
-                )
-            except SettingError as error:
-                raise SettingError(f"{name}, {scale}: {error}") from None
-            except NothingFinished as error:  # the other columns go on
-                failed += error.failed
-                continue
-            compared.append(result)
-            failed += result.failed
-            found.update(_numbers(result, group, chosen))
-        if not compared:
-            raise NothingFinished(failed)
+            if group.name in compared:
+                found.update(_numbers(compared[group.name], group, chosen))
     made = [
-        _beside(
-            chosen, scale, label, column, *found[label, column.label], as_stated=_as_stated(work.settings)
-        )
+        _beside(chosen, scale, label, column, *found[label, column.label], as_stated=as_stated(work.settings))
         for column in at.columns
         for label in at.methods
         if (label, column.label) in found
@@ -448,18 +471,46 @@ def reproduce(
         asked=name,
         scale=scale,
         percent=chosen.percent,
-        seeds=compared[0].seeds if compared else work.numbered,
+        seeds=next((result.seeds for result in compared.values()), work.numbered),
         settings=work.settings,
         numbers=tuple(made),
         orders=tuple(_orders(made, at.columns)),
         failed=tuple(failed),
-        comparisons=tuple(result.out.name for result in compared),
+        comparisons=tuple(compared),
         hardware=tuple(dict.fromkeys(str(run.environment.get("device_name", "unknown")) for run in runs)),
         seconds=sum(row_seconds(row) for run in runs for row in run.rounds),
         out=work.out,
     )
     write_json(work.out / FILE, reproduction.to_mapping())
     return reproduction
+
+
+def _trained(
+    work: Work, device: str | None, together: str | None, progress: bool
+) -> tuple[dict[str, Comparison], list[Failure]]:
+    """The comparisons of an entry by their names, and the runs that failed."""
+    tally = Tally(work.runs, work.rounds, shown=progress)
+    compared: dict[str, Comparison] = {}
+    failed: list[Failure] = []
+    for group in work.groups:
+        tally.place = group.words
+        try:
+            compared[group.name] = compare(
+                _tuned(group, work, device, tally, failed),
+                experiment=group.settings,
+                seeds=work.seeds,
+                references=False,
+                device=device,
+                together=together,
+                out=work.out / group.name,
+                progress=tally,
+            )
+            failed += compared[group.name].failed
+        except NothingFinished as error:  # the other columns go on
+            failed += error.failed
+    if not compared:
+        raise NothingFinished(failed)
+    return compared, failed
 
 
 def row_seconds(row: Mapping[str, Any]) -> float:
@@ -484,6 +535,12 @@ class Work:
         return () if self.entry.cell == COMPUTED else self.groups
 
     @property
+    def trials(self) -> int:
+        """How many runs each method has besides, to choose its hyper-parameters."""
+        tuning = self.at.tuning
+        return 0 if tuning is None else tuning.trials * len(tuning.seeds)
+
+    @property
     def numbered(self) -> tuple[int, ...]:
         """The seeds one by one."""
         return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
@@ -496,12 +553,13 @@ class Work:
     @property
     def runs(self) -> int:
         """How many runs there are."""
-        return self.seed_count * sum(len(group.tables) for group in self.trained)
+        return (self.trials + self.seed_count) * sum(len(group.tables) for group in self.trained)
 
     @property
     def rounds(self) -> int:
         """How many rounds all runs have together."""
-        return self.seed_count * sum(group.rounds * len(group.tables) for group in self.trained)
+        rounds = sum(group.rounds * len(group.tables) for group in self.trained)
+        return (self.trials + self.seed_count) * rounds
 
 
 def planned(
@@ -536,17 +594,17 @@ def planned(
     folder = Path("reproductions") / f"{chosen.name.replace('/', '-')}-{scale}" if out is None else Path(out)
     given = dict(settings or {})
     if chosen.cell == COMPUTED:
-        taken = {key for group in _groups(at, {}) for key in group.settings}
-        for key in given.keys() - taken:
-            raise unknown(name, key, taken)
+        keys = {key for group in _groups(at, {}) for key in group.settings}
+        for key in given.keys() - keys:
+            raise unknown(name, key, keys)
     counted = seeds if isinstance(seeds, int) else tuple(seeds)
     return Work(chosen, at, tuple(_groups(at, given)), counted, given, folder)
 
 
-def _as_stated(given: Mapping[str, Any]) -> bool:
+def as_stated(given: Mapping[str, Any]) -> bool:
     """Whether settings leave an experiment the one it is.
 
-    >>> _as_stated({"engine": {"name": "loop"}, "data": {"folder": "here"}}), _as_stated({"rounds": 10})
+    >>> as_stated({"engine": {"name": "loop"}, "data": {"folder": "here"}}), as_stated({"rounds": 10})
     (True, False)
     """
     return all(key in HOW or (key == "data" and set(value) == {"folder"}) for key, value in given.items())
@@ -565,6 +623,7 @@ def _some(at: Setting, methods: Iterable[str] | None, columns: Iterable[str] | N
         tuple(column for column in at.columns if column.label in wanted),
         {label: at.methods[label] for label in at.methods if methods is None or label in set(methods)},
         at.note,
+        at.tuning,
     )
 
 
@@ -582,6 +641,40 @@ def _groups(at: Setting, settings: Mapping[str, Any]) -> list[Group]:
             if column not in group.columns:
                 group.columns.append(column)
     return list(groups.values())
+
+
+def _tuned(
+    group: Group, work: Work, device: str | None, tally: Tally, failed: list[Failure]
+) -> dict[str, dict[str, Any]]:
+    """The methods of a comparison with hyper-parameters chosen on validation data, where that is wanted.
+
+    Those of which every trial failed are noted and left out.
+    """
+    tuning = work.at.tuning
+    if tuning is None:
+        return group.tables
+    tables = {}
+    for label, table in group.tables.items():
+        fixed = {key: value if key == "algorithm" else [value] for key, value in table.items()}
+        tables[label] = {**fixed, **tuning.space(label)}
+    found = search(
+        tables,
+        method="grid",
+        budget=tuning.trials,
+        seeds=tuning.seeds,
+        experiment=group.settings,
+        device=device,
+        out=work.out / group.name / "search",
+        progress=tally,
+    )
+    chosen = {}
+    for method in found.methods:
+        if method.chosen is not None:
+            chosen[method.label] = {"algorithm": method.algorithm, **method.best}
+        else:
+            message = str(method.trials[0].failed)
+            failed.append(Failure(method.label, method.algorithm, tuning.seeds[0], message))
+    return chosen
 
 
 def _computed(work: Work, device: str | None) -> dict[tuple[str, str], tuple[Estimate, tuple[str, ...]]]:

@@ -171,7 +171,7 @@ def search(
     seeds: int | Sequence[int] | None = None,
     together: str | None = None,
     out: str | Path | None = None,
-    progress: bool = False,
+    progress: bool | Tally = False,
     observers: Sequence[Observer] = (),
     **settings: Unpack[RunSettings],
 ) -> Search:
@@ -209,7 +209,7 @@ def search(
     _require_validation(plan, trials[0], chosen_seeds[0])
     folder = plan.folder("searches", base) if out is None else Path(out)
     count = len(trials) * len(chosen_seeds)
-    tally = Tally(count, count * base.rounds, shown=progress)
+    tally = progress if isinstance(progress, Tally) else Tally(count, count * base.rounds, shown=progress)
     runs = Runs(folder, tally, options.together, observers)
     tuned: list[Tuned] = []
     score, sign = "accuracy", 1.0

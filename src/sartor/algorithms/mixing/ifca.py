@@ -58,8 +58,10 @@ def losses(client: Client, models: Tensor, split: str = "train") -> Tensor:
     """The mean loss of each of several models over a split, in one pass and in evaluation mode."""
 
     def of_batch(batch: Batch) -> Tensor:
-        each = [batch.mean(client.task.losses(w, batch, client.buffers)) for w in models.unbind()]
-        return torch.stack(each)
+        each: Tensor = client.task.each(
+            lambda w: batch.mean(client.task.losses(w, batch, client.buffers)), models
+        )
+        return each
 
     return client.mean(of_batch, models[:, 0], split)
 
@@ -80,14 +82,16 @@ def local_training(client: Client, hyper: IFCAHyper, models: Tensor, body: Tenso
     loss = losses(client, models)
     draws = random.uniform(client.stream("ifca"), len(models), models.device)
     choice = torch.where(loss == loss.min(), draws, -1.0).argmax()  # step 1
-    w = models.index_select(0, choice[None])[0]
+    w = models[choice[None]][0]
     return Reply(delta=client.descend(w, lr=hyper.lr) - w, choice=choice)  # step 2
 
 
 @personal
 def nearest_model(client: Client, hyper: Hyper, models: Tensor) -> Reply:
-    """The model with the lowest loss on the client's training data."""
-    return Reply(w=models.index_select(0, nearest(client, models)[None])[0])
+    """The model with the lowest loss on the client's training data; of one there is nothing to try."""
+    if len(models) == 1:
+        return Reply(w=models[0])
+    return Reply(w=models[nearest(client, models)[None]][0])
 
 
 @register

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 MOST_PLANS = 1024
 """Plans remembered per federation: with equal clients every round has the same."""
 
-CACHED = 1 << 23
+CACHED = 1 << 25
 """Bytes of samples that a CPU is given at once where nothing is trained."""
 STEPPED = 1 << 24
 """Bytes of models that a CPU steps at once: a step goes through all of them, so a cache should hold them."""
@@ -284,21 +284,20 @@ class StackedEngine(LocalEngine):
         """What a scan gives that trains nothing.
 
         A CPU is fastest with as many clients at once as have their samples in its cache, and those who have
-        theirs one after the other where they lie.
+        theirs one after the other.
         """
-        samples, shape = self.samples[split], plan.shape
-        size = shape.width * sum(leaf[:1].nbytes for leaf in nests.leaves(samples.x))
+        samples, shape, width = self.samples[split], plan.shape, plan.shape.width
+        size = width * sum(leaf[:1].nbytes for leaf in nests.leaves(samples.x))
         parts = 1 if shape.common else max(1, -(-shape.lanes * size // CACHED))
+        whole = samples.laid_out(work.numbers, width) if shape.steps == 1 and not shape.common else None
         carries = []
         for places in np.array_split(np.arange(shape.lanes), min(parts, shape.lanes)):
             taken = slice(places[0], places[-1] + 1)
             rows, memo, carry = tree_map(lambda value: value[taken], given)  # noqa: B023
-            first = samples.in_a_row(work.numbers[taken], shape.width) if shape.steps == 1 else None
-            part = replace(shape, lanes=len(places), in_a_row=first is not None)
-            if first is not None:
-                here = slice(first, first + len(places) * shape.width)
-                data = nests.rows(samples.x, here), nests.rows(samples.targets, here)
-            seen = fixed if first is None else fixed._replace(data={**fixed.data, split: data})
+            part, seen = replace(shape, lanes=len(places), in_a_row=whole is not None), fixed
+            if whole is not None:
+                data = nests.rows(whole, slice(width * places[0], width * (places[-1] + 1)))
+                seen = fixed._replace(data={**fixed.data, split: data})
             carries.append(run(replace(plan, shape=part), None, seen, rows, memo, carry))
         return tree_map(lambda *parts: torch.cat(parts), *carries)
 

@@ -8,7 +8,7 @@ client function has only vector algebra, which costs nothing to repeat.
 
 A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced
 once into a plain graph of tensor operations, which removes Python, vmap and autograd from every later step;
-it may be compiled, and so may what lies between scans. Tracing takes as long as a hundred steps, so on the
+it may be compiled, and so may what lies between scans. Tracing takes as long as some forty steps, so on the
 CPU the first ones are taken as they stand, by the same operations.
 """
 
@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -43,6 +45,7 @@ from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels import pooling, products
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
+from sartor.kernels.views import straighten
 from sartor.model.task import Batch, Task
 from sartor.nests import Nest
 
@@ -75,7 +78,7 @@ have the same samples or theirs in a row, scans before."""
 IN_PLACE = ("is not possible because there exists a Tensor", "doesn't match the broadcast shape")
 """What PyTorch says where a client's own numbers are written into what is the same for all."""
 
-UNTRACED = 100
+UNTRACED = 40
 """Steps of one kind on the CPU before they are traced."""
 
 
@@ -285,9 +288,13 @@ class Tracer:
 
         try:
             # Tracing knows inputs by their identity, and a carry may begin as one of the arguments itself.
-            graph = make_fx(flat)([value.detach() for value in inputs])
+            # What is noted of operations has one mode, or each of them would make its own, which takes long.
+            with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+                graph = make_fx(flat)([value.detach() for value in inputs])
         except Exception as error:
             raise self._explained(program, error) from error
+        if self.device.type == "cpu":
+            straighten(graph)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         for node in graph.graph.nodes:

@@ -21,12 +21,15 @@ seeds               how many runs the paper averages; 0 where it does not say
 columns             the columns: ``label``, and what is special in it: ``settings``, ``hyper`` by method,
                     ``methods`` (settings by method), ``round`` (the state after it), ``cell``, ``score``
 methods             the rows: ``algorithm``, ``title`` (as printed), ``hyper``, ``settings``
-source              ``printed``, ``stated`` (in the paper's text, about a figure), ``drawn`` (not in figures)
+source              ``printed``, ``stated`` (in the paper's text, about a figure), ``drawn`` (not in figures),
+                    ``ours`` (nobody else has such numbers)
+tuning              hyper-parameters chosen on validation data before the runs: ``every`` (values by name),
+                    ``methods`` (others for some methods, as many), ``seeds`` of the trials
 values, deviations  the paper's numbers by method, one per column; ``nan`` where there is none
 small               the small setting: ``preset``, ``experiment``, ``hyper`` by method, ``columns`` with
                     ``paper`` (the paper's column whose order of methods is compared), ``methods``
 measured            our numbers by scale: ``date``, ``hardware``, ``seeds``, ``command``, ``values`` and
-                    ``deviations`` by method, one per column of the scale
+                    ``deviations`` by method, one per column of the scale, ``code`` (a hash of its source)
 ==================  ==================================================================================
 """
 

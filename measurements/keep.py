@@ -1,0 +1,119 @@
+"""Keep what ``sartor reproduce`` has made: its runs as lines of ``results/``, its numbers for its entry.
+
+    sartor reproduce comfed/table4 --scale paper --device cuda --out made
+    python measurements/keep.py made             # results/comfed-table4-paper.jsonl
+
+The lines have the scores of every evaluation. What is printed goes into the entry's file below
+``src/sartor/studies/papers``, as the numbers that later runs are compared with; of settings of one's own
+nothing is printed, as they make another experiment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from sartor.errors import SartorError
+from sartor.runs.experiment import fingerprint, to_mapping
+from sartor.runs.record import RunFolder
+from sartor.studies.reproduction import FILE, as_stated, entry, row_seconds
+from sartor.studies.results import Record, Results
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+def kept(folder: Path, made: dict[str, Any], run: str) -> Record:
+    """A run as a line."""
+    stored = RunFolder.open(folder / run)
+    experiment, numbers = stored.experiment, [n for n in made["numbers"] if run in n["runs"]]
+    return Record(
+        key=run,
+        method=experiment.algorithm,
+        code=str(stored.environment["method"]),
+        fingerprint=fingerprint(experiment),
+        sartor=str(stored.environment["sartor"]),
+        date=str(stored.environment["started"])[:10],
+        numbers={
+            "label": numbers[0]["method"],
+            "columns": [number["column"] for number in numbers],
+            "seed": experiment.seed,
+            "hyper": to_mapping(experiment)["hyper"],
+            "curves": curves(stored, entry(made["name"]).score),
+            "seconds": sum(map(row_seconds, stored.rounds)),
+        },
+    )
+
+
+def curves(run: RunFolder, score: str) -> dict[str, dict[str, float]]:
+    """The score of every cell by round, and what the method recorded of itself as single numbers."""
+    found: dict[str, dict[str, float]] = {}
+    for row in run.rounds:
+        cells = {cell: values.get(score) for cell, values in row.get("evaluation", {}).items()}
+        for name, value in {**cells, **row.get("observed", {})}.items():
+            if isinstance(value, (int, float)):
+                found.setdefault(name, {})[str(row["round"])] = float(value)
+    return found
+
+
+def measured(made: dict[str, Any], date: str, code: dict[str, str]) -> str:
+    """The table of the entry's file with what was measured."""
+    columns = [column.label for column in entry(made["name"]).scales[made["scale"]].columns]
+    digits = 1 if made["percent"] else 4
+    tables: dict[str, dict[str, list[float]]] = {"values": {}, "deviations": {}}
+    for number in made["numbers"]:
+        place = columns.index(number["column"])
+        for table, key in (("values", "mean"), ("deviations", "deviation")):
+            if number["ours"][key] is not None:
+                row = tables[table].setdefault(number["method"], [float("nan")] * len(columns))
+                row[place] = round(number["ours"][key], digits)
+    about = {
+        "date": date,
+        "hardware": ", ".join(made["hardware"]),
+        "seeds": ", ".join(map(str, made["seeds"])),
+        "command": f"sartor reproduce {made['name']} --scale {made['scale']} --seeds {len(made['seeds'])}",
+    }
+    place = f"measured.{made['scale']}"
+    parts: dict[str, Any] = {place: about}
+    parts |= {f"{place}.{key}": table for key, table in {**tables, "code": code}.items() if table}
+    lines: list[str] = []
+    for head, table in parts.items():
+        lines += ["", f"[{head}]"] if lines else [f"[{head}]"]
+        lines += [f"{json.dumps(key)} = {_toml(value)}" for key, value in table.items()]
+    return "\n".join(lines)
+
+
+def _toml(value: str | list[float]) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def main() -> None:
+    """Write the runs of a reproduction and print its numbers."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="the folder of the reproduction")
+    parser.add_argument("--out", type=Path, help="the file; left out: one in results/")
+    arguments = parser.parse_args()
+    if not (arguments.folder / FILE).is_file():
+        raise SartorError(f"{arguments.folder}: has no {FILE}; run `sartor reproduce` to its end first")
+    made = json.loads((arguments.folder / FILE).read_text(encoding="utf-8"))
+    name = f"{made['name'].replace('/', '-')}-{made['scale']}"
+    results = Results(arguments.out or RESULTS / f"{name}.jsonl")
+    results.about |= {key: made[key] for key in ("name", "scale", "seeds", "settings", "hardware")}
+    for run in dict.fromkeys(run for number in made["numbers"] for run in number["runs"]):
+        results.records[run] = kept(arguments.folder, made, run)
+    results.write()
+    print(f"{results.path}: {len(results.records)} runs", file=sys.stderr)
+    if as_stated(made["settings"]):
+        code = {record.numbers["label"]: record.code for record in results.records.values()}
+        print(measured(made, max(record.date for record in results.records.values()), code))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SartorError as error:
+        sys.exit(str(error))
