@@ -122,25 +122,23 @@ def filled(page: str, made: dict[str, str]) -> str:
 
 
 def draw(runs: Runs) -> None:
-    """Bars of a round's time, a panel for each workload: on a GPU, or else on a CPU."""
+    """Bars of a round's time, a panel for each workload and device that was measured."""
     from pictures import panels, save
 
-    device = "cuda" if any(run["device"] == "cuda" for run in runs) else "cpu"
-    rows = {name: summaries(runs, name, device) for name in WORKLOADS}
+    rows = {(w, d): found for d in ("cuda", "cpu") for w in WORKLOADS if (found := summaries(runs, w, d))}
     known = list(dict.fromkeys(row["framework"] for each in rows.values() for row in each))[::-1]
-    figure, axes = panels(1, len(rows), (9, 0.6 + 0.36 * len(known)))
-    for each, (workload, found) in zip(axes, rows.items(), strict=True):
+    figure, axes = panels(1, len(rows), (3 + 2.4 * len(rows), 0.8 + 0.33 * len(known)))
+    for each, ((workload, device), found) in zip(axes, rows.items(), strict=True):
         values = [row["milliseconds"] for row in found]
         places = [known.index(row["framework"]) for row in found]
         colours = ["#4a64d9" if row["framework"].startswith("Sartor") else "#999999" for row in found]
         each.barh(places, values, color=colours, height=0.7)
         for place, value in zip(places, values, strict=True):
             each.text(value, place, f" {figures(value)}", va="center", fontsize=9)
-        each.set(xscale="log", title=workload, yticks=range(len(known)), yticklabels=known)
-        each.set_xlabel(TIME[device])
-        each.margins(x=0.15)
-    chosen = [run for run in runs if run["device"] == device]
-    figure.suptitle(f"{chosen[0]['hardware']}, {max(run['date'] for run in chosen)}", fontsize=10)
+        hardware = next(run["hardware"] for run in runs if run["device"] == device)
+        each.set(xscale="log", yticks=range(len(known)), yticklabels=known, xlabel=TIME[device])
+        each.set_title(f"{workload}, {hardware}", fontsize=10)
+        each.margins(x=0.25)
     save(figure, "speed")
 
 
