@@ -216,7 +216,7 @@ def test_augmentations_are_settings_that_are_written_and_read() -> None:
     again = from_mapping(to_mapping(experiment))
     assert again == experiment
     assert fingerprint(again) == fingerprint(experiment) != fingerprint(from_mapping({}))
-    assert '{name = "crop", padding = 1}' in to_toml(experiment).replace('"name"', "name")
+    assert '{name = "crop", padding = 1, edges =' in to_toml(experiment).replace('"name"', "name")
 
 
 @pytest.mark.parametrize(
