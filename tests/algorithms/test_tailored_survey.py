@@ -26,4 +26,4 @@ def test_gradients_and_losses_of_one_pass_are_those_of_two(engine: str) -> None:
     models = torch.stack([w, -w, w + 0.1])
     one, two = (federation.map(function, np.arange(6), {"w": models}) for function in (survey, apart))
     assert torch.equal(one["gradient"], two["gradient"])
-    assert torch.equal(one["loss"], two["loss"])
+    assert torch.allclose(one["loss"], two["loss"], rtol=1e-6, atol=0)  # losses alone are one product for all

@@ -232,7 +232,10 @@ def test_evaluating_some_gives_the_rows_of_evaluating_all(name: str) -> None:
     chosen = part.clients["client"][:4]
     assert part.clients["client"] == chosen * 2
     rows = [place for place, client in enumerate(whole["client"]) if client in chosen]
-    assert part.clients == {column: [values[row] for row in rows] for column, values in whole.items()}
+    for column, values in whole.items():
+        expected = [values[row] for row in rows]
+        rounded = column.endswith("_loss")  # a product of more samples may round otherwise
+        assert part.clients[column] == (pytest.approx(expected, rel=1e-6) if rounded else expected)
     cell = "shared_local" if name == "fedavg" else "personal_local"
     losses = part.clients[f"{cell}_loss"][4:]
     assert part.summary["last"][cell]["loss"] == pytest.approx(np.mean(losses), rel=1e-12)
