@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
@@ -127,6 +128,15 @@ numbers = st.lists(st.floats(-1e18, 1e18, allow_subnormal=False).map(lambda v: 0
 def test_sums_are_exact(values: list[float]) -> None:
     exact = sum(map(Fraction, values), Fraction(0))
     assert Fraction(exact_sum(np.array(values, np.float64)), 1 << UNIT) == exact
+
+
+def test_numbers_whose_squares_are_too_small_to_count_can_be_told() -> None:
+    columns = read_columns({"a": {"missing": "mean"}})
+    for values in ([4e-26], [3e-26, 3e-26], [1e-30] * 5, [1.0, 4e-26]):
+        told = statistics_of(columns, {"a": np.array(values)})
+        assert fault(columns, told, len(values)) is None
+        more = {"a": {**told["a"], "sum": told["a"]["sum"] + (1 << 200)}}  # by 1
+        assert fault(columns, more, len(values)) is not None
 
 
 @given(

@@ -211,8 +211,9 @@ def _possible_sums(column: Column, rows: int, total: Any, squares: Any) -> bool:
     most = rows * int(LARGEST) << UNIT
     if not (abs(total) <= most and 0 <= squares <= most * int(LARGEST)):
         return False
-    # Squares were rounded one by one.
-    if total * total > rows * (squares + (squares >> 50) + 1) << UNIT:
+    # Squares were rounded one by one, and those of small numbers to nothing.
+    lost = (squares >> 50) + rows * int(SMALLEST * 2.0**UNIT)
+    if total * total > rows * (squares + lost) << UNIT:
         return False
     if column.low is None or column.high is None:
         return True
