@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_runs import store_run
 
 import sartor
 from sartor.report import write_report
@@ -77,3 +78,13 @@ def test_runs_that_pay_the_same_have_no_figure(tmp_path: Path) -> None:
     play(tmp_path)
     play(tmp_path, hyper={"lr": 0.3})
     assert price_figures(read([tmp_path])) == []
+
+
+def test_runs_without_a_score_have_no_place(tmp_path: Path) -> None:
+    for norm, sent in ((1.0, 1000), (2.0, 10)):
+        row = {"bytes_up": sent, "evaluation": {"shared_local": {"loss": 0.5}}}
+        transforms = [{"name": "clip", "norm": norm}]
+        store_run(tmp_path / str(norm), accuracies=(0.5,), rows=[row], transforms=transforms)
+    material = read([tmp_path])
+    assert material.headline == "accuracy"
+    assert price_figures(material) == []

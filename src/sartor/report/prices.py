@@ -64,7 +64,7 @@ def _figure(price: Price, material: Material) -> Figure | None:
     measure, word = material.headline, spoken(material.headline)
     lines = []
     for place, (label, groups) in enumerate(_alike(price, material).items()):
-        points = sorted(_point(price, group, measure) for group in groups)
+        points = sorted(point for group in groups if (point := _point(price, group, measure)) is not None)
         if len({x for x, _, _ in points}) > 1:
             lines.append(_line(label, place, points))
     if not lines:
@@ -116,11 +116,11 @@ def _rest(price: Price, config: Mapping[str, Any]) -> Settings:
     }
 
 
-def _point(price: Price, group: Group, measure: str) -> tuple[float, float, float]:
-    """How much of it a group has, its score, and that one's deviation over seeds."""
+def _point(price: Price, group: Group, measure: str) -> tuple[float, float, float] | None:
+    """How much of it a group has, its score, and that one's deviation over seeds; None without a score."""
     amount, _ = mean_and_deviation([price.of(run) for run in group.runs])
     score, deviation = mean_and_deviation([_score(run, measure) for run in group.runs])
-    return amount or 0.0, float("nan") if score is None else score, deviation or 0.0
+    return None if amount is None or score is None else (amount, score, deviation or 0.0)
 
 
 def _score(run: Run, measure: str) -> Number:
