@@ -1,11 +1,13 @@
 """What a rule in place of means costs: milliseconds of a round of FedAvg with the CNN, with each rule.
 
-    python bench/rules.py [--device cuda] [--repeats 5] [--clients 10 100] [--rules NAME ...] [--ragged] [--json FILE]
+    python bench/rules.py [--device cuda] [--repeats 5] [--clients 10 100] [--rules NAME ...] [--ragged]
+                          [--json FILE]
 
-Clients have 600 images of 28×28 and take thirty steps in a round, or 300 to 900 where they are ragged, which
-gives them unlike weights; the mean's round is what others are held against. Rounds of all rules are interleaved and the best of the repeats counts, so that a busy machine slows
-all of them alike. Krum, multi-Krum, Bulyan and ``similarity`` compare all pairs of replies: their part grows
-with the square of the clients, where a round grows with the clients.
+Clients have 600 images of 28×28 and take thirty steps in a round; ragged ones have 300 to 900, so that their
+weights differ. The mean's round is what others are held against. Rounds of all rules are interleaved and the
+best of the repeats counts, so that a busy machine slows all of them alike. Krum, multi-Krum, Bulyan and
+``similarity`` compare all pairs of replies: their part grows with the square of the clients, where a round
+grows with the clients.
 """
 
 from __future__ import annotations
@@ -82,7 +84,10 @@ def main() -> None:
     found = {}
     for clients in arguments.clients:
         least, most = (SAMPLES // 2, 3 * SAMPLES // 2) if arguments.ragged else (SAMPLES, SAMPLES)
-        sizes, rules = np.linspace(least, most, clients).astype(int), dict.fromkeys(["mean", *arguments.rules])
+        sizes, rules = (
+            np.linspace(least, most, clients).astype(int),
+            dict.fromkeys(["mean", *arguments.rules]),
+        )
         found[clients] = best = measure(sizes, arguments.device, arguments.repeats, list(rules))
         print(f"{clients} clients, {arguments.device}")
         for name, milliseconds in best.items():

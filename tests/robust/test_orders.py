@@ -1,4 +1,4 @@
-"""What rules count by: every way to order columns gives the same, and what follows from it is the definition."""
+"""What rules count by: every way to order columns gives the same, and what follows is the definition."""
 
 from __future__ import annotations
 

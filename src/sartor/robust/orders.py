@@ -34,8 +34,8 @@ def blocks(rows: Tensor, numbers: int) -> Iterator[slice]:
 def by_columns(rows: Tensor, weights: Tensor, make: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """For all columns of rows what ``make`` gives of a block's numbers in order and the weight up to each.
 
-    Both are ``[n, columns]``; where weights are equal the latter is ``[n, 1]`` and on the host, so that places
-    which follow from it cost a device nothing. A number for every column is expected.
+    Both are ``[n, columns]``; where weights are equal the latter is ``[n, 1]`` and on the host, so that what
+    follows from it costs a device nothing. A number for every column is expected.
     """
     shares, made = weights.cpu().float(), rows.new_empty(rows.shape[1])
     if bool(shares.max() - shares.min() <= EPSILON / len(shares)):
@@ -102,7 +102,8 @@ def distances_from(centre: Tensor, rows: Tensor) -> Tensor:
     """‖row_i − centre‖ of every row."""
     norm = torch.linalg.vector_norm
     apart = [norm(rows[:, some] - centre[some], dim=1) for some in blocks(rows, CACHED)]
-    return norm(torch.stack(apart), dim=0)
+    found: Tensor = norm(torch.stack(apart), dim=0)
+    return found
 
 
 def median(rows: Tensor, weights: Tensor) -> Tensor:
