@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flower_grid import HereGrid, experiment_of, federation_on, nodes_of
 from torch import Tensor
 
 from helpers import classification, federation_of, module_of
@@ -21,7 +22,8 @@ from sartor.model.networks import seeded
 from sartor.model.task import Task
 from sartor.privacy.settings import Privacy
 from sartor.robust.attacks import Scaling, SignFlip
-from sartor.transforms.low_rank import layouts_of
+from sartor.robust.centres import GeometricMedian
+from sartor.transforms.low_rank import LowRank, layouts_of
 
 METHODS = ("fedit", "ffa-lora", "fedsa-lora")
 CLIENTS, LR = 9, 0.3
@@ -159,3 +161,31 @@ def test_a_frozen_part_has_no_share_in_the_norm_of_a_samples_gradient(engine: st
     federation.round, federation.drawn = 1, np.arange(1)
     after = algorithm.round(server, federation, np.arange(1))
     assert float(torch.linalg.vector_norm(after.w - server.w)) == pytest.approx(LR * 1e-3, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nodes_give_what_a_simulation_does_with_all_of_it(name: str) -> None:
+    """Noise and low rank at the clients, a rule at the server; real messages to nodes in this process."""
+    data, own, algorithm = alike(), task(), make(registered()[name], lr=LR)
+    tables: dict[str, Any] = {
+        "local": {"batch": 0, "epochs": 2},
+        "hyper": {"lr": LR},
+        "privacy": {"mode": "local", "noise": 0.1, "clip": 0.5},
+        "transforms": [{"name": "low-rank", "rank": 1}],
+    }
+    given: dict[str, Any] = {
+        "hyper": algorithm.hyper,
+        "privacy": Privacy(**tables["privacy"]),
+        "transforms": (LowRank(rank=1),),
+        "aggregate": GeometricMedian(),
+    }
+    grid = HereGrid(nodes_of(data, own, [range(4), range(4, CLIENTS)]))
+    there = federation_on(grid, experiment_of(name, **tables), own, **given)
+    here = federation_of("loop", own, data, local=tables["local"], workers=1, **given)
+    found = []
+    for federation in (here, there):
+        server = algorithm.start(federation)
+        federation.round, federation.drawn = 1, np.arange(CLIENTS)
+        found.append(algorithm.round(server, federation, federation.drawn).w)
+    assert torch.equal(*found)
+    assert here.traffic.up == there.traffic.up
