@@ -53,9 +53,10 @@ def _file(nodeid: str) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported is never garbage: nobody need look through it again."""
+    """What all tests have imported is never garbage: nobody need look through it again, nor often."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
 
 
 @pytest.hookimpl(optionalhook=True)
