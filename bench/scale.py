@@ -148,8 +148,11 @@ def play(ranks: int, clients: int, cohort: int, features: int, rounds: int) -> d
         exchanged.append(mine.nbytes * ranks)
         return mine[None].repeat(ranks, *[1] * mine.dim())
 
+    def received(piece: Tensor, rank: int) -> None:
+        exchanged.append(piece.nbytes)  # it holds what this process has sent
+
     sharded.world = sartor.engines.world = lambda: ranks
-    sharded._everyone = everyone
+    sharded._everyone, sharded._broadcast = everyone, received
     begin = time.perf_counter()
     data = drawn(clients, features)
     task = Task(nn.Linear(features, CLASSES), classes=CLASSES)

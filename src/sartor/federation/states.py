@@ -31,7 +31,7 @@ from sartor.federation.exchange import ClientFunction, Outcome, Work, argument_n
 from sartor.federation.functions import name_of
 from sartor.federation.homes import Homes, home_folder
 from sartor.federation.rows import RowFile, checksums, row_bytes
-from sartor.kernels.device import free_bytes, to_device
+from sartor.kernels.device import free_bytes, rows_at, to_device
 
 WHERE = ("auto", "memory", "disk")
 
@@ -133,7 +133,7 @@ class StateStore:
         """Replace the states of some clients, each given once; of those at home elsewhere nothing is kept."""
         here = self._homes.here(numbers)
         if len(here) < len(numbers):
-            numbers, rows = numbers[here], rows[to_device(here, rows.device)]
+            numbers, rows = numbers[here], rows_at(to_device(here, rows.device), rows)
         if len(numbers):
             self._tables[self.table_of(name, numbers)].write(self._homes.rows(numbers), rows)
 
@@ -291,7 +291,7 @@ class _MemoryTable:
         self._rows = self.initial[None].clone()
 
     def read(self, numbers: np.ndarray) -> Tensor:
-        return self._rows[to_device(self._places[numbers], self._device)]
+        return rows_at(to_device(self._places[numbers], self._device), self._rows)
 
     def write(self, numbers: np.ndarray, rows: Tensor) -> None:
         new = numbers[self._places[numbers] == 0]
