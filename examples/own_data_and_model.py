@@ -19,8 +19,11 @@ for hospital, offset in {"north": 0.0, "east": 1.0, "south": -1.0}.items():
     samples = generator.normal(offset + 2 * labels[:, None], 1.0, (200, 12))
     data[hospital] = (samples.astype(np.float32), labels)
 
+torch.manual_seed(0)  # the same network every time
 model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))
-result = sartor.run("fedper", data=data, model=model, head="2", rounds=20, hyper={"lr": 0.1})
+result = sartor.run(
+    "fedper", data=data, model=model, head="2", rounds=20, local={"batch": 20}, hyper={"lr": 0.1}
+)
 print("accuracy of every hospital's own model:", result.clients["personal_local_accuracy"][-3:])
 
 model.load_state_dict(result.state_dict(client=0))  # north's model, back in your module

@@ -76,6 +76,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """A network that a test makes does not depend on which tests the same process has run before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stacked engine traces every step, and not only those that are worth it."""

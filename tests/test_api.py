@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from sartor.algorithms import make, registered
 from sartor.data.clients import from_clients
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.model.task import Task
+from sartor.runs.experiment import Experiment
+from sartor.runs.inputs import RunSettings
 
 
 def own_data(shape: tuple[int, ...] = (6,), clients: int = 3) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -249,6 +252,11 @@ def test_a_method_of_ones_own_runs_by_its_name(monkeypatch: pytest.MonkeyPatch) 
         ({"experiment": "missing.toml"}, SettingError, "missing.toml: no such experiment file"),
         ({"model": nn.Flatten()}, SartorError, "no parameters"),
         ({"model": nn.Linear(7, 3)}, SartorError, r"cannot take samples of shape \[6\].*6.*7"),
+        ({"engine": 3}, SettingError, r"engine\.name: "),
+        ({"aggregate": "meidan"}, SettingError, r"aggregate\.name = .meidan.*did you mean median"),
+        ({"attack": 0.3}, SettingError, r"attack\.name: "),
+        ({"transforms": "clip"}, SettingError, "transforms: expected a list of tables"),
+        ({"transforms": ["clop"]}, SettingError, r"transforms\[0\]\.name.*did you mean clip"),
         ({"model": 3}, SartorError, "model: give a name, an nn.Module, what builds one, or a Task, got 3"),
     ],
 )
@@ -322,6 +330,25 @@ def test_the_engine_may_be_a_section() -> None:
     assert (plain["engine"], chunked["engine"]) == ("stacked", "stacked")
     with pytest.raises(SartorError, match=r"engine\.chunks: unknown key; did you mean engine\.chunk\?"):
         go(data=data, engine={"chunks": 1})
+
+
+def test_every_section_of_an_experiment_is_a_keyword() -> None:
+    sections = {field.name for field in dataclasses.fields(Experiment)} - {"algorithm", "expect"}
+    assert sections <= RunSettings.__annotations__.keys()
+
+
+def test_rules_attacks_and_transforms_are_given_by_name_or_as_sections() -> None:
+    named = go(aggregate="median", attack={"name": "sign-flip", "share": 0.3}, transforms=["int8"])
+    said = go(
+        experiment={
+            "aggregate": {"name": "median"},
+            "attack": {"name": "sign-flip", "share": 0.3},
+            "transforms": [{"name": "int8"}],
+        }
+    )
+    models = [result.w for result in (named, said, go())]
+    assert torch.equal(models[0], models[1])
+    assert not torch.equal(models[0], models[2])
 
 
 def test_a_keyword_that_is_not_known_is_guessed() -> None:

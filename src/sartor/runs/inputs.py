@@ -72,6 +72,12 @@ class RunSettings(TypedDict, total=False):
     delay: Mapping[str, Any]
     replies: Mapping[str, Any]
     privacy: Mapping[str, Any]
+    aggregate: str | Mapping[str, Any]
+    """The name of a rule that stands in place of the mean, or its section."""
+    attack: str | Mapping[str, Any]
+    """The name of an attack on the run, or its section."""
+    transforms: Sequence[str | Mapping[str, Any]]
+    """What happens to messages on their way, in order: names, or mappings with a name each."""
     evaluate: Mapping[str, Any]
     stop: Mapping[str, Any]
     checkpoint: Mapping[str, Any]
@@ -160,10 +166,16 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     objective = known.pop("objective", None)
     clients, engine, device = (known.pop(key, None) for key in ("clients", "engine", "device"))
     imports, models = known.pop("imports", None), known.pop("models", None)
+    transforms = known.pop("transforms", None)
     given = read_experiment(start) if isinstance(start, (str, Path)) else _copied(start or {})
     _put(given, "", algorithm=algorithm, rounds=known.pop("rounds", None), seed=known.pop("seed", None))
     if imports is not None:
         given["imports"] = [*given.get("imports", ()), *import_given(imports)]
+    if transforms is not None:
+        several = isinstance(transforms, (list, tuple))  # else it is refused when it is checked
+        given["transforms"] = [*map(_named, transforms)] if several else transforms
+    for section in {"aggregate", "attack"} & known.keys():
+        known[section] = _named(known[section])
     for section, values in known.items():
         if not isinstance(values, Mapping):
             if section not in RunSettings.__annotations__:
@@ -172,7 +184,7 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
                 f"{section}: give a section as a mapping, as in hyper={{'lr': 0.1}}, got {values!r}"
             )
         _put(given, section, **values)
-    _put(given, "engine", **(engine if isinstance(engine, Mapping) else {"name": engine}))
+    _put(given, "engine", **_named(engine))
     _put(given, "engine", device=device)
     there = _clients_of(data)
     if there is not None:
@@ -208,6 +220,11 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     given = anchored(given, Path.cwd())
     import_named(given)
     return Given(given, data, model, head, own, own_objective)
+
+
+def _named(section: Any) -> Any:
+    """A section, of which the name alone may have been given."""
+    return section if isinstance(section, Mapping) else {"name": section}
 
 
 def _clients_of(data: Any) -> int | None:
