@@ -58,7 +58,7 @@ def drawn(clients: int, features: int = FEATURES, samples: int = SAMPLES) -> Any
 
 def peak_megabytes() -> float:
     """The most memory that this process has had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def measure_rank(arguments: argparse.Namespace) -> None:

@@ -796,7 +796,7 @@ def _content_hash(names: Sequence[str], splits: Mapping[str, Split], labels: tup
     return digest.hexdigest()
 
 
-def _bytes_of(split: Split) -> Iterator[bytes]:
+def _bytes_of(split: Split) -> Iterator[bytes | memoryview]:
     """A split as bytes: forms, sizes, labels and samples."""
     yield repr((nests.form(split.x, "x"), nests.form(split.y, "y"))).encode()
     yield split.count.astype("<i8").tobytes()
@@ -806,7 +806,7 @@ def _bytes_of(split: Split) -> Iterator[bytes]:
         yield from _leaf_bytes(split.weight, "weight")
 
 
-def _leaf_bytes(nest: Nest, name: str) -> Iterator[bytes]:
-    """The contents of every leaf, in the order of their paths."""
+def _leaf_bytes(nest: Nest, name: str) -> Iterator[memoryview]:
+    """The contents of every leaf, in the order of their paths, where they lie."""
     for _, leaf in sorted(nests.paths(nest, name).items()):
-        yield leaf.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        yield leaf.contiguous().flatten().view(torch.uint8).numpy().data

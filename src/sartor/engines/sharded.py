@@ -169,13 +169,20 @@ class Ranks(Homes):
         return turns if self._order is None else self._order[turns]
 
     def gathered(self, numbers: np.ndarray, values: list[Tensor]) -> list[Tensor]:
-        """Values of these clients, of which each rank gives its own in their order.
+        """Values of these clients, of which each rank gives its own in their order."""
+        places = to_device(self.here(numbers), values[0].device)
+        found = [_spread(value, places, len(numbers)) for value in values]
+        self.fill(numbers, found)
+        return found
+
+    def fill(self, numbers: np.ndarray, values: list[Tensor]) -> None:
+        """Put the rows of clients at home elsewhere where they belong, among those of clients at home here.
 
         They are exchanged together, one rank's after the other's, and piece by piece through the same room.
         """
         of, device = self.of(numbers), values[0].device
-        found = [room_for_rows(len(numbers), value) for value in values]
-        columns, width = _columns(values)
+        rows = [_bits(value) for value in values]
+        columns, width = _columns(rows)
         step = max(1, PIECE_BYTES[device.type] // max(1, width))
         room = room_for((min(step, int(np.bincount(of).max())), width), torch.uint8, device)
         for rank in range(self.ranks):
@@ -183,15 +190,16 @@ class Ranks(Homes):
             for first in range(0, len(theirs), step):
                 places = to_device(theirs[first : first + step], device)
                 piece = room[: len(places)]
+                parts = [
+                    piece[:, column].view(whole.dtype) for whole, column in zip(rows, columns, strict=True)
+                ]
                 if rank == self.rank:
-                    for value, column in zip(values, columns, strict=True):
-                        own = _bits(value[first : first + step])
-                        piece[:, column].view(own.dtype).copy_(own)
+                    for part, whole in zip(parts, rows, strict=True):
+                        torch.index_select(whole, 0, places, out=part)
                 _broadcast(piece, rank)
-                for value, column in zip(found, columns, strict=True):
-                    whole = _bits(value)
-                    whole.index_copy_(0, places, piece[:, column].view(whole.dtype))
-        return found
+                if rank != self.rank:
+                    for part, whole in zip(parts, rows, strict=True):
+                        whole.index_copy_(0, places, part)
 
     def _turn(self, numbers: np.ndarray) -> np.ndarray:
         return numbers if self._order is None else self._turns[numbers]
@@ -240,23 +248,17 @@ class ShardedEngine(Engine):
             return NOBODY
         here = self.homes.here(work.numbers)
         try:
-            own, start = self._own(work, attach, here)
+            outcome, start = self._own(work, attach, here)
         except Exception as error:
             _fail(error)
-        outcome = _alike(work, own, len(here), start, self.device)
-        sent = [*outcome.sent.values(), *(outcome.norms or {}).values()]
-        sent += [] if outcome.buffers is None else [outcome.buffers]
-        sent += outcome.kept.values() if work.waits else []
-        found = iter(self.homes.gathered(work.numbers, sent) if sent else [])
-        replies = {name: next(found) for name in outcome.sent}
-        norms = {name: next(found) for name in outcome.norms or {}}
-        buffers = None if outcome.buffers is None else next(found)
-        places = to_device(here, self.device)
-        kept = {
-            name: next(found) if work.waits else _spread(value, places, len(work.numbers))
-            for name, value in outcome.kept.items()
-        }
-        return Outcome(work.numbers, replies, kept, buffers, norms if work.keeps else None)
+        outcome = _alike(work, outcome, len(here), start, self.device)
+        outcome = _among_all(outcome, work.numbers, to_device(here, self.device))
+        values = [*outcome.sent.values(), *(outcome.norms or {}).values()]
+        values += [] if outcome.buffers is None else [outcome.buffers]
+        values += outcome.kept.values() if work.waits else []
+        if values:
+            self.homes.fill(work.numbers, values)
+        return outcome
 
     def _own(self, work: Work, attach: Attach, here: np.ndarray) -> tuple[Outcome | None, Tensor | None]:
         """What the clients at home here did, if any is, and the buffers that they were given."""
@@ -340,9 +342,22 @@ def _bits(rows: Tensor) -> Tensor:
     return rows[:, None].flatten(1).view(WORDS[rows.element_size()])
 
 
+def _among_all(outcome: Outcome, numbers: np.ndarray, places: Tensor) -> Outcome:
+    """What the clients at these places did, with rows of zeros for all others."""
+
+    def spread(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: _spread(value, places, len(numbers)) for name, value in values.items()}
+
+    buffers = None if outcome.buffers is None else _spread(outcome.buffers, places, len(numbers))
+    norms = spread(outcome.norms) if outcome.norms else None
+    return Outcome(numbers, spread(outcome.sent), spread(outcome.kept), buffers, norms)
+
+
 def _spread(rows: Tensor, places: Tensor, count: int) -> Tensor:
     """So many rows, of which these are at the places given and all others are zero; untouched on a CPU."""
-    return room_for_rows(count, rows).index_copy_(0, places, rows)
+    found = room_for_rows(count, rows)
+    _bits(found).index_copy_(0, places, _bits(rows))
+    return found
 
 
 def _meet(status: int, message: str = "") -> list[int]:

@@ -50,6 +50,9 @@ COMPACT_BYTES = 64 << 20
 KEPT = 2
 """How many checkpoints may be in use: a file goes with so many calls of ``save`` after the last it is in."""
 
+WRITTEN_BYTES = 4 << 20
+"""How much is copied at once where rows of clients at home here are picked out among others."""
+
 PIECE_BYTES = 16 << 20
 """How much of a file is in memory at once where all of it is gone through."""
 
@@ -132,10 +135,15 @@ class StateStore:
     def write(self, name: str, numbers: np.ndarray, rows: Tensor) -> None:
         """Replace the states of some clients, each given once; of those at home elsewhere nothing is kept."""
         here = self._homes.here(numbers)
-        if len(here) < len(numbers):
-            numbers, rows = numbers[here], rows_at(to_device(here, rows.device), rows)
-        if len(numbers):
-            self._tables[self.table_of(name, numbers)].write(self._homes.rows(numbers), rows)
+        if not len(here):
+            return
+        table = self._tables[self.table_of(name, numbers[here])]
+        if len(here) == len(numbers):
+            table.write(self._homes.rows(numbers), rows)
+            return
+        step = max(1, WRITTEN_BYTES // max(1, rows[:1].nbytes))
+        for part in (here[first : first + step] for first in range(0, len(here), step)):
+            table.write(self._homes.rows(numbers[part]), rows_at(to_device(part, rows.device), rows))
 
     def table_of(self, name: str, numbers: np.ndarray) -> str:
         """The name of the table that holds a state of these clients, all of one group."""
