@@ -19,8 +19,11 @@ from helpers import PATIENCE, classification, federation_of, model_task
 from sartor.client.local import Client
 from sartor.data import lazy_clients
 from sartor.engines import sharded
-from sartor.engines.sharded import Ranks
+from sartor.engines.loop import LoopEngine
+from sartor.engines.sharded import Ranks, ShardedEngine
 from sartor.federation import Reply
+from sartor.federation.exchange import Outcome, Work
+from sartor.federation.settings import FederationSettings
 from sartor.kernels import device
 from sartor.kernels.device import room_for, rows_at
 
@@ -116,6 +119,33 @@ def test_beside_what_is_received_a_rank_holds_one_piece(monkeypatch: pytest.Monk
     assert len({piece.data_ptr() for piece in wires.pieces}) == 1  # all through the same room
     # Nobody's rows are filled up to those of the rank that has most.
     assert sum(piece.nbytes for piece in wires.pieces) == len(COHORT) * row
+
+
+def number_of(client: Client, hyper: Any, w: Tensor) -> Reply:
+    """What a client is sent, and its number."""
+    return Reply(number=w + client.number).keep()
+
+
+def test_a_rank_lets_its_own_replies_go_before_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    held: list[int] = []
+
+    class Noting(LoopEngine):
+        def run(self, work: Work) -> Outcome:
+            outcome = super().run(work)
+            made.extend(weakref.ref(value) for value in outcome.sent.values())
+            return outcome
+
+    def broadcast(piece: Tensor, rank: int) -> None:
+        held.append(sum(one() is not None for one in made))
+
+    monkeypatch.setattr(sharded, "_everyone", lambda mine: mine[None])
+    monkeypatch.setattr(sharded, "_broadcast", broadcast)
+    engine = ShardedEngine(Noting, model_task(), classification((4,) * 6), FederationSettings())
+    numbers = np.array([5, 0, 3])
+    work = Work(number_of, None, numbers, numbers, {"w": torch.zeros(2)}, {}, None)
+    assert engine.run(work).sent["number"].tolist() == [[5, 5], [0, 0], [3, 3]]
+    assert (len(made), held) == (1, [0])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
