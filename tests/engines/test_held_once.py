@@ -103,9 +103,9 @@ def test_every_rank_has_the_values_of_all_whatever_the_pieces(
 def test_beside_what_is_received_a_rank_holds_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms: list[int] = []
 
-    def noted(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def noted(shape: Any, dtype: torch.dtype, device: torch.device, filled: bool = True) -> Tensor:
         rooms.append(int(np.prod(shape)) * dtype.itemsize)
-        return room_for(shape, dtype, device)
+        return room_for(shape, dtype, device, filled)
 
     values = [torch.rand(len(COHORT), 100), torch.rand(len(COHORT), 30, dtype=torch.float64)]
     row = sum(value[:1].nbytes for value in values)
@@ -179,14 +179,16 @@ def resident() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")
 def test_room_takes_memory_while_something_is_in_it() -> None:
     before = resident()
-    room = room_for((64, MEGABYTE), torch.uint8, CPU)
+    room = room_for((64, MEGABYTE), torch.uint8, CPU, filled=False)
     assert resident() - before < 16 * MEGABYTE
     assert not room[::7, ::4097].any()
     room[:32] = 1
     assert resident() - before > 31 * MEGABYTE
     taken = rows_at(torch.arange(40, 8, -1), room)
     assert taken[:, 0].tolist() == [0] * 9 + [1] * 23
-    del room, taken
+    full = room_for((64, MEGABYTE), torch.uint8, CPU).fill_(2)
+    assert full.sum().item() == 2 * full.numel()
+    del room, taken, full
     assert resident() - before < 16 * MEGABYTE
 
 

@@ -355,7 +355,7 @@ def _among_all(outcome: Outcome, numbers: np.ndarray, places: Tensor) -> Outcome
 
 def _spread(rows: Tensor, places: Tensor, count: int) -> Tensor:
     """So many rows, of which these are at the places given and all others are zero; untouched on a CPU."""
-    found = room_for_rows(count, rows)
+    found = room_for_rows(count, rows, filled=False)
     _bits(found).index_copy_(0, places, _bits(rows))
     return found
 
