@@ -58,7 +58,7 @@ def drawn(clients: int, features: int = FEATURES, samples: int = SAMPLES) -> Any
 
 def peak_megabytes() -> float:
     """The most memory that this process has had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def measure_rank(arguments: argparse.Namespace) -> None:
@@ -148,8 +148,11 @@ def play(ranks: int, clients: int, cohort: int, features: int, rounds: int) -> d
         exchanged.append(mine.nbytes * ranks)
         return mine[None].repeat(ranks, *[1] * mine.dim())
 
+    def received(piece: Tensor, rank: int) -> None:
+        exchanged.append(piece.nbytes)  # it holds what this process has sent
+
     sharded.world = sartor.engines.world = lambda: ranks
-    sharded._everyone = everyone
+    sharded._everyone, sharded._broadcast = everyone, received
     begin = time.perf_counter()
     data = drawn(clients, features)
     task = Task(nn.Linear(features, CLASSES), classes=CLASSES)

@@ -85,7 +85,7 @@ class Split:
 
     def some(self, clients: np.ndarray) -> Split:
         """Those of some clients, in this order."""
-        return dataclasses.replace(self, start=self.start[clients], count=self.count[clients])
+        return dataclasses.replace(self, start=_of(self.start, clients), count=_of(self.count, clients))
 
     def packed(self) -> Split:
         """The same without the samples that are nobody's; one is left where nobody has any, to show."""
@@ -130,8 +130,8 @@ class LazySplit(Split):
         """Those of some clients, in this order."""
         return dataclasses.replace(
             self,
-            start=self.start[clients],
-            count=self.count[clients],
+            start=_of(self.start, clients),
+            count=_of(self.count, clients),
             fetch=lambda client: self.fetch(int(clients[client])),
         )
 
@@ -197,7 +197,9 @@ class ClientData:
         """Some of the clients, in this order."""
         return dataclasses.replace(
             self,
-            names=tuple(self.names[number] for number in clients.tolist()),
+            names=names.some(clients)
+            if isinstance(names := self.names, _Numbers)
+            else tuple(names[number] for number in clients.tolist()),
             train=self.train.some(clients),
             test=self.test.some(clients),
             validation=None if self.validation is None else self.validation.some(clients),
@@ -397,7 +399,8 @@ def lazy_clients(
     splits = {split: split_of(split) for split in SPLITS if split != "validation" or counts[split].any()}
     if pooled is None:
         spaced = np.unique(np.linspace(0, count - 1, POOLED_CLIENTS).astype(np.int64))
-        parts = [splits["test"].of(int(client)) for client in spaced]
+        # Copied, so that a client's other samples are gone when the next ones are fetched.
+        parts = [nests.mapped(torch.clone, splits["test"].of(int(client))) for client in spaced]
         pooled_x, pooled_y = nests.joined(parts)
     else:
         pooled_x = inputs_of(pooled[0], f"{name}: pooled")
@@ -411,7 +414,7 @@ def lazy_clients(
     for content in (*_leaf_bytes(pooled_y, "y"), *_leaf_bytes(pooled_x, "x")):
         digest.update(content)
     return ClientData(
-        names=_Numbers(count),
+        names=_Numbers(range(count)),
         train=splits["train"],
         test=splits["test"],
         validation=splits.get("validation"),
@@ -424,10 +427,15 @@ def lazy_clients(
 
 
 class _Numbers(Sequence[str]):
-    """The names "0", "1", …, written when they are read."""
+    """The names "0", "1", …, or those of some clients among them, written when they are read."""
 
-    def __init__(self, count: int) -> None:
-        self._numbers = range(count)
+    def __init__(self, numbers: range | np.ndarray) -> None:
+        self._numbers = numbers
+
+    def some(self, clients: np.ndarray) -> _Numbers:
+        """Those of some clients, in this order."""
+        numbers = self._numbers
+        return _Numbers(clients if isinstance(numbers, range) else numbers[clients])
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -523,6 +531,11 @@ def _counts_of(where: str, given: int | Sequence[int] | np.ndarray, clients: int
             f"got {given if counts.ndim == 0 else f'an array of {counts.dtype} {counts.shape}'}"
         )
     return np.broadcast_to(counts.astype(np.int64), clients)
+
+
+def _of(counts: np.ndarray, clients: np.ndarray) -> np.ndarray:
+    """Those of some clients, which take no memory where they are one number for all."""
+    return np.broadcast_to(counts[:1], clients.shape) if counts.strides == (0,) else counts[clients]
 
 
 def _sum(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -783,7 +796,7 @@ def _content_hash(names: Sequence[str], splits: Mapping[str, Split], labels: tup
     return digest.hexdigest()
 
 
-def _bytes_of(split: Split) -> Iterator[bytes]:
+def _bytes_of(split: Split) -> Iterator[bytes | memoryview]:
     """A split as bytes: forms, sizes, labels and samples."""
     yield repr((nests.form(split.x, "x"), nests.form(split.y, "y"))).encode()
     yield split.count.astype("<i8").tobytes()
@@ -793,7 +806,7 @@ def _bytes_of(split: Split) -> Iterator[bytes]:
         yield from _leaf_bytes(split.weight, "weight")
 
 
-def _leaf_bytes(nest: Nest, name: str) -> Iterator[bytes]:
-    """The contents of every leaf, in the order of their paths."""
+def _leaf_bytes(nest: Nest, name: str) -> Iterator[memoryview]:
+    """The contents of every leaf, in the order of their paths, where they lie."""
     for _, leaf in sorted(nests.paths(nest, name).items()):
-        yield leaf.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        yield leaf.contiguous().flatten().view(torch.uint8).numpy().data

@@ -50,7 +50,7 @@ class LocalEngine(Engine):
     ) -> None:
         self.task, self.settings, self.origins = task, settings, origins
         self.device = torch.device(settings.device)
-        self.names = tuple(data.names)
+        self.names = data.names
         splits = {"train": data.train, "test": data.test, "validation": data.validation}
         self.samples: dict[str, Samples] = {
             name: samples_of(split, self.device) for name, split in splits.items() if split is not None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,44 @@ from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.samples import batch_of
 from sartor.engines.schedule import plan, scan_table
 from sartor.errors import SartorError
-from sartor.federation.exchange import NOBODY, ClientError, Outcome, Work, checked_reply, untouched
+from sartor.federation.exchange import NOBODY, ClientError, Outcome, Reply, Work, checked_reply, untouched
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels.device import digits
+from sartor.kernels.device import digits, room_for_rows
 from sartor.model.task import Batch, Task
 
 log = logging.getLogger(__name__)
+
+Form = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+class Rows:
+    """What so many clients send or keep, below each other: put there client by client, and held once."""
+
+    def __init__(self, clients: int) -> None:
+        self._clients, self._lock = clients, Lock()
+        self._form: Form | None = None
+        self.below: dict[str, Tensor] = {}
+        self.others: dict[int, dict[str, Tensor]] = {}
+        """Rows that have other names, shapes or types than the first that came, by place."""
+
+    def put(self, place: int, row: dict[str, Tensor]) -> None:
+        """Put the row of the client at this place; several threads may do so at once."""
+        form = {name: (value.shape, value.dtype) for name, value in row.items()}
+        with self._lock:
+            if self._form is None:
+                self._form = form
+                self.below = {name: room_for_rows(self._clients, value[None]) for name, value in row.items()}
+        if form != self._form:
+            self.others[place] = row
+            return
+        for name, value in row.items():
+            self.below[name][place] = value
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Each client's row."""
+        for place in range(self._clients):
+            yield self.others.get(place) or {name: rows[place] for name, rows in self.below.items()}
 
 
 class LoopEngine(LocalEngine):
@@ -71,25 +103,31 @@ class LoopEngine(LocalEngine):
         clients = len(work.numbers)
         # One row of buffers each, also where all clients start from the server's.
         given = None if work.buffers is None else work.buffers.expand(clients, -1)
+        sent, kept = Rows(clients), Rows(clients)
 
-        def one(place: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        def one(place: int) -> Tensor | None:
             own = {name: rows[place] for name, rows in work.own.items()}
             start = None if given is None else given[place]
-            return self._client(work, place, {**work.shared, **own}, start)
+            reply, trained = self._client(work, place, {**work.shared, **own}, start)
+            sent.put(place, reply.sent)
+            kept.put(place, reply.kept)
+            return trained
 
-        results = self._each(one, work.numbers)
-        if not results:
+        after = self._each(one, work.numbers)
+        if not after:
             return NOBODY
-        sent, kept, after = zip(*results, strict=True)
-        sent, kept = self._alike(work, sent), self._alike(work, kept)
+        replies, states = (self._alike(work, rows) for rows in (sent, kept))
         if given is None or all(row is None for row in after):
-            return Outcome(work.numbers, _stack(sent), _stack(kept), None)
+            return Outcome(work.numbers, replies, states, None)
         # A client without samples took no step: its buffers are those it was given.
         trained = [before if row is None else row for row, before in zip(after, given, strict=True)]
-        return Outcome(work.numbers, _stack(sent), _stack(kept), torch.stack(trained))
+        return Outcome(work.numbers, replies, states, torch.stack(trained))
 
-    def _alike(self, work: Work, rows: tuple[dict[str, Tensor], ...]) -> tuple[dict[str, Tensor], ...]:
-        """The rows, where one of another shape than most have is a bad reply."""
+    def _alike(self, work: Work, found: Rows) -> dict[str, Tensor]:
+        """The rows below each other, where one of another shape than most have is a bad reply."""
+        if not found.others:
+            return found.below
+        rows = list(found)
         usual = {name: Counter(row[name].shape for row in rows).most_common(1)[0][0] for name in rows[0]}
         alike = []
         for number, row in zip(work.numbers.tolist(), rows, strict=True):
@@ -104,7 +142,7 @@ class LoopEngine(LocalEngine):
                 log.warning("%s", told)
                 row = {name: _unfit(row[name], usual[name]) for name in usual}
             alike.append(row)
-        return tuple(alike)
+        return {name: torch.stack([row[name] for row in alike]) for name in usual}
 
     def _each(self, one: Callable[[int], Any], numbers: np.ndarray) -> list[Any]:
         if self.workers == 1 or len(numbers) == 1:
@@ -122,7 +160,7 @@ class LoopEngine(LocalEngine):
 
     def _client(
         self, work: Work, place: int, arguments: dict[str, Tensor], buffers: Tensor | None
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    ) -> tuple[Reply, Tensor | None]:
         number = int(work.numbers[place])
         known, seed = number, self.settings.seed
         if self.origins is not None:
@@ -152,7 +190,7 @@ class LoopEngine(LocalEngine):
             reason = self.refused(np.array([number])) or f"{who}: {error}"
             raise ClientError(f"{name_of(work.function)}, round {work.round}, {reason}") from error
         trained = client.buffers if buffers is not None and client.buffers is not buffers else None
-        return reply.sent, reply.kept, trained
+        return reply, trained
 
     def _scan(
         self,
@@ -215,7 +253,3 @@ def _unfit(value: Tensor, shape: torch.Size) -> Tensor:
     return torch.full(
         shape, torch.nan if value.is_floating_point() else 0, dtype=value.dtype, device=value.device
     )
-
-
-def _stack(rows: tuple[dict[str, Tensor], ...]) -> dict[str, Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

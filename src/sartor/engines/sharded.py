@@ -33,15 +33,20 @@ from sartor.federation.exchange import NOBODY, Outcome, Work, norms_of
 from sartor.federation.functions import name_of
 from sartor.federation.homes import Homes
 from sartor.federation.settings import FederationSettings
-from sartor.kernels.device import to_device
+from sartor.kernels.device import room_for, room_for_rows, to_device
 from sartor.model.groups import regrouped
 from sartor.model.task import Task
 
 Value = TypeVar("Value")
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 FAILED = -1
 NOBODY_HERE = -2
 MESSAGE_BYTES = 4000
 FORM_BYTES = 1 << 14
+PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""How much of what a rank sends is received at a time, and so held besides; a GPU has room for more."""
+ALIGNED = 16
+"""A value of a packed row begins at a multiple of so many bytes, so that it can be read where it lies."""
 
 
 class OtherRank(SartorError):
@@ -164,27 +169,37 @@ class Ranks(Homes):
         return turns if self._order is None else self._order[turns]
 
     def gathered(self, numbers: np.ndarray, values: list[Tensor]) -> list[Tensor]:
-        """Values of these clients, of which each rank gives its own in their order: one exchange for all."""
-        of = self.of(numbers)
-        length = int(np.bincount(of, minlength=self.ranks).max())
-        widths = [value.element_size() * math.prod(value.shape[1:]) for value in values]
-        packed = torch.zeros((length, sum(widths)), dtype=torch.uint8, device=values[0].device)
-        if len(values[0]):
-            own = [value[:, None].flatten(1).contiguous().view(torch.uint8) for value in values]
-            packed[: len(values[0])] = torch.cat(own, dim=1)
-        index = np.empty(len(numbers), dtype=np.int64)
+        """Values of these clients, of which each rank gives its own in their order."""
+        places = to_device(self.here(numbers), values[0].device)
+        found = [_spread(value, places, len(numbers)) for value in values]
+        self.fill(numbers, found)
+        return found
+
+    def fill(self, numbers: np.ndarray, values: list[Tensor]) -> None:
+        """Put the rows of clients at home elsewhere where they belong, among those of clients at home here.
+
+        They are exchanged together, one rank's after the other's, and piece by piece through the same room.
+        """
+        of, device = self.of(numbers), values[0].device
+        rows = [_bits(value) for value in values]
+        columns, width = _columns(rows)
+        step = max(1, PIECE_BYTES[device.type] // max(1, width))
+        room = room_for((min(step, int(np.bincount(of).max())), width), torch.uint8, device)
         for rank in range(self.ranks):
             theirs = np.flatnonzero(of == rank)
-            index[theirs] = rank * length + np.arange(len(theirs))
-        # What was received is gone before it is taken apart: at most two copies are held.
-        found = _everyone(packed).flatten(0, 1)[to_device(index, packed.device)]
-        parts = torch.split(found, widths, dim=1)
-        return [
-            part.clone(memory_format=torch.contiguous_format)
-            .view(value.dtype)
-            .view(len(numbers), *value.shape[1:])
-            for part, value in zip(parts, values, strict=True)
-        ]
+            for first in range(0, len(theirs), step):
+                places = to_device(theirs[first : first + step], device)
+                piece = room[: len(places)]
+                parts = [
+                    piece[:, column].view(whole.dtype) for whole, column in zip(rows, columns, strict=True)
+                ]
+                if rank == self.rank:
+                    for part, whole in zip(parts, rows, strict=True):
+                        torch.index_select(whole, 0, places, out=part)
+                _broadcast(piece, rank)
+                if rank != self.rank:
+                    for part, whole in zip(parts, rows, strict=True):
+                        whole.index_copy_(0, places, part)
 
     def _turn(self, numbers: np.ndarray) -> np.ndarray:
         return numbers if self._order is None else self._turns[numbers]
@@ -206,7 +221,7 @@ class ShardedEngine(Engine):
             self.inner = make(task, data, settings, None)
         else:
             here = data.some(own) if settings.device == "cpu" else data.some(own).packed()
-            origins = Origins(own, np.full(len(own), settings.seed))
+            origins = Origins(own, np.broadcast_to(np.int64(settings.seed), len(own)))
             self.inner = make(regrouped(task, lambda of: of[own]), here, settings, origins)
         engine = self.inner
         self.name, self.device, self.names = engine.name, engine.device, data.names
@@ -232,28 +247,26 @@ class ShardedEngine(Engine):
         if not len(work.numbers):
             return NOBODY
         here = self.homes.here(work.numbers)
-        own, start = None, work.buffers
         try:
-            if len(here):
-                share = attach(work.rows(here, to_device(here, self.device)))
-                rows = share.numbers if self._whole else self.homes.rows(share.numbers)
-                own, start = self.inner.run(replace(share, numbers=rows)), share.buffers
+            outcome, start = self._own(work, attach, here)
         except Exception as error:
             _fail(error)
-        outcome = _alike(work, own, len(here), start, self.device)
-        sent = [*outcome.sent.values(), *(outcome.norms or {}).values()]
-        sent += [] if outcome.buffers is None else [outcome.buffers]
-        sent += outcome.kept.values() if work.waits else []
-        found = iter(self.homes.gathered(work.numbers, sent) if sent else [])
-        replies = {name: next(found) for name in outcome.sent}
-        norms = {name: next(found) for name in outcome.norms or {}}
-        buffers = None if outcome.buffers is None else next(found)
-        places = to_device(here, self.device)
-        kept = {
-            name: next(found) if work.waits else _spread(value, places, len(work.numbers))
-            for name, value in outcome.kept.items()
-        }
-        return Outcome(work.numbers, replies, kept, buffers, norms if work.keeps else None)
+        outcome = _alike(work, outcome, len(here), start, self.device)
+        outcome = _among_all(outcome, work.numbers, to_device(here, self.device))
+        values = [*outcome.sent.values(), *(outcome.norms or {}).values()]
+        values += [] if outcome.buffers is None else [outcome.buffers]
+        values += outcome.kept.values() if work.waits else []
+        if values:
+            self.homes.fill(work.numbers, values)
+        return outcome
+
+    def _own(self, work: Work, attach: Attach, here: np.ndarray) -> tuple[Outcome | None, Tensor | None]:
+        """What the clients at home here did, if any is, and the buffers that they were given."""
+        if not len(here):
+            return None, work.buffers
+        share = attach(work.rows(here, to_device(here, self.device)))
+        rows = share.numbers if self._whole else self.homes.rows(share.numbers)
+        return self.inner.run(replace(share, numbers=rows)), share.buffers
 
 
 def _alike(
@@ -315,9 +328,36 @@ def _blank(form: str, device: torch.device) -> Outcome:
     return Outcome(NOBODY.clients, sent, kept, None, norms)
 
 
+def _columns(values: list[Tensor]) -> tuple[list[slice], int]:
+    """Which bytes of a packed row are each value's, and how many there are."""
+    columns, end = [], 0
+    for value in values:
+        columns.append(slice(end, end + value.element_size() * math.prod(value.shape[1:])))
+        end = -(-columns[-1].stop // ALIGNED) * ALIGNED
+    return columns, end
+
+
+def _bits(rows: Tensor) -> Tensor:
+    """The same rows as whole numbers of the same bits, which can be put anywhere whatever they are."""
+    return rows[:, None].flatten(1).view(WORDS[rows.element_size()])
+
+
+def _among_all(outcome: Outcome, numbers: np.ndarray, places: Tensor) -> Outcome:
+    """What the clients at these places did, with rows of zeros for all others."""
+
+    def spread(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: _spread(value, places, len(numbers)) for name, value in values.items()}
+
+    buffers = None if outcome.buffers is None else _spread(outcome.buffers, places, len(numbers))
+    norms = spread(outcome.norms) if outcome.norms else None
+    return Outcome(numbers, spread(outcome.sent), spread(outcome.kept), buffers, norms)
+
+
 def _spread(rows: Tensor, places: Tensor, count: int) -> Tensor:
     """So many rows, of which these are at the places given and all others are zero; untouched on a CPU."""
-    return rows.new_zeros((count, *rows.shape[1:])).index_copy_(0, places, rows)
+    found = room_for_rows(count, rows, filled=False)
+    _bits(found).index_copy_(0, places, _bits(rows))
+    return found
 
 
 def _meet(status: int, message: str = "") -> list[int]:
@@ -357,6 +397,13 @@ def _everyone(mine: Tensor) -> Tensor:
     with _lost():
         dist.all_gather(list(found.unbind()), mine)
     return found
+
+
+def _broadcast(tensor: Tensor, rank: int) -> None:
+    """Give every rank what this one has; Gloo ends the process where that is nothing."""
+    if tensor.numel():
+        with _lost():
+            dist.broadcast(tensor, rank)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from sartor.federation.exchange import ClientFunction, Outcome, Work, argument_n
 from sartor.federation.functions import name_of
 from sartor.federation.homes import Homes, home_folder
 from sartor.federation.rows import RowFile, checksums, row_bytes
-from sartor.kernels.device import free_bytes, to_device
+from sartor.kernels.device import free_bytes, rows_at, to_device
 
 WHERE = ("auto", "memory", "disk")
 
@@ -49,6 +49,9 @@ COMPACT_BYTES = 64 << 20
 
 KEPT = 2
 """How many checkpoints may be in use: a file goes with so many calls of ``save`` after the last it is in."""
+
+WRITTEN_BYTES = 4 << 20
+"""How much is copied at once where rows of clients at home here are picked out among others."""
 
 PIECE_BYTES = 16 << 20
 """How much of a file is in memory at once where all of it is gone through."""
@@ -132,10 +135,15 @@ class StateStore:
     def write(self, name: str, numbers: np.ndarray, rows: Tensor) -> None:
         """Replace the states of some clients, each given once; of those at home elsewhere nothing is kept."""
         here = self._homes.here(numbers)
-        if len(here) < len(numbers):
-            numbers, rows = numbers[here], rows[to_device(here, rows.device)]
-        if len(numbers):
-            self._tables[self.table_of(name, numbers)].write(self._homes.rows(numbers), rows)
+        if not len(here):
+            return
+        table = self._tables[self.table_of(name, numbers[here])]
+        if len(here) == len(numbers):
+            table.write(self._homes.rows(numbers), rows)
+            return
+        step = max(1, WRITTEN_BYTES // max(1, rows[:1].nbytes))
+        for part in (here[first : first + step] for first in range(0, len(here), step)):
+            table.write(self._homes.rows(numbers[part]), rows_at(to_device(part, rows.device), rows))
 
     def table_of(self, name: str, numbers: np.ndarray) -> str:
         """The name of the table that holds a state of these clients, all of one group."""
@@ -291,7 +299,7 @@ class _MemoryTable:
         self._rows = self.initial[None].clone()
 
     def read(self, numbers: np.ndarray) -> Tensor:
-        return self._rows[to_device(self._places[numbers], self._device)]
+        return rows_at(to_device(self._places[numbers], self._device), self._rows)
 
     def write(self, numbers: np.ndarray, rows: Tensor) -> None:
         new = numbers[self._places[numbers] == 0]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sartor.memory import free_memory
+
+OWN_PAGES = 1 << 20
+"""Bytes from which a tensor of :func:`room_for` has pages of its own."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -25,6 +30,32 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """An array on the device; without waiting for the device to be idle."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def room_for(shape: Sequence[int], dtype: torch.dtype, device: torch.device, filled: bool = True) -> Tensor:
+    """Zeros of this shape, which will all be ``filled``, or some of them.
+
+    On a host, many of them take no memory before something is written there, and give it back to the system
+    with the tensor. What PyTorch allocates would stay with the process, in pieces that seldom fit again.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < OWN_PAGES or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if filled and hasattr(mmap, "MADV_HUGEPAGE"):  # there in a third of the time
+        with suppress(OSError):  # a system without large pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
+
+
+def room_for_rows(count: int, like: Tensor, filled: bool = True) -> Tensor:
+    """Room for so many rows like these."""
+    return room_for((count, *like.shape[1:]), like.dtype, like.device, filled)
+
+
+def rows_at(places: Tensor, rows: Tensor) -> Tensor:
+    """A copy of the rows at these places, in room of its own."""
+    return torch.index_select(rows, 0, places, out=room_for_rows(len(places), rows))
 
 
 @contextmanager
