@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def curves(run: RunFolder, score: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def measured(made: dict[str, Any], date: str, code: dict[str, str]) -> str:
+def measured(made: dict[str, Any], day: str, code: dict[str, str]) -> str:
     """The table of the entry's file with what was measured."""
     columns = [column.label for column in entry(made["name"]).scales[made["scale"]].columns]
     digits = 1 if made["percent"] else 4
@@ -70,7 +71,7 @@ def measured(made: dict[str, Any], date: str, code: dict[str, str]) -> str:
                 row = tables[table].setdefault(number["method"], [float("nan")] * len(columns))
                 row[place] = round(number["ours"][key], digits)
     about = {
-        "date": date,
+        "date": day,
         "hardware": ", ".join(made["hardware"]),
         "seeds": ", ".join(map(str, made["seeds"])),
         "command": f"sartor reproduce {made['name']} --scale {made['scale']} --seeds {len(made['seeds'])}",
@@ -105,11 +106,14 @@ def main() -> None:
     results.about |= {key: made[key] for key in ("name", "scale", "seeds", "settings", "hardware")}
     for run in dict.fromkeys(run for number in made["numbers"] for run in number["runs"]):
         results.records[run] = kept(arguments.folder, made, run)
-    results.write()
+    if results.records:  # what is computed has no runs
+        results.write()
     print(f"{results.path}: {len(results.records)} runs", file=sys.stderr)
     if as_stated(made["settings"]):
         code = {record.numbers["label"]: record.code for record in results.records.values()}
-        print(measured(made, max(record.date for record in results.records.values()), code))
+        written = date.fromtimestamp((arguments.folder / FILE).stat().st_mtime).isoformat()
+        last = max((record.date for record in results.records.values()), default=written)
+        print(measured(made, last, code))
 
 
 if __name__ == "__main__":

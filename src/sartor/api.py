@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from sartor.runs.execute import execute
 from sartor.runs.inputs import RunSettings, gather
 from sartor.runs.observers import Observer
 from sartor.runs.result import Result
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def run(

@@ -796,7 +796,8 @@ def test_a_node_that_cannot_take_part_is_told_why(nursery: Nursery, folder: Path
     """
     settings = ("rounds=3", "evaluate.every=0")
     federation = Federation(nursery, "fedavg", *settings, nodes=2, options=("--quorum", 3))
-    federation.server.wait_for("with 'c1', 'c4'")
+    for clients in ("'c0', 'c3'", "'c1', 'c4'"):
+        federation.server.wait_for(f"with {clients}")
     place = federation.place
     (place / "one").mkdir()
     shutil.copy(folder / "node0" / "c0.npz", place / "one")

@@ -226,3 +226,16 @@ def test_a_reproduction_is_kept(
     ours = [number.ours.mean for number in made.numbers]
     assert table["values"]["tau-0.5"] == pytest.approx(ours, abs=1e-4)
     assert Band(table["values"], table["deviations"]).at("tau-0.5", 0)[1] is not None
+
+
+def test_what_is_computed_is_kept_without_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = reproduce("diversifed/fig4", out=tmp_path)
+    monkeypatch.setattr(sys, "argv", ["keep.py", str(tmp_path), "--out", str(tmp_path / "kept.jsonl")])
+    script("keep").main()
+    assert not (tmp_path / "kept.jsonl").exists()
+    values = tomllib.loads(capsys.readouterr().out)["measured"]["small"]["values"]
+    assert values["both"] == pytest.approx(
+        [number.ours.mean for number in made.numbers if number.method == "both"], abs=1e-4
+    )

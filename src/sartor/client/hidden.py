@@ -39,8 +39,8 @@ class SampleNoise:
 class Covered:
     """A batch whose samples are seen through noised gradients alone."""
 
-    def __init__(self, batch: Batch, descent: int) -> None:
-        self._batch, self._descent = batch, descent
+    def __init__(self, batch: Batch, descent: int, only: Tensor | None = None) -> None:
+        self._batch, self._descent, self._only = batch, descent, only
         self.taken = 0
         """How many gradients were taken of it."""
 
@@ -67,14 +67,15 @@ def unseen(what: str) -> SettingError:
 def noised_gradient(
     task: Task, w: Tensor, covered: Covered, buffers: Tensor | None, frozen: Frozen, noise: SampleNoise
 ) -> Tensor:
-    """(Σ_j min(1, C / ‖g_j‖) g_j + N(0, (z C)²)) / B."""
-    batch, key = covered._batch, covered.next_key(noise.secret)
+    """(Σ_j min(1, C / ‖g_j‖) g_j + N(0, (z C)²)) / B; what does not move has no part in a gradient."""
+    batch, only, key = covered._batch, covered._only, covered.next_key(noise.secret)
     count = nests.length(batch.y)
 
     def of_one(x: Any, y: Any, place: Tensor) -> Tensor:
         x, y = nests.mapped(lambda leaf: leaf[None], (x, y))
         drawn = random.fold(batch.key, place)  # what layers draw is each sample's own
         gradient, _ = task.grad_and_buffers(w, Batch(x, y, None, drawn), buffers, frozen)
+        gradient = gradient if only is None else torch.where(only, gradient, 0)
         norm: Tensor = torch.linalg.vector_norm(gradient)
         bounded = torch.where(norm > noise.clip, gradient * (noise.clip / norm), gradient)
         return torch.where(norm.isfinite(), bounded, 0.0)  # else one sample could be seen

@@ -439,7 +439,7 @@ class Client:
         def body(carry: dict[str, Any], batch: Batch) -> dict[str, Any]:
             w_k, slots, memory = carry["w"], carry["slots"], carry["memory"]
             self.buffers, after = carry.get("buffers"), {}
-            seen: Any = batch if self._noise is None else Covered(batch, descent)
+            seen: Any = batch if self._noise is None else Covered(batch, descent, only)
             for update in range(updates):
                 g, memory = self._averaged(direction, w_k, seen, memory)
                 if only is not None and local.clip:  # what does not move has no part in the norm

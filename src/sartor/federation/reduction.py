@@ -196,20 +196,21 @@ class Reducer:
     ) -> tuple[Tensor, State]:
         """What stands for the rows that have a weight, times its sum; zero where none has."""
         assert self.rule is not None
-        members = torch.nonzero(weights).flatten()
-        if not len(members):
+        held = weights.cpu()  # asked about there, so that a device is waited for once
+        if not held.any():
             return torch.zeros_like(weights @ rows), state
-        own = weights[members]
-        if (own < 0).any():
+        if not held.all():
+            members = torch.nonzero(held).flatten().to(rows.device)
+            rows, weights = rows[members], weights[members]
+        if (held < 0).any():
             raise SartorError(
                 f"aggregate: the method takes differences of replies (a negative weight), for which "
                 f"{type(self.rule).__name__} has no meaning; leave [aggregate] out"
             )
-        share = own / own.sum()
-        if self.rule.weights == "equal":
-            share = torch.full_like(own, 1 / len(own))
-        value, after = self.rule.reduce(key, rows[members], share, state)
-        return own.sum() * value, after
+        total, equal = weights.sum(), torch.full_like(weights, 1 / len(weights))
+        share = equal if self.rule.weights == "equal" else weights / total
+        value, after = self.rule.reduce(key, rows, share, state)
+        return total * value, after
 
     def _concerns(self, name: str, rows: Tensor) -> bool:
         if self.rule is None:

@@ -67,14 +67,27 @@ def with_adapters(module: nn.Module, rank: int, trained: Sequence[str] = ()) -> 
 
 def adapter_parts(task: Task) -> tuple[Part, Part]:
     """All A and all B of a model's adapters; a model without such pairs is refused."""
+    found = _pairs(task)
+    if not found:
+        raise SartorError(
+            f"model {task.name}: has no low-rank pairs lora_A and lora_B that are trained; set "
+            "model.adapters to a rank, or give a PEFT model with LoRA"
+        )
+    return found[0], found[1]
+
+
+def exchanged_parts(task: Task) -> tuple[Part, ...]:
+    """What methods for adapters send where it is not all that is trained: A, or all but A; else nothing."""
+    return tuple(part for a in _pairs(task)[:1] for part in (a, task.rest(a)))
+
+
+def _pairs(task: Task) -> tuple[Part, ...]:
+    """All A and all B, or nothing where they are no pairs."""
     found: dict[str, list[slice]] = {"A": [], "B": []}
     for name, place in task.places.items():
         match = _NAME.search(name)
         if match is not None:
             found[match[1]].append(place)
     if not found["A"] or len(found["A"]) != len(found["B"]):
-        raise SartorError(
-            f"model {task.name}: has no low-rank pairs lora_A and lora_B that are trained; set "
-            "model.adapters to a rank, or give a PEFT model with LoRA"
-        )
+        return ()
     return Part("lora_A", merged(found["A"])), Part("lora_B", merged(found["B"]))

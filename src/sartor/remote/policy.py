@@ -23,13 +23,20 @@ from sartor.data.clients import ClientData
 from sartor.errors import SartorError, SettingError
 from sartor.federation.transforms import JOINT, Transform
 from sartor.runs.experiment import Experiment, read_toml
+from sartor.runs.protection import settled_privacy
 from sartor.settings import build, setting, shown, unknown
 from sartor.transforms import TRANSFORMS
+from sartor.transforms.noise import Noise
+from sartor.transforms.norms import Clip
 
 MARK = "outside this node's policy: "
 STAY = (
     ", which stay at this node; `sartor join --allow-personal-models`, or personal_models in its policy, "
     "lets them go"
+)
+SEEDED = (
+    "; noise of privacy.mode = 'local' counts with privacy.secret = true: without, it follows from the seed, "
+    "which the server knows"
 )
 
 
@@ -106,7 +113,9 @@ class Policy:
         low=0,
     )
     require: tuple[Requirement, ...] = ()
-    """Transforms that replies must pass: the last ones on the way up, in this order."""
+    """Transforms that replies must pass: the last ones on the way up, in this order.
+
+    What ``[privacy]`` does to them with mode local counts as a clip and noise before all others."""
 
     def __post_init__(self) -> None:
         """Refuse the name of a method that is not there: it would refuse every run."""
@@ -136,19 +145,23 @@ class Policy:
             ):
                 if what in column.wanted and not allowed:
                     raise Refused(f"of the column {column.name} it is asked {words}; that stays")
-        fault = self._missing([each for each in experiment.transforms if each.place == "up"])
+        up = [each for each in experiment.transforms if each.place == "up"]
+        fault = self._missing([*noised_first(experiment), *up]) if self.require else None
         if fault:
-            raise Refused(f"the last transforms on the way up are not those it requires: {fault} (require)")
+            seeded = experiment.privacy.mode == "local" and not experiment.privacy.secret
+            more = SEEDED if seeded and "noise" in [each.name for each in self.require] else ""
+            raise Refused(
+                f"the last transforms on the way up are not those it requires: {fault}{more} (require)"
+            )
 
     def _missing(self, up: list[Transform]) -> str | None:
         """What keeps transforms from ending with those that are required.
 
         What only compresses, by sending parts, may come after them and not before: they act on whole values.
+        Noise may come after them too.
         """
-        if not self.require:
-            return None
         final = TRANSFORMS[self.require[-1].name]
-        while up and up[-1].parts and type(up[-1]) is not final:
+        while up and (up[-1].parts or up[-1].noises) and type(up[-1]) is not final:
             up = up[:-1]
         if len(up) < len(self.require):
             return f"{', '.join(each.name for each in self.require)} wanted, {len(up) or 'none'} there"
@@ -215,6 +228,20 @@ class Policy:
     def to_mapping(self) -> dict[str, Any]:
         """All settings as plain values."""
         return dataclasses.asdict(self)
+
+
+def noised_first(experiment: Experiment) -> list[Transform]:
+    """What ``[privacy]`` has a client do to its reply before the transforms, as a clip and noise.
+
+    The clip is over all quantities together, so that none is longer. Noise that follows from the seed is none
+    to a server, which knows it.
+    """
+    if experiment.privacy.mode != "local":
+        return []
+    algorithm = registered()[experiment.algorithm](experiment.hyper)
+    privacy = settled_privacy(experiment, algorithm, np.ones(1, dtype=np.int64))
+    noise = [Noise(deviation=privacy.multiplier * privacy.clip)] if privacy.secret else []
+    return [Clip(norm=privacy.clip), *noise]
 
 
 def read_policy(path: Path | str) -> Policy:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sartor.federation.reduction import Reduction, State, register_aggregate
-from sartor.robust.orders import by_columns, distances_from, median, ordered, trimmed_mean
+from sartor.robust.orders import by_columns, distances_from, median, trimmed_mean
 from sartor.robust.selections import bulyan_choice, most_attackers
 from sartor.settings import setting
 
@@ -54,14 +54,13 @@ class GeometricMedian(Reduction):
 
     def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
         """Rows weighted by the inverse of their distance, again and again."""
-        centre = median(rows, weights)
+        centre, own = median(rows, weights), weights.cpu()
         for _ in range(self.steps):
-            distance = distances_from(centre, rows)
+            distance = distances_from(centre, rows).cpu()  # where so few numbers are worked on sooner
             scale = distance.median()
-            share = weights / distance.clamp(min=1e-12 * scale).clamp(min=torch.finfo(rows.dtype).tiny)
-            step = _shifted(rows, centre, share / share.sum())
-            centre = centre + step
-            if float(torch.linalg.vector_norm(step)) <= self.tolerance * float(scale):
+            share = own / distance.clamp(min=max(1e-12 * float(scale), torch.finfo(rows.dtype).tiny))
+            before, centre = centre, (share / share.sum()).to(rows.device) @ rows
+            if float(torch.linalg.vector_norm(centre - before)) <= self.tolerance * float(scale):
                 break
         return centre, state
 
@@ -116,14 +115,13 @@ class Bulyan(Reduction):
         chosen, f = bulyan_choice(rows, self.share)
         near = max(1, len(chosen) - 2 * f)
 
-        def mean(columns: Tensor) -> Tensor:
-            values, _ = ordered(columns, torch.ones(len(chosen)))
-            count = values.shape[1]
+        def mean(ordered: Tensor, cumulative: Tensor) -> Tensor:
+            values, count = ordered.T, len(ordered)
             middle = (values[:, (count - 1) // 2] + values[:, count // 2])[:, None] / 2
             places = (values - middle).abs().topk(near, dim=1, largest=False).indices
             return middle[:, 0] + (values.gather(1, places) - middle).mean(dim=1)
 
-        return by_columns(rows[chosen], mean), state
+        return by_columns(rows[chosen], torch.ones(len(chosen)), mean), state
 
 
 def _shifted(rows: Tensor, centre: Tensor, weights: Tensor) -> Tensor:

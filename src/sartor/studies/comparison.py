@@ -37,7 +37,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -55,9 +55,6 @@ from sartor.settings import build, check, meaning, setting, shown, unknown
 from sartor.studies.library import Failure, KeptRun, Runs
 from sartor.studies.progress import Tally
 from sartor.studies.statistics import bootstrap_interval, holm, ranking, signed_ranks
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 FILE = "comparison.json"
 FORMAT = 1

@@ -7,10 +7,9 @@ takes time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from sartor.errors import SettingError
 from sartor.runs import cost
@@ -19,7 +18,7 @@ from sartor.runs.inputs import gather
 from sartor.runs.record import RunFolder
 from sartor.studies.comparison import CompareSettings, Plan, split_table
 from sartor.studies.library import Runs
-from sartor.studies.reproduction import Group, Work, planned, row_seconds
+from sartor.studies.reproduction import Asked, Group, Work, planned, row_seconds
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,7 @@ class Forecast:
         return asdict(self)
 
 
-def forecast(
-    name: str,
-    *,
-    scale: str = "small",
-    seeds: int | Sequence[int] | None = None,
-    methods: Iterable[str] | None = None,
-    columns: Iterable[str] | None = None,
-    device: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    out: str | Path | None = None,
-) -> Forecast:
+def forecast(name: str, **asked: Unpack[Asked]) -> Forecast:
     """What :func:`~sartor.studies.reproduction.reproduce` would take for the same words.
 
     Seeds that are trained in one batch take less.
@@ -78,19 +67,17 @@ def forecast(
     >>> expected.runs, expected.there, expected.rounds, expected.seconds > 0
     (3, 0, 30, True)
     """
-    work = planned(
-        name, scale=scale, seeds=seeds, methods=methods, columns=columns, settings=settings, out=out
-    )
+    work, device = planned(name, **asked), asked.get("device")
     known: dict[str, float] = {}
     parts: list[Part] = []
     for group in work.trained:
         try:
             parts += _parts(group, work, device, known)
         except SettingError as error:
-            raise SettingError(f"{name}, {scale}: {error}") from None
+            raise SettingError(f"{name}, {work.scale}: {error}") from None
     return Forecast(
         name=work.entry.name,
-        scale=scale,
+        scale=work.scale,
         device=device or work.settings.get("engine", {}).get("device", "cpu"),
         runs=work.runs,
         there=sum(part.there for part in parts),

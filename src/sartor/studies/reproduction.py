@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from sartor.algorithms.source import method_code
 from sartor.errors import SartorError, SettingError
@@ -416,25 +416,32 @@ class Group:
         return ", ".join(labels) if len(labels) < 3 else f"{labels[0]} to {labels[-1]}"
 
 
+class Asked(TypedDict, total=False):
+    """What of an entry is run, as keywords of :func:`reproduce` and of those who say what it would take."""
+
+    scale: str
+    """``small``, which it is where nothing is said, or ``paper``."""
+    seeds: int | Sequence[int] | None
+    """A number or a list; left out: as many as the paper has (small: one)."""
+    methods: Iterable[str] | None
+    """Some of its methods."""
+    columns: Iterable[str] | None
+    """Some of its columns."""
+    device: str | None
+    """Where the engine works."""
+    settings: Mapping[str, Any] | None
+    """Settings that win over the entry's; what they give is not held against the bands."""
+    out: str | Path | None
+    """The folder of its runs; left out: one in ``reproductions/``."""
+
+
 def reproduce(
-    name: str,
-    *,
-    scale: str = "small",
-    seeds: int | Sequence[int] | None = None,
-    methods: Iterable[str] | None = None,
-    columns: Iterable[str] | None = None,
-    device: str | None = None,
-    together: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    out: str | Path | None = None,
-    progress: bool = False,
+    name: str, *, together: str | None = None, progress: bool = False, **asked: Unpack[Asked]
 ) -> Reproduction:
     """Run a table or figure of a paper and put our numbers beside the paper's.
 
-    ``scale`` is ``small`` or ``paper``; ``seeds`` a number or a list, left out: as many as the paper has
-    (small: one). ``methods`` and ``columns`` leave it at some of them; ``settings`` win over the entry's, and
-    what they give is stored with them and not held against the bands. ``together`` says whether the seeds of
-    a method are trained in one batch, as for :func:`~sartor.studies.comparison.compare`.
+    ``asked`` are the keywords of :class:`Asked`. ``together`` says whether the seeds of a method are trained
+    in one batch, as for :func:`~sartor.studies.comparison.compare`.
 
     >>> from tempfile import mkdtemp
     >>> some = {"methods": ["fedavg"], "columns": ["5"], "settings": {"rounds": 5}}
@@ -442,10 +449,8 @@ def reproduce(
     >>> [(number.method, number.column) for number in result.numbers]
     [('fedavg', '5')]
     """
-    work = planned(
-        name, scale=scale, seeds=seeds, methods=methods, columns=columns, settings=settings, out=out
-    )
-    chosen, at = work.entry, work.at
+    work, device = planned(name, **asked), asked.get("device")
+    chosen, at, scale = work.entry, work.at, work.scale
     compared: dict[str, Comparison] = {}
     failed: list[Failure] = []
     if chosen.cell == COMPUTED:
@@ -523,6 +528,7 @@ class Work:
     """What an entry comes to with what was asked for: the comparisons to be made."""
 
     entry: Entry
+    scale: str
     at: Setting
     groups: tuple[Group, ...]
     seeds: int | tuple[int, ...]
@@ -562,23 +568,14 @@ class Work:
         return (self.trials + self.seed_count) * rounds
 
 
-def planned(
-    name: str,
-    *,
-    scale: str = "small",
-    seeds: int | Sequence[int] | None = None,
-    methods: Iterable[str] | None = None,
-    columns: Iterable[str] | None = None,
-    settings: Mapping[str, Any] | None = None,
-    out: str | Path | None = None,
-) -> Work:
+def planned(name: str, **asked: Unpack[Asked]) -> Work:
     """What :func:`reproduce` would run for the same words.
 
     >>> work = planned("comfed/table4", scale="paper")
     >>> work.runs, work.rounds, str(work.out)
     (48, 96000, 'reproductions/comfed-table4-paper')
     """
-    chosen = entry(name)
+    chosen, scale = entry(name), asked.get("scale", "small")
     if chosen.same_as:
         chosen = entry(chosen.same_as)
     if scale not in SCALES:
@@ -588,17 +585,18 @@ def planned(
     if scale not in chosen.scales:
         known = " or ".join(chosen.scales)
         raise SartorError(f"{name}: has no setting {scale!r}; run it with --scale {known}")
-    at = _some(chosen.scales[scale], methods, columns)
+    at = _some(chosen.scales[scale], asked.get("methods"), asked.get("columns"))
+    seeds, out = asked.get("seeds"), asked.get("out")
     if seeds is None:
         seeds = 1 if scale == "small" else max(1, chosen.seeds)
     folder = Path("reproductions") / f"{chosen.name.replace('/', '-')}-{scale}" if out is None else Path(out)
-    given = dict(settings or {})
+    given = dict(asked.get("settings") or {})
     if chosen.cell == COMPUTED:
         keys = {key for group in _groups(at, {}) for key in group.settings}
         for key in given.keys() - keys:
             raise unknown(name, key, keys)
     counted = seeds if isinstance(seeds, int) else tuple(seeds)
-    return Work(chosen, at, tuple(_groups(at, given)), counted, given, folder)
+    return Work(chosen, scale, at, tuple(_groups(at, given)), counted, given, folder)
 
 
 def as_stated(given: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -66,9 +66,6 @@ from sartor.studies.comparison import (
 )
 from sartor.studies.library import Failure, KeptRun, Runs
 from sartor.studies.progress import Tally
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 FILE = "search.json"
 CHOSEN = "chosen.toml"

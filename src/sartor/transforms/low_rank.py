@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sartor import random
 from sartor.federation.transforms import Key, State, Transform, register_transform
+from sartor.model.adapters import exchanged_parts
 from sartor.settings import setting
 from sartor.transforms.compression import WithFeedback, wide
 
@@ -156,7 +157,7 @@ def layouts_of(task: Any) -> Layouts:
         if len(task.shapes[name]) > 1
     }
     found: dict[int, set[tuple[Matrix, ...]]] = {task.size: {tuple(places.values())}}
-    for part in task.parts.values():
+    for part in (*task.parts.values(), *exchanged_parts(task)):
         inside, offset = [], 0
         for piece in part.slices:
             within = [each for each in places.values() if piece.start <= each.start < piece.stop]
