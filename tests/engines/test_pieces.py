@@ -171,9 +171,12 @@ def test_any_cohort_has_as_many_lanes() -> None:
 def test_stretches_are_the_steps_between_changes() -> None:
     made = plan(Batches(size=1), np.array([5, 2, 2]), lanes=2)
     assert made.rows is not None
-    assert made.stretches == ((0, 2), (2, 4), (4, 5))
-    for first, end in made.stretches:
-        assert (made.rows[first:end] == made.rows[first]).all()
+    assert made.stretches == ((2, 2), (2, 2), (1, 2))  # so many steps of so many lanes
+    first = 0
+    for steps, lanes in made.stretches:
+        rows = made.rows[first : first + steps * lanes].reshape(steps, lanes)
+        assert (rows == rows[0]).all()
+        first += steps * lanes
 
 
 # What cannot be stacked ------------------------------------------------------------------------------------

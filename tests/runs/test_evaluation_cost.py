@@ -76,7 +76,7 @@ def test_every_cell_is_what_each_model_has_alone(name: str, engine: str) -> None
     for place, w in enumerate(models if models.dim() == 2 else [models]):
         one = _answers(federation, Call(shared_model, {"w": w}), np.arange(1), ("pooled",), what)["pooled"]
         each = cells["shared_pooled"].extra.get("each", {"loss": cells["shared_pooled"].loss.tolist()})
-        same(each["loss"][place], cell_of(one, what).loss[0])
+        np.testing.assert_allclose(each["loss"][place], cell_of(one, what).loss[0], rtol=1e-12)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def pooled_models(asked: list[Work]) -> int:
         ("ifca", True, 2 + 3 + 2),  # statistics of clients' own make others of them, but two never trained
         ("ma-fsvrg", True, 1),  # one before there are groups
         ("separate", True, 4),  # those of the three that have trained, and the first one of all others
-        ("fedavg", True, 1),
+        ("fedavg", True, 0),  # what clients count on their own data is added up
     ],
 )
 def test_equal_models_are_tried_once(name: str, statistics: bool, tried: int, asked: list[Work]) -> None:

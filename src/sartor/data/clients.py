@@ -78,6 +78,15 @@ class Split:
         """The same samples with a function applied to ``x``, and perhaps another to ``y``."""
         return dataclasses.replace(self, x=function(self.x), y=self.y if targets is None else targets(self.y))
 
+    @property
+    def whole(self) -> bool:
+        """Whether every sample is one client's."""
+        order = np.lexsort((self.count, self.start))  # who has none before who begins at the same place
+        ends = np.cumsum(self.count[order])
+        there = self.start[order] == ends - self.count[order]
+        none = self.count[order] == 0
+        return bool((there | none).all()) and int(ends[-1]) == nests.length(self.y)
+
     def owner(self, row: int) -> tuple[int, int]:
         """The client that has the sample in a row, and the sample's number there."""
         client = int(np.flatnonzero((self.start <= row) & (row < self.start + self.count))[0])
@@ -168,6 +177,8 @@ class ClientData:
     """What the table holds, until the samples are prepared: they are the numbers of its rows."""
     preprocessing: Preprocessing = field(default_factory=Preprocessing)
     """What was done with the raw rows, so that it can be done with new ones."""
+    places: np.ndarray | None = None
+    """Where each of the clients' test samples lies in a pooled test set of its own, where that is known."""
 
     @property
     def clients(self) -> int:
@@ -179,6 +190,24 @@ class ClientData:
         """The names of the columns of a plain table, in their order."""
         reader = self.preprocessing.table
         return reader.columns if isinstance(reader, NumberColumns) else None
+
+    @property
+    def rest(self) -> np.ndarray | None:
+        """Which of the pooled test samples are no client's, where every client's are among them.
+
+        None where that is not certain, or where two clients have the same one.
+        """
+        test, pooled = self.test, (self.pooled_x, self.pooled_y)
+        if isinstance(test, LazySplit) or not test.whole:
+            return None
+        if self.pooled_x is test.x and self.pooled_y is test.y:
+            return np.empty(0, dtype=np.int64)
+        places, number = self.places, nests.length(self.pooled_y)
+        if places is None or len(places) != nests.length(test.y) or len(np.unique(places)) < len(places):
+            return None
+        if not nests.same(nests.rows(pooled, torch.from_numpy(places)), (test.x, test.y)):
+            return None
+        return np.setdiff1d(np.arange(number), places)
 
     def to(self, device: torch.device | str) -> ClientData:
         """The same data on a device."""

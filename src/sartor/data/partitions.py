@@ -262,7 +262,7 @@ def apply(
         x, y = _take(source, np.concatenate(parts))
         count = np.array([len(part) for part in parts], np.int64)
         splits[name] = Split(x, y, np.cumsum(count) - count, count)
-    official = test > 0
+    official, tried = test > 0, np.concatenate(partition.test) - train
     data = ClientData(
         names=partition.names,
         train=splits["train"],
@@ -275,6 +275,7 @@ def apply(
         name=source.name,
         labels=source.names,
         preprocessing=source.preprocessing,
+        places=tried if official and tried.min(initial=0) >= 0 else None,
     )
     return prepare(data, normalise=normalise, features=features)
 

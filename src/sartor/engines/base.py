@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -58,6 +59,11 @@ class LocalEngine(Engine):
         everyone = np.zeros(data.clients, dtype=np.int64)
         pooled = Split(data.pooled_x, data.pooled_y, everyone, everyone + nests.length(data.pooled_y))
         self.samples["pooled"] = samples_of(pooled, self.device)
+        rest = None if origins is not None else data.rest
+        self._divided = rest is not None
+        if rest is not None and len(rest):
+            x, y = nests.rows((data.pooled_x, data.pooled_y), torch.from_numpy(rest))
+            self.samples["rest"] = samples_of(Split(x, y, everyone, everyone + len(rest)), self.device)
         train = self.samples["train"]
         if origins is None and union_size(
             data
@@ -86,12 +92,18 @@ class LocalEngine(Engine):
         if task.unkeyed:
             log.warning("%s", unkeyed_words(task))
 
+    @cached_property
+    def dealt(self) -> bool:  # type: ignore[override]
+        """Whether the pooled test data are the clients', and no sample's result depends on others'."""
+        train = self.samples["train"]
+        return self._divided and self.task.why_not_stackable(train.x, train.y) is None
+
     def refused(self, numbers: np.ndarray) -> str | None:
         """Which sample of these clients the model cannot take, and why; None where it takes all of them."""
         for number in numbers.tolist():
             for split, samples in self.samples.items():
-                if split == "union":
-                    continue  # these are the clients' training samples
+                if split in ("union", "rest"):
+                    continue  # these are the clients' training samples, and some of the pooled ones
                 x, _, start = samples.of(number)
                 first = int(start[number])
                 found = self._first_refused(x, first, first + int(samples.counts[number]))

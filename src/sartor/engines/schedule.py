@@ -1,13 +1,13 @@
 """Who takes which step when: batches of ragged clients laid out for engines.
 
 Clients of one chunk take different numbers of steps. A :class:`Plan` packs them into lanes: in each step
-every lane works for one client, and a lane whose client is finished takes the next. Idle lanes point at a
-spare row behind the last client. Where all clients take the same number of steps there is a lane for each
-and nothing to look up.
+every lane works for one client, and a lane whose client is finished takes the next. Where all clients take
+the same number of steps there is a lane for each and nothing to look up. How many lanes there are follows
+from all clients a cohort may be drawn from, so that a step is of one shape whoever is drawn.
 
-Between two changes of clients lie :attr:`Plan.stretches` of steps in which every lane keeps its client. How
-many lanes there are follows from all clients a cohort may be drawn from, so that a step is of one shape
-whoever is drawn.
+Where steps of several widths cost little there are only as many lanes as have a client left: they are sorted
+by when they end, and the last ones are left out. Else those that idle point at a spare row behind the last
+client. Between two changes of clients lies a :class:`Stretch` of steps in which every lane keeps its client.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from torch import Tensor
 
 from sartor import random
 from sartor.client.local import Batches
+
+WIDTHS = 4
+"""Numbers of lanes per power of two where there are fewer and fewer."""
 
 
 def bucket(number: int, grain: int = 8) -> int:
@@ -37,6 +41,7 @@ class Shape:
     """What a traced step depends on, and how many there are: everything of a plan but its tables."""
 
     lanes: int
+    """At most, where a plan narrows."""
     steps: int
     width: int
     places: int
@@ -48,30 +53,31 @@ class Shape:
     """Whether the samples of one step are all that there are, lane by lane."""
 
 
+class Stretch(NamedTuple):
+    """Some steps in which every lane keeps its client."""
+
+    steps: int
+    lanes: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """One scan over one chunk of clients.
 
-    ``rows`` and ``turns`` are [steps, lanes]: whose turn, and its which step.
+    ``rows`` and ``turns`` say whose turn it is and its which step, lane by lane, one step after the other;
+    None where every lane keeps its client.
     """
 
     shape: Shape
     rows: np.ndarray | None
     turns: np.ndarray | None
-
-    @property
-    def table(self) -> np.ndarray | None:
-        """Rows and turns in one array, [2, steps, lanes]; None where every lane keeps its client."""
-        return None if self.rows is None or self.turns is None else np.stack([self.rows, self.turns])
+    stretches: tuple[Stretch, ...]
+    """From the first to the last step."""
 
     @cached_property
-    def stretches(self) -> tuple[tuple[int, int], ...]:
-        """From which step to which every lane has one client, from the first to the last step."""
-        if self.rows is None:
-            return ((0, self.shape.steps),)
-        changes = 1 + np.flatnonzero((self.rows[1:] != self.rows[:-1]).any(axis=1))
-        edges = [0, *changes.tolist(), self.shape.steps]
-        return tuple((first, end) for first, end in itertools.pairwise(edges) if first < end)
+    def table(self) -> np.ndarray | None:
+        """Rows and turns in one array."""
+        return None if self.rows is None or self.turns is None else np.stack([self.rows, self.turns])
 
 
 @dataclass(frozen=True)
@@ -131,11 +137,12 @@ def plan(
     epochs: np.ndarray | None = None,
     expected: Usual | None = None,
     common: bool = False,
+    narrows: bool = False,
 ) -> Plan:
     """Lay out the steps of clients with these numbers of samples, and ``epochs`` where they are drawn.
 
     ``lanes`` 0 takes as many as are ``expected``, ``rounded`` buckets the shape, ``common``: all clients have
-    the same samples.
+    the same samples. With ``narrows`` there are fewer lanes when few have a client left.
     """
     clients, most = len(sizes), int(sizes.max(initial=0))
     expected = expected or usual(batches, sizes, clients)
@@ -151,15 +158,38 @@ def plan(
         lanes = expected.lanes
         if lanes == clients and counts.min(initial=longest) == longest:
             full, together = expected.alike and expected.most % width == 0, common and not batches.shuffled
-            return Plan(Shape(clients, longest, width, places, False, full, together), None, None)
+            shape = Shape(clients, longest, width, places, False, full, together)
+            return Plan(shape, None, None, (Stretch(longest, clients),))
     rows, turns = pack(counts, lanes)
-    return Plan(Shape(lanes, len(rows), width, places, packed=True, full=False), rows, turns)
+    widths = narrowed(rows < clients) if narrows else np.full(len(rows), lanes)
+    kept = np.arange(lanes) < widths[:, None]
+    shape = Shape(lanes, len(rows), width, places, packed=True, full=False)
+    return Plan(shape, rows[kept], turns[kept], stretches(rows, widths))
+
+
+def narrowed(busy: np.ndarray) -> np.ndarray:
+    """How many lanes there are in each step, of a few different numbers: all that are busy come first.
+
+    >>> narrowed(np.array([[True, True, True], [True, True, False], [True, False, False]])).tolist()
+    [3, 2, 1]
+    """
+    lanes = busy.shape[1]
+    rounded = np.array([min(lanes, bucket(number, WIDTHS)) for number in range(lanes + 1)], dtype=np.int64)
+    return np.asarray(rounded[busy.sum(axis=1)])
+
+
+def stretches(rows: np.ndarray, widths: np.ndarray) -> tuple[Stretch, ...]:
+    """The steps between changes of clients, [steps, lanes], with their numbers of lanes."""
+    edges = [0, *(1 + np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1))).tolist(), len(rows)]
+    return tuple(
+        Stretch(end - first, int(widths[first])) for first, end in itertools.pairwise(edges) if first < end
+    )
 
 
 def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Longest clients first, each into the lane that is free first.
+    """Longest clients first, each into the lane that is free first: [steps, lanes].
 
-    Ties by number, so that the result is fixed.
+    Lanes that end last come first. Ties by number, so that the result is fixed.
     """
     clients = len(counts)
     free = [(0, lane) for lane in range(lanes)]
@@ -170,6 +200,8 @@ def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
         begin[client], lane_of[client] = time, lane
         heapq.heappush(free, (time + int(counts[client]), lane))
     length = max(time for time, _ in free)
+    place = np.argsort([lane for _, lane in sorted(free, key=lambda end: (-end[0], end[1]))])
+    lane_of = place[lane_of]
     rows = np.full((length, lanes), clients, dtype=np.int64)
     turns = np.zeros((length, lanes), dtype=np.int64)
     for client in range(clients):

@@ -43,6 +43,8 @@ class Engine(ABC):
     """Samples without labels that server and clients know, where there are any."""
     pools = True
     """Whether the pooled test data are at hand, where any client can be asked about them."""
+    dealt = False
+    """Whether pooled test data are the clients' own, each sample one client's, and the split ``rest``."""
 
     @cached_property
     def homes(self) -> Homes:

@@ -229,7 +229,7 @@ class Federation:
     @property
     def splits(self) -> tuple[str, ...]:
         """The parts that the clients' data have: train, test, and validation where there is any."""
-        return tuple(name for name in self.engine.counts if name not in ("pooled", "union", "public"))
+        return tuple(name for name in self.engine.counts if name not in ("pooled", "rest", "union", "public"))
 
     def union(self) -> int:
         """How many training samples all clients have together, for :meth:`together`.

@@ -1,7 +1,8 @@
-"""Views that change nothing: a traced step is full of them, and on a CPU each takes as long as a small sum.
+"""What a traced step can do without on a CPU, where looking at an operation takes as long as a small sum.
 
 ``torch.vmap`` and ``autograd`` expand to the size that is there already, view in the same shape and transpose
 back and forth. :func:`straighten` leaves those out, which is what the tensors already were, to the bit.
+:func:`quicken` calls the operations by names under which they are found in half the time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,31 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 
 _SHAPED = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+
+_QUICK = {
+    **{
+        getattr(aten, name).default: getattr(torch, name) for name in ("bmm", "cat", "gather", "index_select")
+    },
+    **{
+        getattr(aten, name).default: getattr(torch, name)
+        for name in ("neg", "relu", "scatter_add", "unsqueeze")
+    },
+    **{getattr(aten, name).Tensor: getattr(torch, name) for name in ("add", "div", "lt", "mul", "sub")},
+    **{getattr(aten, name).default: getattr(Tensor, name) for name in ("expand", "view")},
+    aten.mul.Scalar: torch.mul,
+    aten.select.int: torch.select,
+    aten.split_with_sizes.default: torch.split_with_sizes,
+    aten.sum.dim_IntList: torch.sum,
+    aten.transpose.int: torch.transpose,
+}
+"""Functions that take the same arguments as what a trace has noted, and do the same."""
+
+
+def quicken(module: fx.GraphModule) -> None:
+    """Have a traced graph call operations by their quicker names, once it is compiled anew."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.target = _QUICK.get(node.target, node.target)
 
 
 def straighten(module: fx.GraphModule) -> None:

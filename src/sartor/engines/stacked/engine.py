@@ -97,6 +97,11 @@ class StackedEngine(LocalEngine):
         """How many samples of each split every client has, a row per split."""
         return torch.stack([samples.count for samples in self.samples.values()])
 
+    @property
+    def narrows(self) -> bool:
+        """Whether lanes without a client are dropped: each width is compiled, or captured, by itself."""
+        return self.device.type == "cpu" and not (self.settings.compile or self.graphs.wanted)
+
     # A call, chunk by chunk -----------------------------------------------------------------------
 
     def run(self, work: Work) -> Outcome:
@@ -361,22 +366,22 @@ class StackedEngine(LocalEngine):
             turns,
             number,
         )
-        key = (position, shape.lanes, shape.width, shape.full, shape.common, shape.in_a_row, len(memo))
-
-        def advance(rows: Rows, memo: list[Any], carry: Any, first: int, end: int) -> Any:
-            turn = (index[first:end], real[first:end], turns[first:end])
-            return self._steps(program, key, batches, plan, (fixed, rows, memo), carry, turn)
-
+        kind = (shape.width, shape.full, shape.common, shape.in_a_row, len(memo))
+        run = partial(self._steps, program, batches=batches, plan=plan)
         if table is None:
-            return advance(rows, memo, carry, 0, shape.steps)
+            return run((position, clients, *kind), (fixed, rows, memo), carry, (index, real, turns))
         # One more row, for idle lanes to work on.
         carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
-        for first, end in plan.stretches:
-            whose = lanes[first]
+        end = 0
+        for stretch in plan.stretches:
+            begin, end = end, end + stretch.steps * stretch.lanes
+            there = slice(begin, end)
+            turn = tuple(part[there].view(*stretch, *part.shape[1:]) for part in (index, real, turns))
+            whose, key = lanes[there][: stretch.lanes], (position, stretch.lanes, *kind)
             client = whose.clamp(max=clients - 1)
             their_rows, their_memo = self._tracer.some(program, key, fixed, (rows, memo), client)
-            own = tree_map(lambda value: value[whose], carry)  # noqa: B023
-            after = advance(their_rows, their_memo, own, first, end)
+            own = tree_map(lambda value: value.index_select(0, whose), carry)  # noqa: B023
+            after = run(key, (fixed, their_rows, their_memo), own, turn)
             for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
                 whole.index_copy_(0, whose, part)
         return tree_map(lambda value: value[:clients], carry)
@@ -385,11 +390,11 @@ class StackedEngine(LocalEngine):
         self,
         program: Program,
         key: Kind,
-        batches: Batches,
-        plan: Plan,
         given: tuple[Fixed, Rows, list[Any]],
         carry: Any,
-        turns: tuple[Tensor, Tensor, Tensor],
+        turns: tuple[Tensor, ...],
+        batches: Batches,
+        plan: Plan,
     ) -> Any:
         """Some steps in which every lane keeps its client; all that is given has a row per lane."""
         steps = partial(self._tracer.steps, program, key, batches, plan)
@@ -408,7 +413,10 @@ class StackedEngine(LocalEngine):
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             expected, rounded = self._usual(batches, len(sizes)), self.graphs.wanted
-            self._plans[key] = plan(batches, sizes, self.settings.lanes, rounded, epochs, expected, common)
+            lanes = self.settings.lanes
+            self._plans[key] = plan(
+                batches, sizes, lanes, rounded, epochs, expected, common, narrows=self.narrows
+            )
         return self._plans[key]
 
     def _usual(self, batches: Batches, clients: int) -> Usual:

@@ -9,15 +9,16 @@ client function has only vector algebra, which costs nothing to repeat.
 A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced
 once into a plain graph of tensor operations, which removes Python, vmap and autograd from every later step;
 it may be compiled, and so may what lies between scans. Tracing takes as long as some forty steps, so on the
-CPU the first ones are taken as they stand, by the same operations.
+CPU the first ones are taken as they stand, by the same operations, and two widths are traced for all others
+(:mod:`~sartor.engines.stacked.widths`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from sartor import nests, random
 from sartor.client.local import Batches, Client
 from sartor.engines.samples import batch_of
 from sartor.engines.schedule import Plan
+from sartor.engines.stacked.widths import of_width
 from sartor.errors import NotStackable, SartorError
 from sartor.federation.exchange import (
     ClientError,
@@ -45,7 +47,7 @@ from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels import pooling, products
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
-from sartor.kernels.views import straighten
+from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
 from sartor.nests import Nest
 
@@ -63,10 +65,18 @@ class Traced:
     run: Callable[[list[Tensor]], list[Tensor]]
     result: TreeSpec
     reads: list[bool]
+    graph: fx.GraphModule
 
     def __call__(self, inputs: list[Tensor]) -> Any:
         """The result for such arguments."""
         return tree_unflatten(self.run(inputs), self.result)
+
+    def repeated(self, given: list[Tensor], carry: Any, turns: Iterable[tuple[Tensor, ...]]) -> Any:
+        """A step's result after some turns: each goes on from the carry that the one before gave."""
+        leaves = tree_leaves(carry)
+        for turn in turns:
+            leaves = self.run([*given, *leaves, *turn])
+        return tree_unflatten(leaves, self.result)
 
 
 log = logging.getLogger(__name__)
@@ -123,6 +133,8 @@ class Program:
     steps: dict[Kind, Traced] = field(default_factory=dict)
     taken: Counter[Kind] = field(default_factory=Counter)
     """Steps of every kind that were taken before one was traced."""
+    unlike: set[Kind] = field(default_factory=set)
+    """Those that do not follow from steps of other widths."""
     parts: dict[int, tuple[Batches | None, Traced]] = field(default_factory=dict)
     """Where it is compiled, what lies before and after its scans, with the scan that follows."""
 
@@ -189,34 +201,60 @@ class Tracer:
         step = self._step_of(program, batches, plan)
 
         def taken(given: tuple[Any, ...], carry: Any, turns: Sequence[Tensor]) -> Any:
-            for turn in zip(*turns, strict=True):
-                carry = self._one(program, key, step, (*given, carry, *turn))
-            return carry
+            every = list(zip(*turns, strict=True))
+            while every and key not in program.steps:
+                carry = self._one(program, key, step, (*given, carry, *every.pop(0)))
+            return program.steps[key].repeated(tree_leaves(given), carry, every) if every else carry
 
         if not self.apart:
             return taken(given, carry, turns)
         after = []
         fixed, *rows = given
-        for lane, beside in enumerate(side_by_side(plan.shape.lanes, self.device)):
+        for lane, beside in enumerate(side_by_side(turns[0].shape[1], self.device)):
             with beside:
                 own, start = tree_map(lambda value: value[lane], (rows, carry))  # noqa: B023
                 after.append(taken((fixed, *own), start, [turn[:, lane] for turn in turns]))
         return tree_map(lambda *lanes: torch.stack(lanes), *after)
 
     def _one(self, program: Program, key: Kind, step: Callable[..., Any], arguments: Any) -> Any:
-        """One step, traced once such a step is worth it."""
-        inputs, spec = tree_flatten(arguments)
-        traced = program.steps.get(key)
-        if traced is not None:
-            return traced(inputs)
+        """A step of a kind that is not traced yet; it is, once such a step is worth it."""
         program.taken[key] += 1
-        if self.device.type == "cpu" and not self.settings.compile and program.taken[key] <= UNTRACED:
-            try:
-                return step(*arguments)
-            except Exception as error:
-                raise self._explained(program, error) from error
-        traced = program.steps[key] = self._traced(program, step, inputs, spec)
-        return traced(inputs)
+        like = [kind for kind in program.taken if _but_lanes(kind) == _but_lanes(key)]
+        traced = [kind for kind in like if kind in program.steps and kind[1] > 1]
+        if self.device.type == "cpu" and not self.settings.compile:
+            if len(traced) > 1 and key not in program.unlike:
+                return self._widened(program, key, (traced[0], traced[1]), step, arguments)
+            # Steps of all widths count until two are traced, by which the others are known.
+            counted = like if key[1] > 1 and len(traced) < 2 else [key]
+            if sum(program.taken[kind] for kind in counted) <= UNTRACED:
+                return self._as_it_stands(program, step, arguments)
+        inputs, spec = tree_flatten(arguments)
+        program.steps[key] = self._traced(program, step, inputs, spec)
+        return program.steps[key](inputs)
+
+    def _as_it_stands(self, program: Program, step: Callable[..., Any], arguments: Any) -> Any:
+        try:
+            return step(*arguments)
+        except Exception as error:
+            raise self._explained(program, error) from error
+
+    def _widened(
+        self,
+        program: Program,
+        key: Kind,
+        known: tuple[Kind, Kind],
+        step: Callable[..., Any],
+        arguments: Any,
+    ) -> Any:
+        """A step as it stands; its graph, by two of other widths, is kept if it gives the same to the bit."""
+        result = self._as_it_stands(program, step, arguments)
+        one, other = (program.steps[kind] for kind in known)
+        graph = of_width((known[0][1], one.graph), (known[1][1], other.graph), key[1])
+        if graph is not None and _gives(graph, tree_leaves(arguments), tree_leaves(result)):
+            program.steps[key] = replace(one, run=_plain(graph), graph=graph)
+        else:
+            program.unlike.add(key)
+        return result
 
     def some(self, program: Program, key: Kind, fixed: Fixed, every: Any, rows: Tensor) -> Any:
         """These rows of what there is for every client; of what a step does not read, any so many."""
@@ -224,7 +262,10 @@ class Tracer:
         traced, skipped = program.steps.get(key), len(tree_leaves(fixed))
         reads = [True] * len(leaves) if traced is None else traced.reads[skipped:]
         return tree_unflatten(
-            [leaf[rows] if read else leaf[: len(rows)] for leaf, read in zip(leaves, reads, strict=False)],
+            [
+                leaf.index_select(0, rows) if read else leaf[: len(rows)]
+                for leaf, read in zip(leaves, reads, strict=False)
+            ],
             spec,
         )
 
@@ -306,8 +347,13 @@ class Tracer:
         if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
-        run = self._compiled(graph) if self.settings.compile else graph
-        return Traced(run, result_spec[0], reads)
+        if self.settings.compile:
+            return Traced(self._compiled(graph), result_spec[0], reads, graph)
+        if self.device.type == "cpu":
+            quicken(graph)
+        graph.graph.set_codegen(fx.graph.CodeGen())
+        graph.recompile()
+        return Traced(_plain(graph), result_spec[0], reads, graph)
 
     @property
     def _draws(self) -> bool:
@@ -389,6 +435,29 @@ class Tracer:
         reply = checked_reply(program.function, result, self.task.dtype, self.device)
         trained = () if client.buffers is None or client.buffers is buffers else (client.buffers,)
         return reply.sent, reply.kept, trained
+
+
+def _but_lanes(kind: Kind) -> tuple[Any, ...]:
+    return kind[:1] + kind[2:]
+
+
+def _gives(graph: fx.GraphModule, inputs: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether a graph gives just this."""
+    try:
+        return all(map(_same, graph.forward(*inputs), expected))
+    except (RuntimeError, IndexError, ValueError):  # a size that was another's
+        return False
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; lanes that idle may have none."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _plain(graph: fx.GraphModule) -> Callable[[list[Tensor]], list[Tensor]]:
+    """What a graph does that takes its inputs one by one."""
+    forward = graph.forward
+    return lambda inputs: forward(*inputs)
 
 
 def _picked(samples: Tensor, index: Tensor) -> Tensor:
