@@ -23,6 +23,7 @@ from sartor.algorithms.references.fedavg import FedAvg
 from sartor.client.local import Client
 from sartor.commands.main import app
 from sartor.data.clients import ClientData, lazy_clients
+from sartor.engines.base import LocalEngine
 from sartor.engines.lockstep import Maker, fit_together, in_lockstep
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import SartorError, SettingError
@@ -244,6 +245,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_seeds_ask_for_at_the_same_time_is_one_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(LocalEngine, "dealt", False)  # else a seed alone need not ask about pooled data
     setups = [prepared("fedavg", seed, rounds=1) for seed in SEEDS]
     calls = counted(monkeypatch)
     alone(setups[:1], tmp_path)

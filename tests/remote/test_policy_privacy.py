@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_policy import CALL, CLIP, Server
 
+from sartor.federation import protection
 from sartor.federation.transforms import plain_shapes, shapes_of
 from sartor.remote.policy import Policy, Requirement
 
@@ -53,9 +54,10 @@ def test_what_is_weaker_elsewhere_or_known_to_the_server_is_refused(
     assert word in told
 
 
-def test_a_reply_leaves_noised_and_cannot_be_had_otherwise() -> None:
+def test_a_reply_leaves_noised_and_cannot_be_had_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     left, w = [], torch.zeros(15)
-    for _ in range(2):
+    for secret in (1, 2):  # of two processes
+        monkeypatch.setattr(protection, "SECRET", secret)
         server = Server(CAREFUL)
         assert server.greet(privacy=LOCAL) == ""
         error, sent = server.call(w)
