@@ -245,7 +245,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_seeds_ask_for_at_the_same_time_is_one_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalEngine, "dealt", False)  # else a seed alone need not ask about pooled data
+    monkeypatch.setattr(LocalEngine, "adds_up", False)  # else a seed alone need not ask about pooled data
     setups = [prepared("fedavg", seed, rounds=1) for seed in SEEDS]
     calls = counted(monkeypatch)
     alone(setups[:1], tmp_path)

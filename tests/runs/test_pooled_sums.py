@@ -70,7 +70,7 @@ def cells_of(
 
 def by_a_pass(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **settings: Any) -> dict[str, Cell]:
     with monkeypatch.context() as patch:
-        patch.setattr(LocalEngine, "dealt", False)
+        patch.setattr(LocalEngine, "adds_up", False)
         return cells_of(*arguments, **settings)
 
 

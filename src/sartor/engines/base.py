@@ -93,7 +93,7 @@ class LocalEngine(Engine):
             log.warning("%s", unkeyed_words(task))
 
     @cached_property
-    def dealt(self) -> bool:  # type: ignore[override]
+    def adds_up(self) -> bool:
         """Whether the pooled test data are the clients', and no sample's result depends on others'."""
         train = self.samples["train"]
         return self._divided and self.task.why_not_stackable(train.x, train.y) is None

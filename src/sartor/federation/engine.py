@@ -43,8 +43,11 @@ class Engine(ABC):
     """Samples without labels that server and clients know, where there are any."""
     pools = True
     """Whether the pooled test data are at hand, where any client can be asked about them."""
-    dealt = False
-    """Whether pooled test data are the clients' own, each sample one client's, and the split ``rest``."""
+
+    @cached_property
+    def adds_up(self) -> bool:
+        """Whether counts of the clients' own test data, and of the split ``rest``, make those of the pooled."""
+        return False
 
     @cached_property
     def homes(self) -> Homes:

@@ -216,7 +216,7 @@ def _on_pooled(
     federation, what = tried.federation, tried.what
     engine, everyone = federation.engine, np.arange(federation.clients)
     # Several models are quicker on the pooled data, of which one is then tried on the clients' own.
-    added = engine.dealt and models.dim() == 1 and statistics is None and len(clients) == len(everyone)
+    added = engine.adds_up and models.dim() == 1 and statistics is None and len(clients) == len(everyone)
     call = Call(shared_model, {"w": models, **({} if statistics is None else {"statistics": statistics})})
     counted = None
     if engine.pools and not added:
