@@ -46,7 +46,7 @@ class Engine(ABC):
 
     @cached_property
     def adds_up(self) -> bool:
-        """Whether counts of the clients' own test data, and of the split ``rest``, make those of the pooled."""
+        """Whether counts of clients' own test data and of the split ``rest`` make those of the pooled."""
         return False
 
     @cached_property
