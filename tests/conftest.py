@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import gc
 import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer.testing
+from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
 
 import sartor  # noqa: F401  (sets how threads wait, before torch starts any)
 from sartor.engines.stacked import trace
+
+gc.disable()  # until all tests are known: what is imported and collected stays
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("sartor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -57,6 +62,19 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
+    gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """What pytest makes of the assertions is made once, and found by all workers where pytest keeps it."""
+    files = [] if sys.dont_write_bytecode else sorted(Path(__file__).parent.rglob("test_*.py"))
+    for file in files:
+        kept = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+        if rewrite.try_makedirs(kept.parent) and rewrite._read_pyc(file, kept) is None:
+            seal, code = rewrite._rewrite_test(file, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, seal, kept)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
