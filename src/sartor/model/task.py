@@ -30,7 +30,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sartor import nests
+from sartor import nests, random
 from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.kernels.convolution import conv2d
 from sartor.kernels.dense import Dense
@@ -748,7 +748,7 @@ class Task:
         try:
             for seed in range(2):
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    torch.manual_seed(seed)
+                    random.seed_torch(seed)
                     outputs = self.outputs(w, x), self.forward(w, Batch(x, y, None, 1)).outputs
                     results.append(nests.leaves((*outputs, self.loss_function(outputs[1], y))))
         except Exception:  # why the model cannot take a step is said where it trains
