@@ -80,7 +80,7 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """A network that a test makes does not depend on which tests the same process has run before."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

@@ -152,11 +152,11 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 def check(value: Any, hint: Any, meaning: Meaning, place: str) -> Any:
     """The value as its declared type; an error names the place, the type, the range and what was given."""
-    bounds = f" ({meaning.allowed()})" if meaning.allowed() else ""
     try:
         value = _convert(value, hint)
         fits = meaning.accepts(value)
     except TypeError:
+        bounds = f" ({meaning.allowed()})" if meaning.allowed() else ""
         raise SettingError(f"{place}: expected {type_words(hint)}{bounds}, got {shown(value)}") from None
     except RecursionError:
         raise SettingError(f"{place}: nested too deeply") from None

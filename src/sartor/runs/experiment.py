@@ -714,13 +714,17 @@ def _plain(value: Any, place: str) -> Any:
         if isinstance(value, (list, tuple)):
             return [_plain(entry, place) for entry in value]
         if isinstance(value, Mapping):
-            return {check(key, str, Meaning(""), place): _plain(entry, place) for key, entry in value.items()}
+            return {check(key, str, _FREE, place): _plain(entry, place) for key, entry in value.items()}
     except RecursionError:
         raise SettingError(f"{place}: nested too deeply") from None
     if hasattr(value, "tolist"):  # an array
         return _plain(value.tolist(), place)
     kind = next((kind for kind in (bool, int, float) if isinstance(value, kind)), str)
-    return check(value, kind, Meaning(""), place)
+    return check(value, kind, _FREE, place)
+
+
+_FREE = Meaning("")
+"""Of what may have any value of its type."""
 
 
 def _toml_key(key: str) -> str:

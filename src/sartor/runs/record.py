@@ -28,6 +28,7 @@ never read over.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -746,6 +747,7 @@ def _append(file: IO[bytes], content: bytes) -> None:
         raise
 
 
+@functools.cache
 def _version(package: str) -> str:
     """The installed version of a package."""
     try:

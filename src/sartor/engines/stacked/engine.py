@@ -366,17 +366,19 @@ class StackedEngine(LocalEngine):
             turns,
             number,
         )
+        # For all steps at once, as a key takes many small operations.
+        keys = self._keys(rows, lanes.clamp(max=clients - 1), turns) if self._tracer.draws(batches) else turns
         kind = (shape.width, shape.full, shape.common, shape.in_a_row, len(memo))
         run = partial(self._steps, program, batches=batches, plan=plan)
         if table is None:
-            return run((position, clients, *kind), (fixed, rows, memo), carry, (index, real, turns))
+            return run((position, clients, *kind), (fixed, rows, memo), carry, (index, real, keys))
         # One more row, for idle lanes to work on.
         carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
         end = 0
         for stretch in plan.stretches:
             begin, end = end, end + stretch.steps * stretch.lanes
             there = slice(begin, end)
-            turn = tuple(part[there].view(*stretch, *part.shape[1:]) for part in (index, real, turns))
+            turn = tuple(part[there].view(*stretch, *part.shape[1:]) for part in (index, real, keys))
             whose, key = lanes[there][: stretch.lanes], (position, stretch.lanes, *kind)
             client = whose.clamp(max=clients - 1)
             their_rows, their_memo = self._tracer.some(program, key, fixed, (rows, memo), client)
@@ -385,6 +387,14 @@ class StackedEngine(LocalEngine):
             for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
                 whole.index_copy_(0, whose, part)
         return tree_map(lambda value: value[:clients], carry)
+
+    def _keys(self, rows: Rows, lanes: Tensor, turns: Tensor) -> Tensor:
+        """What is drawn from in the turns of these lanes."""
+        number, *seeds = (value[lanes] for value in rows.origins or (rows.number,))
+        seed = next(iter(seeds), self.settings.seed)
+        keys = random.stream(seed, "layers", rows.round[lanes], number, turns)
+        assert isinstance(keys, Tensor)
+        return keys
 
     def _steps(
         self,
