@@ -312,10 +312,8 @@ def seeded(build: Callable[[], Built], seed: int, index: int = 0) -> Built:
     """What ``build`` makes with PyTorch's generator set from the stream (seed, "initial", index), then
     restored.
     """
-    # Where there is no GPU, PyTorch would note down for each kind of them who has set the seed.
-    seeding = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     with torch.random.fork_rng(devices=[]):
-        seeding(random.integer(random.stream(seed, "initial", index)))
+        random.seed_torch(random.integer(random.stream(seed, "initial", index)))
         return build()
 
 
