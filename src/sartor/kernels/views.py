@@ -41,14 +41,13 @@ def quicken(module: fx.GraphModule) -> None:
 
 
 def straighten(module: fx.GraphModule) -> None:
-    """Leave out of a traced graph what gives a tensor as it is."""
+    """Leave out of a traced graph what gives a tensor as it is, once it is compiled anew."""
     for node in module.graph.find_nodes(op="call_function", target=aten.transpose.int):
         _replace(node, _transposed_back(node))
     for target in _SHAPED:
         for node in module.graph.find_nodes(op="call_function", target=target):
             _replace(node, _the_same(node))
     module.graph.eliminate_dead_code()
-    module.recompile()
 
 
 def _replace(node: fx.Node, other: fx.Node | None) -> None:

@@ -367,11 +367,13 @@ class StackedEngine(LocalEngine):
             turns,
             number,
         )
+        # For all steps at once, as a key takes many small operations.
+        keys = self._keys(rows, lanes.clamp(max=clients - 1), turns) if self._tracer.draws(batches) else turns
         kind = (shape.full, shape.common, shape.in_a_row, len(memo))
         run = partial(self._steps, program, batches=batches, plan=plan)
         if table is None:
             key = (position, clients, shape.width, *kind)
-            return run(key, (fixed, rows, memo), carry, (index, real, turns))
+            return run(key, (fixed, rows, memo), carry, (index, real, keys))
         # One more row, for idle lanes to work on.
         carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
         end = 0
@@ -380,7 +382,7 @@ class StackedEngine(LocalEngine):
             there = slice(begin, end)
             drawn, shared_out = index[there, : stretch.width].contiguous(), (stretch.steps, stretch.lanes)
             turn = tuple(
-                part.view(*shared_out, *part.shape[1:]) for part in (drawn, real[there], turns[there])
+                part.view(*shared_out, *part.shape[1:]) for part in (drawn, real[there], keys[there])
             )
             whose, key = lanes[there][: stretch.lanes], (position, stretch.lanes, stretch.width, *kind)
             client = whose.clamp(max=clients - 1)
@@ -390,6 +392,14 @@ class StackedEngine(LocalEngine):
             for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
                 whole.index_copy_(0, whose, part)
         return tree_map(lambda value: value[:clients], carry)
+
+    def _keys(self, rows: Rows, lanes: Tensor, turns: Tensor) -> Tensor:
+        """What is drawn from in the turns of these lanes."""
+        number, *seeds = (value[lanes] for value in rows.origins or (rows.number,))
+        seed = next(iter(seeds), self.settings.seed)
+        keys = random.stream(seed, "layers", rows.round[lanes], number, turns)
+        assert isinstance(keys, Tensor)
+        return keys
 
     def _steps(
         self,

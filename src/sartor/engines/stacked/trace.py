@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from sartor import nests, random
+from sartor import nests
 from sartor.client.local import Batches, Client
 from sartor.engines.samples import batch_of
 from sartor.engines.schedule import Plan
@@ -269,9 +269,13 @@ class Tracer:
             spec,
         )
 
+    def draws(self, batches: Batches) -> bool:
+        """Whether anything is drawn for a step of such a scan, by a key of its own."""
+        return self.task.draws or batches.augmented or batches.anew
+
     def _step_of(self, program: Program, batches: Batches, plan: Plan) -> Callable[..., Any]:
         """A step as it stands: of every lane, or of one where they are apart."""
-        draws = self.task.draws or batches.augmented or batches.anew
+        draws = self.draws(batches)
 
         def lane(
             rows: Rows,
@@ -280,19 +284,17 @@ class Tracer:
             x: Nest,
             y: Nest,
             real: Tensor,
-            turn: Tensor,
+            key: Tensor,
             fixed: Fixed,
         ) -> Any:
             weight = None
             if not plan.shape.full:
                 weight = (torch.arange(plan.shape.width, device=real.device) < real).to(self.task.dtype)
-            number, seed = rows.origins or (rows.number, self.settings.seed)
-            key = random.stream(seed, "layers", rows.round, number, turn) if draws else 0
             try:
                 self._replay(program, fixed, rows, memo)
             except Suspended as reached:
                 with untouched(program.function, {**fixed.arguments, **rows.arguments}):
-                    return reached.body(carry, batch_of(x, y, weight, key))
+                    return reached.body(carry, batch_of(x, y, weight, key if draws else 0))
             raise SartorError(
                 f"{name_of(program.function)}: a client function must make the same scans each time"
             )
@@ -304,7 +306,7 @@ class Tracer:
             carry: Any,
             index: Tensor,
             real: Tensor,
-            turn: Tensor,
+            key: Tensor,
         ) -> Any:
             dims: tuple[int | None, ...] = (0, 0, 0, 0, 0, 0, 0)
             every = partial(lane, fixed=fixed)
@@ -312,7 +314,7 @@ class Tracer:
                 index, real, dims = index[0], real[0], (0, 0, 0, None, None, None, 0)
             pick = _laid_out if plan.shape.in_a_row else _picked
             x, y = nests.mapped(lambda leaf: pick(leaf, index), fixed.data[batches.split])
-            return (every if self.apart else torch.vmap(every, dims))(rows, memo, carry, x, y, real, turn)
+            return (every if self.apart else torch.vmap(every, dims))(rows, memo, carry, x, y, real, key)
 
         return step
 
@@ -336,8 +338,8 @@ class Tracer:
             raise self._explained(program, error) from error
         if self.device.type == "cpu":
             straighten(graph)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
+        else:
+            graph.graph.eliminate_dead_code()
         for node in graph.graph.nodes:
             # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
             if node.op == "get_attr":
@@ -348,6 +350,7 @@ class Tracer:
             pooling.specialise(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
         if self.settings.compile:
+            graph.recompile()
             return Traced(self._compiled(graph), result_spec[0], reads, graph)
         if self.device.type == "cpu":
             quicken(graph)
