@@ -21,12 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def _multiply(
     left,  # [lane, ROWS, DEPTH], or [*, DEPTH] where its rows are numbered
     right,  # [lane, DEPTH, COLUMNS], or [*, COLUMNS] where its rows are numbered
     result,  # [split, lane, ROWS, COLUMNS]
     numbers,  # [lane, ROWS] or [lane, DEPTH]: the rows of an operand
+    bias,  # [lane, COLUMNS]
+    positive,  # [lane, ROWS, COLUMNS]
     lanes,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -39,6 +41,9 @@ def _multiply(
     RIGHT_ROW: tl.constexpr,
     RIGHT_COLUMN: tl.constexpr,
     NUMBERED: tl.constexpr,  # which operand's rows are numbered: 0 (none), 1 (left), 2 (right)
+    BIAS_LANE: tl.constexpr,  # from one lane to the next; 0: there is no bias
+    MASKED: tl.constexpr,  # whether the result is 0 where ``positive`` is not that
+    CLIPPED: tl.constexpr,  # whether it is 0 where it is negative
     PRECISION: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -84,11 +89,93 @@ def _multiply(
         total = tl.dot(lefts, rights, total, input_precision=PRECISION)
     result += (split * lanes + lane) * (ROWS * COLUMNS)
     at = (row * COLUMNS)[:, None] + column[None, :]
-    tl.store(result + at, total, mask=row_there[:, None] & column_there[None, :])
+    there = row_there[:, None] & column_there[None, :]
+    if BIAS_LANE > 0:
+        total += tl.load(bias + lane * BIAS_LANE + column, mask=column_there, other=0.0)[None, :]
+    if MASKED:
+        allowed = tl.load(positive + lane * (ROWS * COLUMNS) + at, mask=there, other=0.0)
+        total = tl.where(allowed <= 0, 0.0, total)
+    if CLIPPED:
+        total = tl.where(total < 0, 0.0, total)
+    tl.store(result + at, total, mask=there)
 
 
-def multiply(left: Tensor, right: Tensor, numbers: Tensor | None, of_right: bool, terms: int) -> Tensor:
-    """The product of every lane in parts of ``terms`` terms; see ``products.stacked_product``."""
+@triton.jit(do_not_specialize=["lanes"])
+def _complete(
+    parts,  # [part, lane, ROWS, COLUMNS]
+    bias,  # [lane, COLUMNS]
+    positive,  # [lane, ROWS, COLUMNS]
+    result,  # the same
+    lanes,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,  # ROWS × COLUMNS
+    COLUMNS: tl.constexpr,
+    BIAS_LANE: tl.constexpr,
+    MASKED: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Parts of a product added up, and what follows."""
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    lane = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    place = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    there = place < SIZE
+    at = lane * SIZE + place
+    total = tl.load(parts + at, mask=there, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * lanes * SIZE + at, mask=there, other=0.0)
+    if BIAS_LANE > 0:
+        total += tl.load(bias + lane * BIAS_LANE + place % COLUMNS, mask=there, other=0.0)
+    if MASKED:
+        total = tl.where(tl.load(positive + at, mask=there, other=0.0) <= 0, 0.0, total)
+    if CLIPPED:
+        total = tl.where(total < 0, 0.0, total)
+    tl.store(result + at, total, mask=there)
+
+
+def completed(
+    left: Tensor,
+    right: Tensor,
+    numbers: Tensor | None,
+    of_right: bool,
+    terms: int,
+    bias: Tensor | None,
+    positive: Tensor | None,
+    clipped: bool,
+) -> Tensor:
+    """The product and what follows; see ``products.completed_product``."""
+    if bias is not None and (bias.stride(1) != 1 or bias.stride(0) == 0):
+        bias = bias.contiguous()
+    positive = None if positive is None else positive.contiguous()
+    if left.shape[-1] <= terms:
+        return multiply(left, right, numbers, of_right, terms, bias, positive, clipped)[0]
+    parts = multiply(left, right, numbers, of_right, terms)
+    many, lanes, rows, columns = parts.shape
+    result = parts.new_empty(lanes, rows, columns)
+    size = rows * columns
+    block = min(1024, max(128, triton.next_power_of_2(size)))
+    with torch.cuda.device_of(left):
+        _complete[(triton.cdiv(size, block) * lanes,)](
+            parts, parts if bias is None else bias, parts if positive is None else positive, result, lanes,
+            many, size, columns, 0 if bias is None else bias.stride(0), positive is not None, clipped, block,
+        )  # fmt: skip
+    return result
+
+
+def multiply(
+    left: Tensor,
+    right: Tensor,
+    numbers: Tensor | None,
+    of_right: bool,
+    terms: int,
+    bias: Tensor | None = None,
+    positive: Tensor | None = None,
+    clipped: bool = False,
+) -> Tensor:
+    """The product of every lane in parts of ``terms`` terms; see ``products.stacked_product``.
+
+    What follows it is for a single part.
+    """
     left_strides, right_strides, numbered = left.stride(), right.stride(), 0
     lanes, rows = left.shape[:2]
     if numbers is not None:
@@ -106,8 +193,10 @@ def multiply(left: Tensor, right: Tensor, numbers: Tensor | None, of_right: bool
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
     with torch.cuda.device_of(left):
         _multiply[(programs * lanes * parts,)](
-            left, right, result, left if numbers is None else numbers, lanes,
-            rows, columns, depth, terms, *left_strides, *right_strides, numbered, precision,
+            left, right, result, left if numbers is None else numbers,
+            left if bias is None else bias, left if positive is None else positive, lanes,
+            rows, columns, depth, terms, *left_strides, *right_strides, numbered,
+            0 if bias is None else bias.stride(0), positive is not None, clipped, precision,
             tile_rows, tile_columns, tile_depth, num_warps=warps, num_stages=3,
         )  # fmt: skip
     return result

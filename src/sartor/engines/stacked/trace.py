@@ -45,7 +45,7 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import pooling, products
+from sartor.kernels import descent, likelihood, pooling, products
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
@@ -346,6 +346,7 @@ class Tracer:
             products.specialise(graph)
         if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
+            merge(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
         if self.settings.compile:
             return Traced(self._compiled(graph), result_spec[0], reads, graph)
@@ -435,6 +436,14 @@ class Tracer:
         reply = checked_reply(program.function, result, self.task.dtype, self.device)
         trained = () if client.buffers is None or client.buffers is buffers else (client.buffers,)
         return reply.sent, reply.kept, trained
+
+
+def merge(graph: fx.GraphModule) -> None:
+    """Have a traced step made of few operations, each a kernel on a GPU: small ones take as long as large."""
+    straighten(graph)
+    likelihood.specialise(graph)
+    descent.specialise(graph)
+    products.complete(graph)
 
 
 def _but_lanes(kind: Kind) -> tuple[Any, ...]:
