@@ -36,8 +36,8 @@ def test_a_run_is_the_same(
     data, specialise = classification(RAGGED), products.specialise
     left, found = {}, []
 
-    def counted(graph: fx.GraphModule, merged: bool) -> None:
-        specialise(graph)
+    def counted(graph: fx.GraphModule, most: int, merged: bool) -> None:
+        specialise(graph, most)
         if merged:
             trace.merge(graph)
         found.append(graph)
@@ -46,7 +46,9 @@ def test_a_run_is_the_same(
     monkeypatch.setattr(trace, "has_tensor_cores", lambda device: True)
     for merged in (False, True):
         found.clear()
-        monkeypatch.setattr(products, "specialise", lambda graph, merged=merged: counted(graph, merged))
+        monkeypatch.setattr(
+            products, "specialise", lambda graph, most, merged=merged: counted(graph, most, merged)
+        )
         federation = federation_of("stacked", model_task("mlp", data), data, local={"batch": 8, **local})
         left[merged] = ended(name, federation)
         targets = [str(node.target) for graph in found for node in graph.graph.nodes]

@@ -28,6 +28,7 @@ def _layer(
     result,
     block,
     lane,
+    lanes,
     rate,
     WIDTH: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -41,7 +42,7 @@ def _layer(
     SIZE: tl.constexpr = LAYOUT[7 * PLACE + 3]
     TERMS: tl.constexpr = LAYOUT[7 * PLACE + 4]
     LANE: tl.constexpr = LAYOUT[7 * PLACE + 5]  # from one lane and term to the next
-    TERM: tl.constexpr = LAYOUT[7 * PLACE + 6]
+    TERM: tl.constexpr = LAYOUT[7 * PLACE + 6]  # 0: terms have all lanes each
     if (block >= FIRST) & (block < FIRST + BLOCKS):
         layer += lane * LANE
         if TERMS == 1:
@@ -50,13 +51,16 @@ def _layer(
             total = tl.load(layer + at, mask=there, other=0.0)
         else:
             at = (block - FIRST) * 128 + tl.arange(0, 128)
+            ahead = TERM
+            if TERM == 0:
+                ahead = lanes * LANE
             there = at < SIZE
             total = tl.zeros((128,), tl.float32)
             for begin in range(0, TERMS, 16):
-                term = begin + tl.arange(0, 16)
+                term = (begin + tl.arange(0, 16)).to(tl.int64)
                 some = (term < TERMS)[:, None] & there[None, :]
                 total += tl.sum(
-                    tl.load(layer + (term * TERM)[:, None] + at[None, :], mask=some, other=0.0), 0
+                    tl.load(layer + (term * ahead)[:, None] + at[None, :], mask=some, other=0.0), 0
                 )
         place = lane * WIDTH + START + at
         if STEPS:
@@ -64,13 +68,14 @@ def _layer(
         tl.store(result + place, total, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def _descend(
     w,  # [lane, WIDTH]
     result,  # the same
     rates,  # [lane]
     alpha,
     blocks,
+    lanes,
     layer_0, layer_1, layer_2, layer_3, layer_4, layer_5, layer_6, layer_7,  # [lane, term, number]
     WIDTH: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -84,21 +89,21 @@ def _descend(
     rate = alpha
     if RATED:
         rate *= tl.load(rates + lane)
-    _layer(layer_0, w, result, block, lane, rate, WIDTH, LAYOUT, 0, STEPS)
+    _layer(layer_0, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 0, STEPS)
     if LAYERS > 1:
-        _layer(layer_1, w, result, block, lane, rate, WIDTH, LAYOUT, 1, STEPS)
+        _layer(layer_1, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 1, STEPS)
     if LAYERS > 2:
-        _layer(layer_2, w, result, block, lane, rate, WIDTH, LAYOUT, 2, STEPS)
+        _layer(layer_2, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 2, STEPS)
     if LAYERS > 3:
-        _layer(layer_3, w, result, block, lane, rate, WIDTH, LAYOUT, 3, STEPS)
+        _layer(layer_3, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 3, STEPS)
     if LAYERS > 4:
-        _layer(layer_4, w, result, block, lane, rate, WIDTH, LAYOUT, 4, STEPS)
+        _layer(layer_4, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 4, STEPS)
     if LAYERS > 5:
-        _layer(layer_5, w, result, block, lane, rate, WIDTH, LAYOUT, 5, STEPS)
+        _layer(layer_5, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 5, STEPS)
     if LAYERS > 6:
-        _layer(layer_6, w, result, block, lane, rate, WIDTH, LAYOUT, 6, STEPS)
+        _layer(layer_6, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 6, STEPS)
     if LAYERS > 7:
-        _layer(layer_7, w, result, block, lane, rate, WIDTH, LAYOUT, 7, STEPS)
+        _layer(layer_7, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 7, STEPS)
 
 
 def descended(w: Tensor | None, layers: Sequence[Tensor], alpha: float, rates: Tensor | None) -> Tensor:
@@ -114,12 +119,13 @@ def descended(w: Tensor | None, layers: Sequence[Tensor], alpha: float, rates: T
         for layer in some:
             _, terms, size = layer.shape
             own = triton.cdiv(size, BLOCK if terms == 1 else 128)
-            layout += [blocks, own, start, size, terms, layer.stride(0), layer.stride(1)]
+            ahead = 0 if terms == 1 or layer.stride(1) == lanes * layer.stride(0) else layer.stride(1)
+            layout += [blocks, own, start, size, terms, layer.stride(0), ahead]
             blocks, start = blocks + own, start + size
         others = [some[0]] * (AT_ONCE - len(some))
         with torch.cuda.device_of(result):
             _descend[(blocks * lanes,)](
-                result if w is None else w, result, result if rates is None else rates, alpha, blocks, *some,
-                *others, width, tuple(layout), len(some), w is not None, rates is not None, num_warps=4,
+                result if w is None else w, result, result if rates is None else rates, alpha, blocks, lanes,
+                *some, *others, width, tuple(layout), len(some), w is not None, rates is not None,
             )  # fmt: skip
     return result

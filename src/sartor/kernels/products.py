@@ -38,15 +38,18 @@ def share(lanes: int, rows: int, columns: int, depth: int) -> int:
     return depth if splits == 1 else -(-depth // (32 * splits)) * 32
 
 
-def specialise(module: fx.GraphModule) -> None:
-    """Let the kernel compute a traced graph's products of stacked matrices, where it can."""
+def specialise(module: fx.GraphModule, most: int = 0) -> None:
+    """Let the kernel compute a traced graph's products of stacked matrices, where it can.
+
+    Steps of up to ``most`` lanes have their sums divided alike, so that a lane's do not depend on how many.
+    """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
         left, right = cast(tuple[fx.Node, fx.Node], node.args)
         if not _serves(left.meta.get("val"), right.meta.get("val")):
             continue
         lanes, rows, depth = left.meta["val"].shape
-        terms = share(lanes, rows, right.meta["val"].shape[2], depth)
+        terms = share(most or lanes, rows, right.meta["val"].shape[2], depth)
         with graph.inserting_before(node):
             numbers, of_right = None, False
             if (samples := _gathered(graph, left)) is not None:

@@ -129,6 +129,8 @@ class Program:
     hyper: Any
     round: int = 0
     """The server's round of the call under way, for messages."""
+    lanes: int = 0
+    """The most lanes of the scan under way."""
     scans: list[Batches] | None = None
     steps: dict[Kind, Traced] = field(default_factory=dict)
     taken: Counter[Kind] = field(default_factory=Counter)
@@ -199,6 +201,7 @@ class Tracer:
         The lanes take their steps together, or apart: one after the other, and side by side in a graph.
         """
         step = self._step_of(program, batches, plan)
+        program.lanes = plan.shape.lanes
 
         def taken(given: tuple[Any, ...], carry: Any, turns: Sequence[Tensor]) -> Any:
             every = list(zip(*turns, strict=True))
@@ -343,7 +346,7 @@ class Tracer:
             if node.op == "get_attr":
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
         if has_tensor_cores(self.device) and not self.apart:
-            products.specialise(graph)
+            products.specialise(graph, program.lanes)
         if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
             merge(graph)
