@@ -13,7 +13,8 @@ from test_convolution import DEVICE, distance, draw, kernels
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sartor.kernels import descent
+from sartor.kernels import descent, products
+from sartor.kernels.views import straighten
 
 aten = torch.ops.aten
 DESCENDED = torch.ops.sartor.descended.default
@@ -80,6 +81,45 @@ def test_double_precision_is_left_alone() -> None:
     assert not graph.graph.find_nodes(op="call_function", target=DESCENDED)
 
 
+def test_products_are_computed_where_they_go() -> None:
+    """Of one part, read nowhere else, and not turned round."""
+    w, x, index = (
+        draw(3, 88, dtype=torch.float32),
+        draw(20, 6, dtype=torch.float32),
+        torch.arange(12).view(3, 4),
+    )
+    given = draw(3, 4, 2, dtype=torch.float32)
+
+    def step(w: Tensor, x: Tensor, index: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        samples = x.index_select(0, index.view(-1)).view(3, 4, 6)
+        here, turned, twice = (torch.bmm(given.mT, samples * factor) for factor in (1, 2, 3))
+        picked = torch.bmm(given.mT, samples)
+        other = torch.bmm(samples.mT, samples).sum(1)
+        pieces = [
+            here,
+            other[:, None],
+            turned.mT,
+            picked,
+            twice,
+            given.sum(1)[:, None],
+            torch.bmm(given.mT, samples),
+        ]
+        flat = torch.cat([piece.reshape(3, -1) for piece in pieces], 1)
+        return torch.sub(w[:, : flat.shape[1]], flat, alpha=0.05), twice
+
+    inputs = (w, x, index, given)
+    graph = make_fx(step)(*inputs)
+    products.specialise(graph)
+    straighten(graph)
+    expected = graph(*inputs)
+    descent.specialise(graph)
+    (node,) = graph.graph.find_nodes(op="call_function", target=DESCENDED)
+    assert node.args[5] == [0, 3, 6]
+    assert [numbers is None for numbers in node.args[3]] == [True, False, False]
+    for ours, theirs in zip(graph(*inputs), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @kernels
 @pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("rated", [False, True])
@@ -88,16 +128,29 @@ def test_the_kernel_takes_the_step(steps: bool, rated: bool) -> None:
 
     kind: dict[str, Any] = {"device": DEVICE, "dtype": torch.float32}
     parts, samples, *others = layers(**kind)
+    x, numbers = draw(20, 70, **kind), (torch.arange(12) * 7 % 20).view(3, 4).to(DEVICE)
+    left, right, picked = draw(3, 33, 40, **kind), draw(3, 40, 35, **kind), draw(3, 5, 4, **kind)
     given = [parts.flatten(2).transpose(0, 1), samples, *(layer[:, None] for layer in others)]
-    whole = gradient(*(layer.double().cpu() for layer in (parts, samples, *others)))
-    w, rates = draw(3, whole.shape[1], **kind), draw(3, **kind)
-    found = descent_triton.descended(w if steps else None, given, 0.05, rates if rated and steps else None)
-    rate = 0.05 * (rates.double().cpu()[:, None] if rated else 1)
+    made = [
+        descent.Product(left, right, None, False, 1),
+        descent.Product(picked, x, numbers, True, len(given) + 1),
+    ]
+    exact = [layer.double().cpu() for layer in (parts.sum(0).flatten(1), samples.sum(1), *others)]
+    exact.insert(1, (left.double() @ right.double()).cpu().flatten(1))
+    exact.append((picked.double() @ x[numbers].double()).cpu().flatten(1))
+    whole = torch.cat(exact, 1)
+    w, rates = draw(3, whole.shape[1], **kind), draw(3, **kind) if rated and steps else None
+    found = descent_triton.descended(w if steps else None, given, made, 0.05, rates)
+    rate = 0.05 * (1 if rates is None else rates.double().cpu()[:, None])
     assert distance(found, w.double().cpu() - rate * whole if steps else whole) < 1e-6
     alone = descent_triton.descended(
         w[1:2] if steps else None,
         [layer[1:2] for layer in given],
+        [
+            descent.Product(left[1:2], right[1:2], None, False, 1),
+            descent.Product(picked[1:2], x, numbers[1:2], True, len(given) + 1),
+        ],
         0.05,
-        rates[1:2] if rated and steps else None,
+        None if rates is None else rates[1:2],
     )
     assert torch.equal(alone[0], found[1])

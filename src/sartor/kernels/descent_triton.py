@@ -8,12 +8,16 @@ No two programs write to one place, so results are the same every time. This mod
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from sartor.kernels.descent import Product
+from sartor.kernels.products_triton import Place, multiply
 
 AT_ONCE = 8
 """Layers of one launch."""
@@ -106,26 +110,34 @@ def _descend(
         _layer(layer_7, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 7, STEPS)
 
 
-def descended(w: Tensor | None, layers: Sequence[Tensor], alpha: float, rates: Tensor | None) -> Tensor:
+def descended(
+    w: Tensor | None, layers: Sequence[Tensor], made: Sequence[Product], alpha: float, rates: Tensor | None
+) -> Tensor:
     """See ``descent.descended``."""
     layers = [layer if layer.stride(2) == 1 else layer.contiguous() for layer in layers]
     w, rates = (value if value is None else value.contiguous() for value in (w, rates))
-    lanes, width = len(layers[0]), sum(layer.shape[2] for layer in layers)
-    result = layers[0].new_empty(lanes, width)
-    start = 0
+    sizes = [layer.shape[2] for layer in layers]
+    for product in made:
+        sizes.insert(product.place, product.size)
+    lanes, starts = made[0].lanes if made else len(layers[0]), [0, *itertools.accumulate(sizes)]
+    result = (made[0].left if made else layers[0]).new_empty(lanes, starts[-1])
+    for left, right, numbers, of_right, place in made:
+        goes = Place(result, starts[place], w, alpha, rates)
+        multiply(left, right, numbers, of_right, left.shape[-1], place=goes)
+    there = [place for place in range(len(sizes)) if all(place != product.place for product in made)]
     for begin in range(0, len(layers), AT_ONCE):
         some = layers[begin : begin + AT_ONCE]
         layout, blocks = [], 0
-        for layer in some:
+        for layer, place in zip(some, there[begin:], strict=False):
             _, terms, size = layer.shape
             own = triton.cdiv(size, BLOCK if terms == 1 else 128)
             ahead = 0 if terms == 1 or layer.stride(1) == lanes * layer.stride(0) else layer.stride(1)
-            layout += [blocks, own, start, size, terms, layer.stride(0), ahead]
-            blocks, start = blocks + own, start + size
+            layout += [blocks, own, starts[place], size, terms, layer.stride(0), ahead]
+            blocks += own
         others = [some[0]] * (AT_ONCE - len(some))
         with torch.cuda.device_of(result):
             _descend[(blocks * lanes,)](
                 result if w is None else w, result, result if rates is None else rates, alpha, blocks, lanes,
-                *some, *others, width, tuple(layout), len(some), w is not None, rates is not None,
+                *some, *others, starts[-1], tuple(layout), len(some), w is not None, rates is not None,
             )  # fmt: skip
     return result

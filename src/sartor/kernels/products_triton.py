@@ -15,6 +15,8 @@ float32 itself. This module needs Triton.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,9 @@ def _multiply(
     numbers,  # [lane, ROWS] or [lane, DEPTH]: the rows of an operand
     bias,  # [lane, COLUMNS]
     positive,  # [lane, ROWS, COLUMNS]
+    before,  # like a result that is placed
+    rates,  # [lane]
+    alpha,
     lanes,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -44,6 +49,9 @@ def _multiply(
     BIAS_LANE: tl.constexpr,  # from one lane to the next; 0: there is no bias
     MASKED: tl.constexpr,  # whether the result is 0 where ``positive`` is not that
     CLIPPED: tl.constexpr,  # whether it is 0 where it is negative
+    PLACED: tl.constexpr,  # from one lane to the next of a result that lies in longer rows; 0: it does not
+    STEPS: tl.constexpr,  # whether it is what was there before, less a rate times the product
+    RATED: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -87,7 +95,10 @@ def _multiply(
         lefts = tl.load(left + left_at + (k * LEFT_COLUMN)[None, :], mask=left_there, other=0.0)
         rights = tl.load(right + (place * RIGHT_ROW)[:, None] + right_at, mask=right_there, other=0.0)
         total = tl.dot(lefts, rights, total, input_precision=PRECISION)
-    result += (split * lanes + lane) * (ROWS * COLUMNS)
+    if PLACED > 0:
+        result += lane * PLACED
+    else:
+        result += (split * lanes + lane) * (ROWS * COLUMNS)
     at = (row * COLUMNS)[:, None] + column[None, :]
     there = row_there[:, None] & column_there[None, :]
     if BIAS_LANE > 0:
@@ -97,6 +108,11 @@ def _multiply(
         total = tl.where(allowed <= 0, 0.0, total)
     if CLIPPED:
         total = tl.where(total < 0, 0.0, total)
+    if STEPS:
+        rate = alpha
+        if RATED:
+            rate *= tl.load(rates + lane)
+        total = tl.load(before + lane * PLACED + at, mask=there, other=0.0) - rate * total
     tl.store(result + at, total, mask=there)
 
 
@@ -162,6 +178,16 @@ def completed(
     return result
 
 
+class Place(NamedTuple):
+    """Where a product [L, M, N] goes: into rows, from a number on, which may be a step from others there."""
+
+    rows: Tensor
+    start: int
+    before: Tensor | None
+    alpha: float
+    rates: Tensor | None
+
+
 def multiply(
     left: Tensor,
     right: Tensor,
@@ -171,10 +197,11 @@ def multiply(
     bias: Tensor | None = None,
     positive: Tensor | None = None,
     clipped: bool = False,
+    place: Place | None = None,
 ) -> Tensor:
     """The product of every lane in parts of ``terms`` terms; see ``products.stacked_product``.
 
-    What follows it is for a single part.
+    What follows it, and a place for it, are for a single part.
     """
     left_strides, right_strides, numbered = left.stride(), right.stride(), 0
     lanes, rows = left.shape[:2]
@@ -187,16 +214,24 @@ def multiply(
             lanes, rows = numbers.shape
     depth, columns = left.shape[-1], right.shape[-1]
     parts = triton.cdiv(depth, terms)
-    result = left.new_empty(parts, lanes, rows, columns)
+    before, alpha, rates, ahead = None, 0.0, None, 0
+    if place is None:
+        result = left.new_empty(parts, lanes, rows, columns)
+    else:
+        whole, start, before, alpha, rates = place
+        result, ahead = whole[:, start:], whole.stride(0)
+        before = None if before is None else before[:, start:]
     tile_rows, tile_columns, tile_depth, warps = _tiles(rows, columns, depth, right_strides[-2] == 1)
     programs = triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
     with torch.cuda.device_of(left):
         _multiply[(programs * lanes * parts,)](
             left, right, result, left if numbers is None else numbers,
-            left if bias is None else bias, left if positive is None else positive, lanes,
+            left if bias is None else bias, left if positive is None else positive,
+            left if before is None else before, left if rates is None else rates, alpha, lanes,
             rows, columns, depth, terms, *left_strides, *right_strides, numbered,
-            0 if bias is None else bias.stride(0), positive is not None, clipped, precision,
+            0 if bias is None else bias.stride(0), positive is not None, clipped,
+            ahead, before is not None, rates is not None, precision,
             tile_rows, tile_columns, tile_depth, num_warps=warps, num_stages=3,
         )  # fmt: skip
     return result
