@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -22,70 +23,60 @@ from sartor.kernels.products_triton import Place, multiply
 AT_ONCE = 8
 """Layers of one launch."""
 BLOCK = 2048
-"""Numbers of one program, or terms of such."""
+"""Numbers of one program for a layer of one term."""
+COLUMNS = 128
+"""Numbers of one program for a layer of several."""
 
 
 @triton.jit
 def _layer(
-    layer,
-    w,
-    result,
-    block,
-    lane,
-    lanes,
-    rate,
-    WIDTH: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    PLACE: tl.constexpr,
-    STEPS: tl.constexpr,
-):
+    layer, w, result, layout, block, lane, rate, width, PLACE: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One program's share of a layer, if this is a program for it."""
-    FIRST: tl.constexpr = LAYOUT[7 * PLACE]  # the layer's programs, and its place in the vector
-    BLOCKS: tl.constexpr = LAYOUT[7 * PLACE + 1]
-    START: tl.constexpr = LAYOUT[7 * PLACE + 2]
-    SIZE: tl.constexpr = LAYOUT[7 * PLACE + 3]
-    TERMS: tl.constexpr = LAYOUT[7 * PLACE + 4]
-    LANE: tl.constexpr = LAYOUT[7 * PLACE + 5]  # from one lane and term to the next
-    TERM: tl.constexpr = LAYOUT[7 * PLACE + 6]  # 0: terms have all lanes each
-    if (block >= FIRST) & (block < FIRST + BLOCKS):
-        layer += lane * LANE
-        if TERMS == 1:
-            at = (block - FIRST) * 2048 + tl.arange(0, 2048)
-            there = at < SIZE
-            total = tl.load(layer + at, mask=there, other=0.0)
+    first = tl.load(layout + 7 * PLACE)
+    if (block >= first) & (block < tl.load(layout + 7 * PLACE + 1)):
+        start = tl.load(layout + 7 * PLACE + 2)
+        size = tl.load(layout + 7 * PLACE + 3)
+        terms = tl.load(layout + 7 * PLACE + 4)
+        layer += lane * tl.load(layout + 7 * PLACE + 5)
+        ahead = tl.load(layout + 7 * PLACE + 6)
+        if terms == 1:
+            at = (block - first) * BLOCK + tl.arange(0, BLOCK)
+            total = tl.load(layer + at, mask=at < size, other=0.0)
+            place = lane * width + start + at
+            if STEPS:
+                total = tl.load(w + place, mask=at < size, other=0.0) - rate * total
+            tl.store(result + place, total, mask=at < size)
         else:
-            at = (block - FIRST) * 128 + tl.arange(0, 128)
-            ahead = TERM
-            if TERM == 0:
-                ahead = lanes * LANE
-            there = at < SIZE
-            total = tl.zeros((128,), tl.float32)
-            for begin in range(0, TERMS, 16):
-                term = (begin + tl.arange(0, 16)).to(tl.int64)
-                some = (term < TERMS)[:, None] & there[None, :]
-                total += tl.sum(
-                    tl.load(layer + (term * ahead)[:, None] + at[None, :], mask=some, other=0.0), 0
-                )
-        place = lane * WIDTH + START + at
-        if STEPS:
-            total = tl.load(w + place, mask=there, other=0.0) - rate * total
-        tl.store(result + place, total, mask=there)
+            at = (block - first) * COLUMNS + tl.arange(0, COLUMNS)
+            total = tl.zeros((COLUMNS,), tl.float32)
+            for begin in range(0, terms, 16):
+                term = begin + tl.arange(0, 16).to(tl.int64)
+                some = (term < terms)[:, None] & (at < size)[None, :]
+                more = tl.load(layer + (term * ahead)[:, None] + at[None, :], mask=some, other=0.0)
+                total += tl.sum(more, 0)
+            place = lane * width + start + at
+            if STEPS:
+                total = tl.load(w + place, mask=at < size, other=0.0) - rate * total
+            tl.store(result + place, total, mask=at < size)
 
 
-@triton.jit(do_not_specialize=["lanes"])
+@triton.jit(do_not_specialize=["blocks", "width"])
 def _descend(
-    w,  # [lane, WIDTH]
+    w,  # [lane, width]
     result,  # the same
     rates,  # [lane]
+    layout,  # of each layer: its first program, and behind its last; its start and size in the vector; its
+    # terms; from one lane, and from one term, to the next
     alpha,
     blocks,
-    lanes,
+    width,
     layer_0, layer_1, layer_2, layer_3, layer_4, layer_5, layer_6, layer_7,  # [lane, term, number]
-    WIDTH: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    LAYERS: tl.constexpr,
     STEPS: tl.constexpr,
     RATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """result = w - rate · Σ terms at the places of some layers; Σ terms alone without STEPS."""
     block = tl.program_id(0) % blocks
@@ -93,21 +84,20 @@ def _descend(
     rate = alpha
     if RATED:
         rate *= tl.load(rates + lane)
-    _layer(layer_0, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 0, STEPS)
-    if LAYERS > 1:
-        _layer(layer_1, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 1, STEPS)
-    if LAYERS > 2:
-        _layer(layer_2, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 2, STEPS)
-    if LAYERS > 3:
-        _layer(layer_3, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 3, STEPS)
-    if LAYERS > 4:
-        _layer(layer_4, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 4, STEPS)
-    if LAYERS > 5:
-        _layer(layer_5, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 5, STEPS)
-    if LAYERS > 6:
-        _layer(layer_6, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 6, STEPS)
-    if LAYERS > 7:
-        _layer(layer_7, w, result, block, lane, lanes, rate, WIDTH, LAYOUT, 7, STEPS)
+    _layer(layer_0, w, result, layout, block, lane, rate, width, 0, STEPS, BLOCK, COLUMNS)
+    _layer(layer_1, w, result, layout, block, lane, rate, width, 1, STEPS, BLOCK, COLUMNS)
+    _layer(layer_2, w, result, layout, block, lane, rate, width, 2, STEPS, BLOCK, COLUMNS)
+    _layer(layer_3, w, result, layout, block, lane, rate, width, 3, STEPS, BLOCK, COLUMNS)
+    _layer(layer_4, w, result, layout, block, lane, rate, width, 4, STEPS, BLOCK, COLUMNS)
+    _layer(layer_5, w, result, layout, block, lane, rate, width, 5, STEPS, BLOCK, COLUMNS)
+    _layer(layer_6, w, result, layout, block, lane, rate, width, 6, STEPS, BLOCK, COLUMNS)
+    _layer(layer_7, w, result, layout, block, lane, rate, width, 7, STEPS, BLOCK, COLUMNS)
+
+
+@lru_cache(maxsize=4096)
+def _there(layout: tuple[int, ...], device: torch.device) -> Tensor:
+    """A layout on the device: a graph that is captured cannot bring it there, and finds it."""
+    return torch.tensor(layout, device=device)
 
 
 def descended(
@@ -126,18 +116,19 @@ def descended(
         multiply(left, right, numbers, of_right, left.shape[-1], place=goes)
     there = [place for place in range(len(sizes)) if all(place != product.place for product in made)]
     for begin in range(0, len(layers), AT_ONCE):
-        some = layers[begin : begin + AT_ONCE]
-        layout, blocks = [], 0
-        for layer, place in zip(some, there[begin:], strict=False):
+        some, blocks = layers[begin : begin + AT_ONCE], 0
+        layout = [0] * (7 * AT_ONCE)
+        for number, (layer, place) in enumerate(zip(some, there[begin:], strict=False)):
             _, terms, size = layer.shape
-            own = triton.cdiv(size, BLOCK if terms == 1 else 128)
-            ahead = 0 if terms == 1 or layer.stride(1) == lanes * layer.stride(0) else layer.stride(1)
-            layout += [blocks, own, starts[place], size, terms, layer.stride(0), ahead]
-            blocks += own
+            end = blocks + triton.cdiv(size, BLOCK if terms == 1 else COLUMNS)
+            ahead = (starts[place], size, terms, *layer.stride()[:2])
+            layout[7 * number : 7 * number + 7] = blocks, end, *ahead
+            blocks = end
         others = [some[0]] * (AT_ONCE - len(some))
         with torch.cuda.device_of(result):
             _descend[(blocks * lanes,)](
-                result if w is None else w, result, result if rates is None else rates, alpha, blocks, lanes,
-                *some, *others, starts[-1], tuple(layout), len(some), w is not None, rates is not None,
+                result if w is None else w, result, result if rates is None else rates,
+                _there(tuple(layout), result.device), alpha, blocks, starts[-1], *some, *others,
+                w is not None, rates is not None, BLOCK, COLUMNS,
             )  # fmt: skip
     return result

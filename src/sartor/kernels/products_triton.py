@@ -116,32 +116,35 @@ def _multiply(
     tl.store(result + at, total, mask=there)
 
 
-@triton.jit(do_not_specialize=["lanes"])
+@triton.jit(do_not_specialize=["lanes", "size", "columns", "bias_lane"])
 def _complete(
-    parts,  # [part, lane, ROWS, COLUMNS]
-    bias,  # [lane, COLUMNS]
-    positive,  # [lane, ROWS, COLUMNS]
+    parts,  # [part, lane, *, columns]
+    bias,  # [lane, columns]
+    positive,  # [lane, *, columns]
     result,  # the same
     lanes,
+    size,  # numbers of a lane
+    columns,
+    bias_lane,  # from one lane to the next
     PARTS: tl.constexpr,
-    SIZE: tl.constexpr,  # ROWS × COLUMNS
-    COLUMNS: tl.constexpr,
-    BIAS_LANE: tl.constexpr,
+    BIASED: tl.constexpr,
     MASKED: tl.constexpr,
     CLIPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Parts of a product added up, and what follows."""
-    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    lane = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    place = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    there = place < SIZE
-    at = lane * SIZE + place
+    blocks = tl.cdiv(size, BLOCK)
+    lane = (tl.program_id(0) // blocks).to(tl.int64)
+    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    there = place < size
+    at = lane * size + place
     total = tl.load(parts + at, mask=there, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * lanes * SIZE + at, mask=there, other=0.0)
-    if BIAS_LANE > 0:
-        total += tl.load(bias + lane * BIAS_LANE + place % COLUMNS, mask=there, other=0.0)
+    for _ in tl.static_range(1, PARTS):
+        at += lanes.to(tl.int64) * size
+        total += tl.load(parts + at, mask=there, other=0.0)
+    at = lane * size + place
+    if BIASED:
+        total += tl.load(bias + lane * bias_lane + place % columns, mask=there, other=0.0)
     if MASKED:
         total = tl.where(tl.load(positive + at, mask=there, other=0.0) <= 0, 0.0, total)
     if CLIPPED:
@@ -169,11 +172,12 @@ def completed(
     many, lanes, rows, columns = parts.shape
     result = parts.new_empty(lanes, rows, columns)
     size = rows * columns
-    block = min(1024, max(128, triton.next_power_of_2(size)))
+    block = 256 if size * lanes < 2**18 else 1024
     with torch.cuda.device_of(left):
         _complete[(triton.cdiv(size, block) * lanes,)](
             parts, parts if bias is None else bias, parts if positive is None else positive, result, lanes,
-            many, size, columns, 0 if bias is None else bias.stride(0), positive is not None, clipped, block,
+            size, columns, 0 if bias is None else bias.stride(0),
+            many, bias is not None, positive is not None, clipped, block,
         )  # fmt: skip
     return result
 
