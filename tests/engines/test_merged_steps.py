@@ -11,6 +11,7 @@ from torch import fx
 
 from helpers import RAGGED, classification, federation_of, model_task
 from sartor.engines.stacked import trace
+from sartor.engines.stacked.widths import of_width
 from sartor.kernels import products
 from sartor.model import objectives
 
@@ -62,3 +63,49 @@ def test_a_run_is_the_same(
         assert any(moved) is (steps and merged)
     for key, value in left[False].items():
         assert torch.equal(value, left[True][key]), key
+
+
+def test_steps_of_other_widths_follow_from_merged_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what is traced for them, node for node."""
+    data = classification(RAGGED)
+    monkeypatch.setattr(objectives, "cross_entropy", objectives.cross_entropies)
+    monkeypatch.setattr(trace, "has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(trace, "UNTRACED", 0)
+    plain, specialise, graphs = trace.Tracer._traced, products.specialise, {}
+    monkeypatch.setattr(
+        products, "specialise", lambda graph, most: (specialise(graph, 6), trace.merge(graph))
+    )
+
+    def noted(self: trace.Tracer, *given: Any) -> trace.Traced:
+        made = plain(self, *given)
+        graphs[len(given[2][-1])] = made.graph
+        return made
+
+    monkeypatch.setattr(trace.Tracer, "_traced", noted)
+    for lanes in (2, 3, 5):
+        federation = federation_of("stacked", model_task("mlp", data), data, local={"batch": 8}, lanes=lanes)
+        ended("fedavg", federation, [[0, 1, 2, 3, 4, 5]])
+    made = of_width((2, graphs[2]), (3, graphs[3]), 5)
+    assert made is not None
+    described = [
+        [(node.name, node.target, str(node.args)) for node in graph.graph.nodes]
+        for graph in (made, graphs[5])
+    ]
+    assert described[0] == described[1]
+    assert any("descended" in str(target) for _, target, _ in described[0])
+
+
+@pytest.mark.parametrize(
+    ("one", "near"),
+    [
+        ([1.1, 2.0, float("nan")], True),
+        ([1.101, 2.0, float("nan")], True),
+        ([1.11, 2.0, float("nan")], False),
+        ([1.1, 2.0, 3.0], False),
+        ([float("nan"), 2.0, float("nan")], False),
+        ([float("inf"), 2.0, float("nan")], False),
+    ],
+)
+def test_what_is_near_is_measured_by_the_step(one: list[float], near: bool) -> None:
+    after, before = torch.tensor([1.1, 2.0, float("nan")]), torch.tensor([1.0, 2.0, 3.0])
+    assert trace._near(torch.tensor(one), after, before) is near
