@@ -225,7 +225,11 @@ class Tracer:
         like = [kind for kind in program.taken if _but_lanes(kind) == _but_lanes(key)]
         traced = [kind for kind in like if kind in program.steps and kind[1] > 1]
         if len(traced) > 1 and key not in program.unlike and not self.settings.compile:
-            return self._widened(program, key, (traced[0], traced[1]), step, arguments)
+            result = self._widened(program, key, (traced[0], traced[1]), step, arguments)
+            if self.device.type == "cpu":
+                return result
+            if key in program.steps:  # which rounds as all later steps will
+                return program.steps[key](tree_leaves(arguments))
         if self.device.type == "cpu" and not self.settings.compile:
             # Steps of all widths count until two are traced, by which the others are known.
             counted = like if key[1] > 1 and len(traced) < 2 else [key]
