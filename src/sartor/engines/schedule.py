@@ -11,6 +11,9 @@ client. Between two changes of clients lies a :class:`Stretch` of steps in which
 
 Or every client has a lane of its own, those with most steps first: the ones who still train are the first
 lanes at any time, and nobody ever changes place.
+
+A short batch is padded, unless a sample's result depends on the others of its batch: then batches are taken
+together that are as wide as each other.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ class Stretch(NamedTuple):
 
     steps: int
     lanes: int
+    width: int
     busy: int = 0
     """Where clients have lanes of their own: how many train."""
     left: int = 0
@@ -154,13 +158,14 @@ def plan(
     expected: Usual | None = None,
     common: bool = False,
     narrows: bool = False,
+    exact: bool = False,
     own: bool = False,
 ) -> Plan:
     """Lay out the steps of clients with these numbers of samples, and ``epochs`` where they are drawn.
 
     ``lanes`` 0 takes as many as are ``expected``, ``rounded`` buckets the shape, ``common``: all clients have
-    the same samples. With ``narrows`` there are fewer lanes when few have a client left; with ``own`` every
-    client has one, unless ``lanes`` are fewer.
+    the same samples. With ``narrows`` there are fewer lanes when few have a client left; ``exact``: no batch
+    is padded. With ``own`` every client has a lane, unless ``lanes`` are fewer.
     """
     clients, most = len(sizes), int(sizes.max(initial=0))
     expected = expected or usual(batches, sizes, clients)
@@ -171,13 +176,16 @@ def plan(
     places = max(1, int((passes * sizes).max(initial=0)))
     if rounded:
         places = bucket(places)
+    if exact:
+        return exactly(batches, sizes, counts, width, places, rounded)
+    if rounded:
         width = min(bucket(width, 2), batches.width(expected.most))
     if not lanes or lanes >= clients:
         lanes = expected.lanes
         if lanes == clients and counts.min(initial=longest) == longest:
             full, together = expected.alike and expected.most % width == 0, common and not batches.shuffled
             shape = Shape(clients, longest, width, places, False, full, together)
-            return Plan(shape, None, None, (Stretch(longest, clients),))
+            return Plan(shape, None, None, (Stretch(longest, clients, width),))
         if own:
             shape = Shape(clients, longest, width, places, packed=True, full=False)
             return _in_order(shape, counts, FEW_WIDTHS if rounded else WIDTHS)
@@ -185,7 +193,38 @@ def plan(
     widths = narrowed(rows < clients) if narrows else np.full(len(rows), lanes)
     kept = np.arange(lanes) < widths[:, None]
     shape = Shape(lanes, len(rows), width, places, packed=True, full=False)
-    return Plan(shape, rows[kept], turns[kept], stretches(rows, widths))
+    return Plan(shape, rows[kept], turns[kept], stretches(rows, widths, width))
+
+
+def exactly(
+    batches: Batches, sizes: np.ndarray, counts: np.ndarray, width: int, places: int, rounded: bool
+) -> Plan:
+    """Steps without a padded batch: clients go from pass to pass together, the widest batches of each first.
+
+    ``rounded`` has idle lanes, so that steps of but a few numbers of lanes arise.
+    """
+    rows, turns, parts = [], [], []
+    clients, taken = len(sizes), np.zeros_like(counts)
+    in_turn = np.maximum(batches.in_turn(sizes, width), 1)
+    while (left := np.flatnonzero(taken < counts)).size:
+        passes = taken[left] // in_turn[left]
+        left = left[passes == passes.min()]
+        turn = taken[left] % in_turn[left]
+        real = np.minimum(sizes[left] - turn * width, width)
+        widest = int(real.max())
+        full = np.minimum(sizes[left] // width - turn, counts[left] - taken[left])
+        chosen = real == widest
+        steps = 1 if widest < width or batches.anew else int(full[chosen].min())
+        who = left[chosen]
+        lanes = bucket(len(who), WIDTHS) if rounded else len(who)
+        idle = lanes - len(who)
+        rows.append(np.tile(np.pad(who, (0, idle), constant_values=clients), steps))
+        turns.append((np.pad(taken[who], (0, idle)) + np.arange(steps)[:, None]).ravel())
+        parts.append(Stretch(steps, lanes, widest))
+        taken[who] += steps
+    shape = Shape(clients, sum(part.steps for part in parts), width, places, packed=True, full=True)
+    whose, which = (np.concatenate([np.zeros(0, dtype=np.int64), *tables]) for tables in (rows, turns))
+    return Plan(shape, whose, which, tuple(parts))
 
 
 def _in_order(shape: Shape, counts: np.ndarray, grain: int) -> Plan:
@@ -194,7 +233,7 @@ def _in_order(shape: Shape, counts: np.ndarray, grain: int) -> Plan:
     found, rows, turns, begin = [], [], [], 0
     for end in np.unique(counts[counts > 0]).tolist():
         busy, left = int((counts >= end).sum()), int((counts > end).sum())
-        stretch = Stretch(end - begin, min(shape.lanes, bucket(busy, grain)), busy, left)
+        stretch = Stretch(end - begin, min(shape.lanes, bucket(busy, grain)), shape.width, busy, left)
         whose = np.where(np.arange(stretch.lanes) < busy, order[: stretch.lanes], len(counts))
         rows.append(np.tile(whose, stretch.steps))
         turns.append(np.repeat(np.arange(begin, end), stretch.lanes))
@@ -215,11 +254,13 @@ def narrowed(busy: np.ndarray) -> np.ndarray:
     return np.asarray(rounded[busy.sum(axis=1)])
 
 
-def stretches(rows: np.ndarray, widths: np.ndarray) -> tuple[Stretch, ...]:
+def stretches(rows: np.ndarray, lanes: np.ndarray, width: int) -> tuple[Stretch, ...]:
     """The steps between changes of clients, [steps, lanes], with their numbers of lanes."""
     edges = [0, *(1 + np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1))).tolist(), len(rows)]
     return tuple(
-        Stretch(end - first, int(widths[first])) for first, end in itertools.pairwise(edges) if first < end
+        Stretch(end - first, int(lanes[first]), width)
+        for first, end in itertools.pairwise(edges)
+        if first < end
     )
 
 

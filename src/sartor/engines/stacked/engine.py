@@ -90,6 +90,7 @@ class StackedEngine(LocalEngine):
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
         train = self.samples["train"]
         self.task.require_stackable(train.x, train.y)
+        self._exact = self.task.mixes_samples(train.x, train.y)
         self._activations = self.task.activations(train.x)
 
     @cached_property
@@ -371,12 +372,13 @@ class StackedEngine(LocalEngine):
             turns,
             number,
         )
-        kind = (shape.width, shape.full, shape.common, shape.in_a_row, len(memo))
+        kind = (shape.full, shape.common, shape.in_a_row, len(memo))
         run = partial(self._steps, program, batches=batches, plan=plan)
         if table is None:
-            return run((position, clients, *kind), (fixed, rows, memo), carry, (index, real, turns))
+            key = (position, clients, shape.width, *kind)
+            return run(key, (fixed, rows, memo), carry, (index, real, turns))
         if plan.order is not None:
-            key, order = (position, clients, *kind), table[:, :clients]
+            key, order = (position, clients, shape.width, *kind), table[:, :clients]
             return self._in_order(
                 program, key, run, plan, order, (fixed, rows, memo), carry, (index, real, turns)
             )
@@ -386,12 +388,12 @@ class StackedEngine(LocalEngine):
         for stretch in plan.stretches:
             begin, end = end, end + stretch.steps * stretch.lanes
             there = slice(begin, end)
-            turn = _laid_out((index, real, turns), begin, stretch)
-            whose, key = lanes[there][: stretch.lanes], (position, stretch.lanes, *kind)
+            turn = _laid_out((index[:, : stretch.width], real, turns), begin, stretch)
+            whose, key = lanes[there][: stretch.lanes], (position, stretch.lanes, stretch.width, *kind)
             client = whose.clamp(max=clients - 1)
             their_rows, their_memo = self._tracer.some(program, key, fixed, (rows, memo), client)
-            own = tree_map(lambda value: value.index_select(0, whose), carry)  # noqa: B023
-            after = run(key, (fixed, their_rows, their_memo), own, turn)
+            theirs = tree_map(lambda value: value.index_select(0, whose), carry)  # noqa: B023
+            after = run(key, (fixed, their_rows, their_memo), theirs, turn)
             for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
                 whole.index_copy_(0, whose, part)
         return tree_map(lambda value: value[:clients], carry)
@@ -469,7 +471,8 @@ class StackedEngine(LocalEngine):
                 epochs,
                 expected,
                 common,
-                narrows=self.narrows,
+                self.narrows,
+                self._exact,
                 own=self.keeps_lanes,
             )
         return self._plans[key]
@@ -493,7 +496,9 @@ class StackedEngine(LocalEngine):
 def _laid_out(turns: tuple[Tensor, ...], begin: int, stretch: Stretch) -> tuple[Tensor, ...]:
     """What is the turns' of a stretch, [steps, lanes, …]."""
     there = slice(begin, begin + stretch.steps * stretch.lanes)
-    return tuple(part[there].view(stretch.steps, stretch.lanes, *part.shape[1:]) for part in turns)
+    return tuple(
+        part[there].contiguous().view(stretch.steps, stretch.lanes, *part.shape[1:]) for part in turns
+    )
 
 
 def _first(count: int, value: Tensor) -> Tensor:
