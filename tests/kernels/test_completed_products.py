@@ -101,3 +101,21 @@ def test_the_kernel_completes_the_product(terms: int, biased: bool, masked: bool
     assert distance(found, expected) < 1e-6
     if masked:
         assert not found[mask <= 0].any()
+
+
+def test_what_is_changed_later_is_read_before() -> None:
+    """An operand, or a part of one, that is written to between a product and what follows it."""
+    given = draw(3, 4, 5, dtype=torch.float32), draw(3, 5, 6, dtype=torch.float32)
+
+    def step(left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
+        kept = left * 2
+        product = torch.bmm(kept, right)
+        kept[:, 1:].add_(1)
+        return product.relu(), kept
+
+    graph = make_fx(step)(*given)
+    products.specialise(graph)
+    products.complete(graph)
+    assert not graph.graph.find_nodes(op="call_function", target=COMPLETED)
+    for ours, theirs in zip(graph(*given), step(*given), strict=True):
+        assert torch.equal(ours, theirs)

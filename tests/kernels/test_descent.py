@@ -154,3 +154,19 @@ def test_the_kernel_takes_the_step(steps: bool, rated: bool) -> None:
         None if rates is None else rates[1:2],
     )
     assert torch.equal(alone[0], found[1])
+
+
+def test_what_is_changed_later_is_read_before() -> None:
+    """A gradient's terms that are written to before the gradients are joined."""
+    terms, others = draw(3, 6, 30, dtype=torch.float32), draw(3, 40, dtype=torch.float32)
+
+    def step(terms: Tensor, others: Tensor) -> Tensor:
+        own = terms * 2
+        added = own.sum(1)
+        own.view(3, -1).zero_()
+        return torch.cat([added, others, own[:, 0]], 1)
+
+    graph = make_fx(step)(terms, others)
+    descent.specialise(graph)
+    assert graph.graph.find_nodes(op="call_function", target=DESCENDED)
+    assert torch.equal(graph(terms, others), step(terms, others))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from sartor.kernels.products import stacked_product
-from sartor.kernels.views import behind_views, called, shape_of, value_of
+from sartor.kernels.views import behind_views, called, reads_late, shape_of, value_of
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def specialise(module: fx.GraphModule) -> None:
         step = _step(node)
         last, w, alpha, rates = step or (node, None, 0.0, None)
         with graph.inserting_before(last):
-            found = [_product(piece) or _terms(graph, piece, len(joined)) for piece in pieces]
+            found = [_product(graph, piece) or _terms(graph, piece, len(joined)) for piece in pieces]
             products = [(*piece, place) for place, piece in enumerate(found) if isinstance(piece, tuple)]
             layers = [piece for piece in found if not isinstance(piece, tuple)]
             operands = [operand for product in products for operand in product[:2]]
@@ -71,14 +71,15 @@ def _step(joined: fx.Node) -> tuple[fx.Node, fx.Node, float, fx.Node | None] | N
     return user, args[0], float(alpha), rates
 
 
-def _product(piece: fx.Node) -> tuple[Any, ...] | None:
+def _product(graph: fx.Graph, piece: fx.Node) -> tuple[Any, ...] | None:
     """The operands of a product in one part that a layer's gradient alone reads; see ``stacked_product``."""
     node = behind_views(piece)
     parts, *where = called(node, aten.select.int) or (None,)
     args = called(parts, torch.ops.sartor.stacked_product.default)
     if args is None or where != [0, 0] or len(node.users) > 1 or len(parts.users) > 1:
         return None
-    return args[:4] if (shape_of(parts) or (0,))[0] == 1 else None
+    alone = (shape_of(parts) or (0,))[0] == 1 and not reads_late(graph, args)
+    return args[:4] if alone else None
 
 
 def _terms(graph: fx.Graph, piece: fx.Node, lanes: int) -> fx.Node:
@@ -86,6 +87,8 @@ def _terms(graph: fx.Graph, piece: fx.Node, lanes: int) -> fx.Node:
     node = behind_views(piece)
     source, axes, *_ = called(node, aten.sum.dim_IntList) or (None, None)
     value = value_of(source)
+    if reads_late(graph, (source,)):
+        axes = value = None
     if axes == [0] and len(node.users) == 1 and len(shape_of(node) or ()) == 2:
         return graph.call_function(aten.transpose.int, (source, 0, 1))
     if value is not None and len(node.users) == 1:

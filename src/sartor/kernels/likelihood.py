@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from sartor.kernels.products import Made, made_of
-from sartor.kernels.views import called, shape_of, value_of
+from sartor.kernels.views import called, reads_late, shape_of, value_of
 
 aten = torch.ops.aten
 
@@ -36,11 +36,9 @@ class Share(NamedTuple):
 def specialise(module: fx.GraphModule) -> None:
     """Let the kernel compute a traced graph's gradients of log-likelihoods, where it can."""
     graph = module.graph
-    for node in graph.find_nodes(op="call_function", target=aten.ones_like.default):
-        _without_source(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten._log_softmax_backward_data.default):
         found = _pulled(node)
-        if found is None:
+        if found is None or reads_late(graph, found[:2]):
             continue
         scores, targets, share = found
         with graph.inserting_before(node):
@@ -52,19 +50,6 @@ def specialise(module: fx.GraphModule) -> None:
         graph.erase_node(node)
     graph.eliminate_dead_code()
     module.recompile()
-
-
-def _without_source(graph: fx.Graph, node: fx.Node) -> None:
-    """Ones of a tensor's shape do not need the tensor."""
-    value = value_of(node)
-    if value is None:
-        return
-    with graph.inserting_before(node):
-        kind: dict[str, Any] = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        ones = graph.call_function(aten.full.default, (list(value.shape), 1), kind)
-    ones.meta = node.meta
-    node.replace_all_uses_with(ones)
-    graph.erase_node(node)
 
 
 def _pulled(node: fx.Node) -> tuple[fx.Node, fx.Node, Share] | None:
@@ -141,8 +126,8 @@ def _real(node: Any) -> fx.Node | None:
         inverse, given = called(inverse, target) or (None, None)
         if given != shape:
             return None
-    one, total = called(inverse, aten.div.Tensor) or (None, None)
-    if _constant(one) != 1 or called(total, aten.sum.dim_IntList) != (weight, [1]):
+    (total,) = called(inverse, aten.reciprocal.default) or (None,)
+    if called(total, aten.sum.dim_IntList) != (weight, [1]):
         return None
     (below,) = called(weight, aten._to_copy.default) or (None,)
     places, column = called(below, aten.lt.Tensor) or (None, None)

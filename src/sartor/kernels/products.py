@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from sartor.kernels.views import behind_views, called, shape_of
+from sartor.kernels.views import behind_views, called, reads_late, shape_of
 
 aten = torch.ops.aten
 
@@ -163,6 +163,8 @@ def _completed(graph: fx.Graph, node: fx.Node, last: Any, positive: Any, clipped
     last = last if last is node else behind_views(last)
     shape, made = shape_of(node), made_of(last)
     if shape is None or made is None or (last is not node and len(last.users) > 1):
+        return
+    if reads_late(graph, (*made.parts.args, made.bias, positive)):
         return
     with graph.inserting_before(node):
         arguments = (*made.parts.args, made.bias, positive, clipped)
