@@ -34,6 +34,7 @@ from sartor import nests
 from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.kernels.convolution import conv2d
 from sartor.kernels.dense import Dense
+from sartor.kernels.norms import Norms, serves_lanes
 from sartor.model.draws import Keyed, dropped, inside_transform
 from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
 from sartor.model.precision import half_precision
@@ -606,6 +607,7 @@ class Task:
                 half_precision(w.device.type) if half else nullcontext(),
                 keyed or nullcontext(),
                 Dense() if many else nullcontext(),
+                Norms() if serves_lanes(w) else nullcontext(),
                 _unbranched(),
             ):
                 result = functional_call(module, named, *self.arguments(x), strict=False)
