@@ -61,8 +61,51 @@ def specialise(module: fx.GraphModule) -> None:
         result.meta = node.meta
         node.replace_all_uses_with(result)
         graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.sartor.stacked_product.default):
+        _add_bias(graph, node)
     graph.eliminate_dead_code()
     module.recompile()
+
+
+def _add_bias(graph: fx.Graph, product: fx.Node) -> None:
+    """Have the kernel add what is the same for all rows of a lane, where that is added to a product next."""
+    shaped = result = _only_user(product)
+    if result is None or result.target is not aten.select.int:
+        return
+    lanes, _, columns = result.meta["val"].shape
+    while (user := _only_user(shaped)) is not None and user.target in _SAME_MEMORY:
+        shaped = user
+    if user is None or user.target is not aten.add.Tensor or user.kwargs or shaped is None:
+        return
+    other = next((node for node in user.all_input_nodes if node is not shaped), None)
+    value = None if other is None else other.meta.get("val")
+    ones = [1] * (shaped.meta["val"].dim() - 2)
+    if other is None or value is None or value.shape != (lanes, *ones, columns) or value.dtype != torch.float32:
+        return
+    with graph.inserting_before(user):
+        bias = graph.call_function(aten.view.default, (_times_one(other), [lanes, columns]))
+        arguments = (*product.args[:5], bias)
+        parts = graph.call_function(torch.ops.sartor.stacked_product.default, arguments)
+        added = graph.call_function(aten.select.int, (parts, 0, 0))
+        if shaped is not result:
+            added = graph.call_function(aten.view.default, (added, list(shaped.meta["val"].shape)))
+    added.meta = user.meta
+    user.replace_all_uses_with(added)
+    graph.erase_node(user)
+
+
+def _only_user(node: fx.Node | None) -> fx.Node | None:
+    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+
+
+def _times_one(node: fx.Node) -> fx.Node:
+    """What was multiplied by one, before it was given another shape."""
+    source = node.args[0] if node.target in _SAME_MEMORY else node
+    if isinstance(source, fx.Node) and source.target in (aten.mul.Tensor, aten.mul.Scalar):
+        factor = source.args[1]
+        if not isinstance(factor, fx.Node) and factor == 1:
+            return cast(fx.Node, source.args[0])
+    return node
 
 
 def _serves(left: Tensor | None, right: Tensor | None) -> bool:
@@ -93,28 +136,43 @@ def _gathered(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 @torch.library.custom_op(
     "sartor::stacked_product",
     mutates_args=(),
-    schema="(Tensor left, Tensor right, Tensor? numbers, bool of_right, int terms) -> Tensor",
+    schema="(Tensor left, Tensor right, Tensor? numbers, bool of_right, int terms, Tensor? bias=None)"
+    " -> Tensor",
 )
 def stacked_product(
-    left: Tensor, right: Tensor, numbers: Tensor | None, of_right: bool, terms: int
+    left: Tensor,
+    right: Tensor,
+    numbers: Tensor | None,
+    of_right: bool,
+    terms: int,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The product of every lane's matrices, in parts of so many ``terms`` that are to be added up.
 
     The operands are [L, M, K] and [L, K, N], the result is [parts, L, M, N]. With ``numbers`` one operand has
     no lanes, and a lane takes the rows with its numbers: [L, M] of the left one, or [L, K] of the right one.
+    A ``bias`` [L, N] is added to every row of a result in one part.
     """
     if left.is_cuda:
         from sartor.kernels import products_triton as product_kernels
 
-        result: Tensor = product_kernels.multiply(left, right, numbers, of_right, terms)
+        result: Tensor = product_kernels.multiply(left, right, numbers, of_right, terms, bias)
         return result
     if numbers is not None:
         left, right = (left, right[numbers]) if of_right else (left[numbers], right)
     pieces = zip(torch.split(left, terms, 2), torch.split(right, terms, 1), strict=True)
-    return torch.stack([torch.bmm(*piece) for piece in pieces])
+    result = torch.stack([torch.bmm(*piece) for piece in pieces])
+    return result if bias is None else result + bias[:, None]
 
 
 @stacked_product.register_fake
-def _(left: Tensor, right: Tensor, numbers: Tensor | None, of_right: bool, terms: int) -> Tensor:
+def _(
+    left: Tensor,
+    right: Tensor,
+    numbers: Tensor | None,
+    of_right: bool,
+    terms: int,
+    bias: Tensor | None = None,
+) -> Tensor:
     lanes, rows = left.shape[:2] if numbers is None or of_right else numbers.shape
     return left.new_empty(-(-left.shape[-1] // terms), lanes, rows, right.shape[-1])

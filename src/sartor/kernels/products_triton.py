@@ -27,6 +27,7 @@ def _multiply(
     right,  # [lane, DEPTH, COLUMNS], or [*, COLUMNS] where its rows are numbered
     result,  # [split, lane, ROWS, COLUMNS]
     numbers,  # [lane, ROWS] or [lane, DEPTH]: the rows of an operand
+    bias,  # [lane, COLUMNS]
     lanes,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -38,6 +39,8 @@ def _multiply(
     RIGHT_LANE: tl.constexpr,
     RIGHT_ROW: tl.constexpr,
     RIGHT_COLUMN: tl.constexpr,
+    BIAS_LANE: tl.constexpr,
+    BIASED: tl.constexpr,
     NUMBERED: tl.constexpr,  # which operand's rows are numbered: 0 (none), 1 (left), 2 (right)
     PRECISION: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -46,6 +49,7 @@ def _multiply(
 ):
     """result[row, column] = Σ left[row, k] · right[k, column] over a split's terms k, in every lane.
 
+    A bias is for a product that is not split.
     SHARE is a multiple of TILE_DEPTH or all of DEPTH, so that no tile reaches into the next split.
     """
     ROW_TILES: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
@@ -82,12 +86,21 @@ def _multiply(
         lefts = tl.load(left + left_at + (k * LEFT_COLUMN)[None, :], mask=left_there, other=0.0)
         rights = tl.load(right + (place * RIGHT_ROW)[:, None] + right_at, mask=right_there, other=0.0)
         total = tl.dot(lefts, rights, total, input_precision=PRECISION)
+    if BIASED:
+        total += tl.load(bias + lane * BIAS_LANE + column, mask=column_there, other=0.0)[None, :]
     result += (split * lanes + lane) * (ROWS * COLUMNS)
     at = (row * COLUMNS)[:, None] + column[None, :]
     tl.store(result + at, total, mask=row_there[:, None] & column_there[None, :])
 
 
-def multiply(left: Tensor, right: Tensor, numbers: Tensor | None, of_right: bool, terms: int) -> Tensor:
+def multiply(
+    left: Tensor,
+    right: Tensor,
+    numbers: Tensor | None,
+    of_right: bool,
+    terms: int,
+    bias: Tensor | None = None,
+) -> Tensor:
     """The product of every lane in parts of ``terms`` terms; see ``products.stacked_product``."""
     left_strides, right_strides, numbered = left.stride(), right.stride(), 0
     lanes, rows = left.shape[:2]
@@ -103,11 +116,14 @@ def multiply(left: Tensor, right: Tensor, numbers: Tensor | None, of_right: bool
     result = left.new_empty(parts, lanes, rows, columns)
     tile_rows, tile_columns, tile_depth, warps = _tiles(rows, columns, depth, right_strides[-2] == 1)
     programs = triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
+    if bias is not None and bias.stride(1) != 1:
+        bias = bias.contiguous()
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
     with torch.cuda.device_of(left):
         _multiply[(programs * lanes * parts,)](
-            left, right, result, left if numbers is None else numbers, lanes,
-            rows, columns, depth, terms, *left_strides, *right_strides, numbered, precision,
+            left, right, result, left if numbers is None else numbers, left if bias is None else bias, lanes,
+            rows, columns, depth, terms, *left_strides, *right_strides,
+            0 if bias is None else bias.stride(0), bias is not None, numbered, precision,
             tile_rows, tile_columns, tile_depth, num_warps=warps, num_stages=3,
         )  # fmt: skip
     return result
