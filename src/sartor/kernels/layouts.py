@@ -10,10 +10,14 @@ zero but for one part, and added up. :func:`gather` writes the parts side by sid
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
+
+log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
@@ -25,9 +29,21 @@ IN_A_ROW: dict[str, Any] = {"memory_format": torch.contiguous_format}
 
 def settle(module: fx.GraphModule) -> None:
     """Copy what lies in another order once, where it first meets what lies in a row."""
-    graph = module.graph
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(module.graph._codegen)
     if any("as_strided" in str(node.target) for node in graph.nodes):  # which says where numbers lie
         return
+    try:
+        _settle(graph)
+    except Exception as error:  # an operation that does not tell how its result lies: all stays as it is
+        log.info("a step's tensors are left where they lie: %s", error)
+        return
+    graph.eliminate_dead_code()
+    module.graph = graph
+
+
+def _settle(graph: fx.Graph) -> None:
     seen: set[fx.Node] = set()
     moved: set[fx.Node] = set()
     for node in list(graph.nodes):
@@ -35,7 +51,7 @@ def settle(module: fx.GraphModule) -> None:
         for other in _meeting(node):
             with graph.inserting_before(node):
                 copy = graph.call_function(aten.clone.default, (other,), IN_A_ROW)
-            copy.meta["val"] = other.meta["val"].contiguous()
+            copy.meta["val"] = _placeless(other).contiguous()
             _use_later(other, copy, seen | {copy}, moved)
             _note(node, moved)
         if node.target is aten.clone.default:
@@ -46,8 +62,6 @@ def settle(module: fx.GraphModule) -> None:
             elif free and _crosswise(before) and _in_a_row(_value(node)):
                 _use_later(source, node, seen | {node}, moved)
         seen.add(node)
-    graph.eliminate_dead_code()
-    module.recompile()
 
 
 def _use_later(node: fx.Node, copy: fx.Node, seen: set[fx.Node], moved: set[fx.Node]) -> None:
@@ -71,9 +85,18 @@ def _note(node: fx.Node, moved: set[fx.Node]) -> None:
     """Note anew what a node gives, if something that it is given lies otherwise than when it was traced."""
     if node.op != "call_function" or moved.isdisjoint(node.all_input_nodes) or _mutates(node.target):
         return
-    arguments, options = fx.map_arg((node.args, node.kwargs), lambda other: other.meta.get("val"))
+    arguments, options = fx.map_arg((node.args, node.kwargs), _placeless)
     node.meta["val"] = node.target(*arguments, **options)  # type: ignore[operator]
     moved.add(node)
+
+
+def _placeless(node: fx.Node) -> Any:
+    """What a node gives, without numbers and of no device."""
+    return tree_map_only(
+        Tensor,
+        lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"),
+        node.meta["val"],
+    )
 
 
 def _value(node: Any) -> Any:
