@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from helpers import classification, federation_of
 from sartor.engines.stacked import trace
-from sartor.kernels import convolution, layouts, norms
+from sartor.kernels import convolution, layouts, norms, rectified
 from sartor.model import task as tasks
 from sartor.model.draws import inside_transform
 from sartor.model.task import Task
@@ -179,7 +179,7 @@ def test_the_engine_computes_the_same_with_them(
 
     def specialised(graph: fx.GraphModule) -> None:
         layouts.gather(graph)
-        norms.specialise(graph)
+        rectified.specialise(graph)
         layouts.settle(graph)
         found.extend((node.target, *node.args[-1:]) for node in graph.graph.nodes)
 
@@ -205,18 +205,18 @@ def operands(name: str, **kind: Any) -> tuple[Tensor, ...]:
 
 
 @kernels
-@pytest.mark.parametrize("rectified", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_kernels_are_the_norm_and_its_gradients(name: str, rectified: bool) -> None:
+def test_the_kernels_are_the_norm_and_its_gradients(name: str, relu: bool) -> None:
     from sartor.kernels import norms_triton
 
     kind = (SHAPES[name][-1], SHAPES[name][-2], 1e-3)
     x, weight, bias, gradient = operands(name, dtype=torch.float32, device=DEVICE)
     doubles = [value.double().cpu() for value in (x, weight, bias)]
-    expected = norms.stacked_norm(*doubles, *kind, rectified)
-    assert distance(norms_triton.normalise(x, weight, bias, *kind, rectified), expected) < 1e-6
-    before, sums = norms_triton.gradients(gradient, x, weight, bias, *kind, rectified)
-    wanted = norms.stacked_norm_gradient(gradient.double().cpu(), *doubles, *kind, rectified)
+    expected = norms.stacked_norm(*doubles, *kind, relu)
+    assert distance(norms_triton.normalise(x, weight, bias, *kind, relu), expected) < 1e-6
+    before, sums = norms_triton.gradients(gradient, x, weight, bias, *kind, relu)
+    wanted = norms.stacked_norm_gradient(gradient.double().cpu(), *doubles, *kind, relu)
     if SHAPES[name][2] // kind[0] * SHAPES[name][3] > 1:  # a single number is its own mean: nothing is left
         assert distance(before, wanted[0]) < 1e-5
     assert distance(sums, wanted[1]) < 1e-6

@@ -11,16 +11,14 @@ sample's numbers of one group are a row, which is normalised. A LayerNorm has on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sartor.kernels.gpu import HAS_TRITON
-
-aten = torch.ops.aten
 
 _LONGEST = 16384
 """Numbers of a row, filled up to powers of two, that a program holds."""
@@ -298,59 +296,3 @@ def _(
     rectified: bool,
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(2, *weight.shape)
-
-
-# ReLU behind a norm -----------------------------------------------------------------------------------------
-
-
-def specialise(module: fx.GraphModule) -> None:
-    """Have the kernels of a traced graph rectify what they give, where ReLU follows a norm."""
-    graph = module.graph
-    rectified: dict[tuple[fx.Node, ...], fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=torch.ops.sartor.stacked_norm.default):
-        relu = _only_user(node, aten.relu.default, aten.relu_.default)
-        if relu is not None:
-            node.args = (*node.args[:-1], True)
-            relu.replace_all_uses_with(node)
-            graph.erase_node(relu)
-            rectified[_operands(node.args[:3])] = node
-    for node in graph.find_nodes(op="call_function", target=torch.ops.sartor.stacked_norm_gradient.default):
-        given, positive = cast(fx.Node, node.args[0]), rectified.get(_operands(node.args[1:4]))
-        cut = _source(given)
-        if cut.target is not aten.threshold_backward.default or positive is None or _elsewhere(given, cut):
-            continue
-        gradient, result, threshold = cut.args
-        if threshold == 0 and _source(result) is positive:
-            node.args = (gradient, *node.args[1:-1], True)
-    graph.eliminate_dead_code()
-    module.recompile()
-
-
-_SHAPES = (aten.view.default, aten._unsafe_view.default)
-
-
-def _operands(nodes: Any) -> tuple[fx.Node, ...]:
-    return tuple(map(_source, nodes))
-
-
-def _source(node: Any) -> fx.Node:
-    """What a node gives another view of in the same order, past those that ``torch.vmap`` puts around it."""
-    while node.target in (*_SHAPES, aten.permute.default, aten.expand.default):
-        before, after = node.args[0].meta["val"], node.meta["val"]
-        in_a_row = before.is_contiguous() and after.is_contiguous() and before.numel() == after.numel()
-        if not in_a_row and (before.shape, before.stride()) != (after.shape, after.stride()):
-            break
-        node = node.args[0]
-    return cast(fx.Node, node)
-
-
-def _elsewhere(view: fx.Node, source: fx.Node) -> bool:
-    """Whether something uses a source, or a view of it, other than by this view of it."""
-    while view is not source and len(view.users) == 1:
-        view = cast(fx.Node, view.args[0])
-    return len(view.users) > 1
-
-
-def _only_user(node: fx.Node, *targets: Any) -> fx.Node | None:
-    users = list(node.users)
-    return users[0] if len(users) == 1 and users[0].target in targets else None

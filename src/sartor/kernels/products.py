@@ -80,7 +80,12 @@ def _add_bias(graph: fx.Graph, product: fx.Node) -> None:
     other = next((node for node in user.all_input_nodes if node is not shaped), None)
     value = None if other is None else other.meta.get("val")
     ones = [1] * (shaped.meta["val"].dim() - 2)
-    if other is None or value is None or value.shape != (lanes, *ones, columns) or value.dtype != torch.float32:
+    if (
+        other is None
+        or value is None
+        or value.shape != (lanes, *ones, columns)
+        or value.dtype != torch.float32
+    ):
         return
     with graph.inserting_before(user):
         bias = graph.call_function(aten.view.default, (_times_one(other), [lanes, columns]))

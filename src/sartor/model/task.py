@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sartor import nests
 from sartor.errors import NotStackable, SartorError, SettingError
+from sartor.kernels import batch_norm
 from sartor.kernels.convolution import conv2d
 from sartor.kernels.dense import Dense
 from sartor.kernels.norms import Norms, serves_lanes
@@ -1097,6 +1098,8 @@ class _BatchNorm(nn.Module):
         still = mode.still(self.path.removesuffix("."))
         if self.running_mean is not None and self.running_var is not None and still:
             mean, variance = self.running_mean, self.running_var
+        elif self.weight is not None and self.bias is not None and batch_norm.serves(x, self.weight):
+            return self._normalised(x, mode.weight, self.weight, self.bias)
         else:
             mean, variance = self._statistics(x, mode.weight)
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -1105,14 +1108,27 @@ class _BatchNorm(nn.Module):
             return normal
         return normal * self.weight.view(shape) + self.bias.view(shape)
 
+    def _normalised(self, x: Tensor, weight: Tensor | None, gamma: Tensor, beta: Tensor) -> Tensor:
+        """The same by kernels that know the gradients."""
+        counted = _ones_like_rows(x) if weight is None else weight
+        count = counted.sum() * x[0, 0].numel()
+        mean, variance = self._moved(*batch_norm.moments(x, counted), count)
+        given = count <= 1 if self.running_mean is not None else torch.zeros_like(count, dtype=torch.bool)
+        share = torch.where(given, 0.0, 1 / count)
+        return batch_norm.normalised(x, gamma, beta, counted, mean, variance, share, self.eps)
+
     def _statistics(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         others = [axis for axis in range(x.dim()) if axis != 1]
-        weight = torch.ones(x.shape[0], dtype=x.dtype, device=x.device) if weight is None else weight
+        weight = _ones_like_rows(x) if weight is None else weight
         weight = weight.view([-1] + [1] * (x.dim() - 1))
         count = weight.sum() * (x[0, 0].numel())
         mean = (x * weight).sum(others) / count
         centred = (x - mean.view([1, -1] + [1] * (x.dim() - 2))) * weight
         variance = (centred * centred).sum(others) / count
+        return self._moved(mean, variance, count)
+
+    def _moved(self, mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """The statistics to normalise by, after the running ones have moved towards them."""
         if self.running_mean is not None and self.running_var is not None:
             share = self.momentum
             unbiased = variance * count / (count - 1).clamp(min=1)
@@ -1128,6 +1144,10 @@ class _BatchNorm(nn.Module):
             moved = before_var + share * (unbiased - before_var)
             changed[self.path + "running_var"] = torch.where(single, before_var, moved)
         return mean, variance
+
+
+def _ones_like_rows(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[0], dtype=x.dtype, device=x.device)
 
 
 class _Dropout(nn.Module):

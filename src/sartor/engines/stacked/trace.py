@@ -45,7 +45,7 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import layouts, norms, pooling, products
+from sartor.kernels import layouts, pooling, products, rectified
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
@@ -345,7 +345,7 @@ class Tracer:
         if self.device.type == "cuda" and not self.settings.compile:
             layouts.gather(graph)
             if not self.apart:
-                norms.specialise(graph)
+                rectified.specialise(graph)
                 layouts.settle(graph)
         if has_tensor_cores(self.device) and not self.apart:
             products.specialise(graph)
