@@ -151,12 +151,15 @@ def test_the_kernels_are_its_passes(name: str, relu: bool) -> None:
     found = batch_norm_triton.moments(x32, real32)
     assert distance(found[0], mean) < 1e-6
     assert distance(found[1], variance) < 1e-5
-    others = (weight, bias, real, mean, variance, share, EPS, relu)
-    expected = batch_norm.stacked_batch_norm(x, *others)
-    assert distance(batch_norm_triton.normalise(x32, weight32, bias32, *found, EPS, relu), expected) < 1e-5
+    others = (weight, bias, real, mean, variance, share)
+    weights = (weight32, bias32, *found)
+    expected = batch_norm.stacked_batch_norm(x, *others, None, EPS, relu)
+    assert distance(batch_norm_triton.normalise(x32, *weights, None, EPS, relu), expected) < 1e-5
+    expected = batch_norm.stacked_batch_norm(x, *others, gradient, EPS, relu)
+    assert distance(batch_norm_triton.normalise(x32, *weights, gradient32, EPS, relu), expected) < 1e-5
     before, sums = batch_norm_triton.gradients(
         gradient32, x32, weight32, bias32, real32, *found, share32, EPS, relu
     )
-    wanted = batch_norm.stacked_batch_norm_gradient(gradient, x, *others)
+    wanted = batch_norm.stacked_batch_norm_gradient(gradient, x, *others, EPS, relu)
     assert distance(before, wanted[0]) < 1e-5
     assert distance(sums, wanted[1]) < 1e-5

@@ -175,13 +175,15 @@ def test_the_engine_computes_the_same_with_them(
     torch.manual_seed(0)
     task = Task(Residual(data.classes).double(), classes=data.classes)
     left = {"loop": ended(name, federation_of("loop", task, data, local={"batch": 8}), [[0, 1, 2]])}
-    found = []
+    found: list[Any] = []
 
     def specialised(graph: fx.GraphModule) -> None:
         layouts.gather(graph)
         rectified.specialise(graph)
         layouts.settle(graph)
         found.extend((node.target, *node.args[-1:]) for node in graph.graph.nodes)
+        norm = torch.ops.sartor.stacked_norm.default
+        found.extend(node.args[3] for node in graph.graph.find_nodes(op="call_function", target=norm))
 
     for kind in (convolution, norms):
         monkeypatch.setattr(kind, "_kernels_serve", lambda *tensors: True)
@@ -190,6 +192,7 @@ def test_the_engine_computes_the_same_with_them(
     left["stacked"] = ended(name, federation_of("stacked", task, data, local={"batch": 8}), [[0, 1, 2]])
     assert (torch.ops.sartor.stacked_norm.default, True) in found
     assert (torch.ops.sartor.stacked_norm_gradient.default, True) in found
+    assert any(isinstance(beside, fx.Node) for beside in found)
     assert_close(left["loop"], left["stacked"], 1e-9)
 
 
@@ -213,8 +216,10 @@ def test_the_kernels_are_the_norm_and_its_gradients(name: str, relu: bool) -> No
     kind = (SHAPES[name][-1], SHAPES[name][-2], 1e-3)
     x, weight, bias, gradient = operands(name, dtype=torch.float32, device=DEVICE)
     doubles = [value.double().cpu() for value in (x, weight, bias)]
-    expected = norms.stacked_norm(*doubles, *kind, relu)
-    assert distance(norms_triton.normalise(x, weight, bias, *kind, relu), expected) < 1e-6
+    expected = norms.stacked_norm(*doubles, None, *kind, relu)
+    assert distance(norms_triton.normalise(x, weight, bias, None, *kind, relu), expected) < 1e-6
+    expected = norms.stacked_norm(*doubles, gradient.double().cpu(), *kind, relu)
+    assert distance(norms_triton.normalise(x, weight, bias, gradient, *kind, relu), expected) < 1e-6
     before, sums = norms_triton.gradients(gradient, x, weight, bias, *kind, relu)
     wanted = norms.stacked_norm_gradient(gradient.double().cpu(), *doubles, *kind, relu)
     if SHAPES[name][2] // kind[0] * SHAPES[name][3] > 1:  # a single number is its own mean: nothing is left

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sartor.kernels.norms import serves_lanes
+from sartor.kernels.norms import finished, serves_lanes
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
@@ -93,7 +93,8 @@ class _Batch(torch.autograd.Function):
         """The operation on lanes, or on one client's numbers."""
         if others[0].dim() == 1:
             return _plain(x, *others)
-        result: Tensor = stacked_batch_norm(x, *others, False)
+        *tensors, eps = others
+        result: Tensor = stacked_batch_norm(x, *tensors, None, eps, False)
         return result
 
     @staticmethod
@@ -266,7 +267,7 @@ def stacked_moments(x: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "sartor::stacked_batch_norm",
     mutates_args=(),
-    schema=f"({_TENSORS}, float eps, bool rectified) -> Tensor",
+    schema=f"({_TENSORS}, Tensor? beside, float eps, bool rectified) -> Tensor",
 )
 def stacked_batch_norm(
     x: Tensor,
@@ -276,17 +277,17 @@ def stacked_batch_norm(
     mean: Tensor,
     variance: Tensor,
     share: Tensor,
+    beside: Tensor | None,
     eps: float,
     rectified: bool,
 ) -> Tensor:
-    """``x`` [L, n, c, ...] by statistics and weights [L, c]; ``rectified``: its ReLU."""
+    """``x`` [L, n, c, ...] by statistics and weights [L, c], plus ``beside``; ``rectified``: its ReLU."""
     if x.is_cuda:
         from sartor.kernels import batch_norm_triton
 
-        result: Tensor = batch_norm_triton.normalise(x, weight, bias, mean, variance, eps, rectified)
+        result: Tensor = batch_norm_triton.normalise(x, weight, bias, mean, variance, beside, eps, rectified)
         return result
-    result = _plain(x, weight, bias, counted, mean, variance, share, eps)
-    return result.relu() if rectified else result
+    return finished(_plain(x, weight, bias, counted, mean, variance, share, eps), beside, rectified)
 
 
 @torch.library.custom_op(

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.norms_triton import in_rows
+
 BLOCK = 2048
 """Numbers that a program holds at once."""
 
@@ -62,12 +64,16 @@ def _normalise(
     bias,
     mean,
     variance,
+    beside,  # like x, added to what is normalised
     result,  # like x
+    weight_lane,  # from one lane's weights to the next's
+    bias_lane,
     rows,  # lanes × samples × CHANNELS
     rows_of_lane,
     eps,
     CHANNELS: tl.constexpr,
     PLACES: tl.constexpr,
+    ADDED: tl.constexpr,
     RECTIFIED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_PLACES: tl.constexpr,
@@ -75,16 +81,20 @@ def _normalise(
     """Some rows by their channels' statistics and weights."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < rows
-    whose = row // rows_of_lane * CHANNELS + row % CHANNELS
-    middle = tl.load(mean + whose, mask=real, other=0.0)[:, None]
-    scale = (1.0 / tl.sqrt(tl.load(variance + whose, mask=real, other=1.0) + eps))[:, None]
-    weights = tl.load(weight + whose, mask=real, other=0.0)[:, None]
-    biases = tl.load(bias + whose, mask=real, other=0.0)[:, None]
+    lane = (row // rows_of_lane).to(tl.int64)
+    channel = row % CHANNELS
+    middle = tl.load(mean + lane * CHANNELS + channel, mask=real, other=0.0)[:, None]
+    spread = tl.load(variance + lane * CHANNELS + channel, mask=real, other=1.0)
+    scale = (1.0 / tl.sqrt(spread + eps))[:, None]
+    weights = tl.load(weight + lane * weight_lane + channel, mask=real, other=0.0)[:, None]
+    biases = tl.load(bias + lane * bias_lane + channel, mask=real, other=0.0)[:, None]
     for first in range(0, PLACES, TILE_PLACES):
         place = first + tl.arange(0, TILE_PLACES)
         there = real[:, None] & (place < PLACES)[None, :]
         at = row.to(tl.int64)[:, None] * PLACES + place[None, :]
         value = (tl.load(x + at, mask=there, other=0.0) - middle) * scale * weights + biases
+        if ADDED:
+            value += tl.load(beside + at, mask=there, other=0.0)
         if RECTIFIED:
             value = tl.where(value <= 0.0, 0.0, value)
         tl.store(result + at, value, mask=there)
@@ -99,6 +109,8 @@ def _sums(
     mean,
     variance,
     sums,  # [2, lane, CHANNELS]
+    weight_lane,  # from one lane's weights to the next's
+    bias_lane,
     lanes,
     samples,
     eps,
@@ -109,7 +121,11 @@ def _sums(
 ):
     """The gradients of a channel's weight and bias."""
     program = tl.program_id(0)
-    at_lane = ((program // CHANNELS).to(tl.int64) * samples * CHANNELS + program % CHANNELS) * PLACES
+    lane = (program // CHANNELS).to(tl.int64)
+    channel = program % CHANNELS
+    at_lane = (lane * samples * CHANNELS + channel) * PLACES
+    weights = tl.load(weight + lane * weight_lane + channel)
+    biases = tl.load(bias + lane * bias_lane + channel)
     middle = tl.load(mean + program)
     scale = 1.0 / tl.sqrt(tl.load(variance + program) + eps)
     of_weight = tl.zeros((BLOCK,), tl.float32)
@@ -121,7 +137,7 @@ def _sums(
         normal = (tl.load(x + at, mask=there, other=0.0) - middle) * scale
         given = tl.load(gradient + at, mask=there, other=0.0)
         if RECTIFIED:
-            given = tl.where(normal * tl.load(weight + program) + tl.load(bias + program) <= 0.0, 0.0, given)
+            given = tl.where(normal * weights + biases <= 0.0, 0.0, given)
         of_weight += given * normal
         of_bias += given
     tl.store(sums + program, tl.sum(of_weight, 0))
@@ -140,6 +156,8 @@ def _differentiate(
     share,  # [lane]
     sums,  # [2, lane, CHANNELS]
     result,  # like x
+    weight_lane,  # from one lane's weights to the next's
+    bias_lane,
     lanes,
     rows,  # lanes × samples × CHANNELS
     rows_of_lane,
@@ -153,12 +171,13 @@ def _differentiate(
     """The gradient of some rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < rows
-    lane = row // rows_of_lane
-    whose = lane * CHANNELS + row % CHANNELS
+    lane = (row // rows_of_lane).to(tl.int64)
+    channel = row % CHANNELS
+    whose = lane * CHANNELS + channel
     middle = tl.load(mean + whose, mask=real, other=0.0)[:, None]
     scale = (1.0 / tl.sqrt(tl.load(variance + whose, mask=real, other=1.0) + eps))[:, None]
-    weights = tl.load(weight + whose, mask=real, other=0.0)[:, None]
-    biases = tl.load(bias + whose, mask=real, other=0.0)[:, None]
+    weights = tl.load(weight + lane * weight_lane + channel, mask=real, other=0.0)[:, None]
+    biases = tl.load(bias + lane * bias_lane + channel, mask=real, other=0.0)[:, None]
     part = tl.load(counted + row // CHANNELS, mask=real, other=0.0) * tl.load(
         share + lane, mask=real, other=0.0
     )
@@ -188,16 +207,26 @@ def moments(x: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalise(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float, rectified: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    beside: Tensor | None,
+    eps: float,
+    rectified: bool,
 ) -> Tensor:
     """See ``batch_norm.stacked_batch_norm``."""
-    x, weight, bias, mean, variance = (value.contiguous() for value in (x, weight, bias, mean, variance))
+    x, weight, bias = x.contiguous(), in_rows(weight), in_rows(bias)
+    mean, variance = mean.contiguous(), variance.contiguous()
+    added = x if beside is None else beside.contiguous()
     lanes, samples, channels, places = _sizes(x)
     result, rows, tile = torch.empty_like(x), lanes * samples * channels, _tile(places)
     with torch.cuda.device_of(x):
         _normalise[(triton.cdiv(rows, tile[0]),)](
-            x, weight, bias, mean, variance, result, rows, samples * channels, eps,
-            channels, places, rectified, *tile, num_warps=4,
+            x, weight, bias, mean, variance, added, result, weight.stride(0), bias.stride(0),
+            rows, samples * channels, eps, channels, places, beside is not None, rectified, *tile,
+            num_warps=4,
         )  # fmt: skip
     return result
 
@@ -215,19 +244,20 @@ def gradients(
     rectified: bool,
 ) -> tuple[Tensor, Tensor]:
     """See ``batch_norm.stacked_batch_norm_gradient``."""
-    gradient, x, weight, bias = (value.contiguous() for value in (gradient, x, weight, bias))
+    gradient, x, weight, bias = gradient.contiguous(), x.contiguous(), in_rows(weight), in_rows(bias)
     counted, mean, variance, share = (value.contiguous() for value in (counted, mean, variance, share))
     lanes, samples, channels, places = _sizes(x)
     result, sums = torch.empty_like(x), x.new_empty(2, lanes, channels)
     rows, tile = lanes * samples * channels, _tile(places)
     with torch.cuda.device_of(x):
         _sums[(lanes * channels,)](
-            gradient, x, weight, bias, mean, variance, sums, lanes, samples, eps,
-            channels, places, rectified, _block(samples * places), num_warps=4,
+            gradient, x, weight, bias, mean, variance, sums, weight.stride(0), bias.stride(0),
+            lanes, samples, eps, channels, places, rectified, _block(samples * places), num_warps=4,
         )  # fmt: skip
         _differentiate[(triton.cdiv(rows, tile[0]),)](
-            gradient, x, weight, bias, counted, mean, variance, share, sums, result, lanes, rows,
-            samples * channels, eps, channels, places, rectified, *tile, num_warps=4,
+            gradient, x, weight, bias, counted, mean, variance, share, sums, result,
+            weight.stride(0), bias.stride(0), lanes, rows, samples * channels, eps,
+            channels, places, rectified, *tile, num_warps=4,
         )  # fmt: skip
     return result, sums
 

@@ -100,7 +100,7 @@ class _Norm(torch.autograd.Function):
         """The operation on lanes, or on one client's numbers."""
         if weight.dim() == 1:
             return _plain(x, weight, bias, groups, places, eps)
-        result: Tensor = stacked_norm(x, weight, bias, groups, places, eps, False)
+        result: Tensor = stacked_norm(x, weight, bias, None, groups, places, eps, False)
         return result
 
     @staticmethod
@@ -228,22 +228,34 @@ def _plain_gradient(
 @torch.library.custom_op(
     "sartor::stacked_norm",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor bias, int groups, int places, float eps, bool rectified)"
-    " -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor bias, Tensor? beside, int groups, int places, float eps, "
+    "bool rectified) -> Tensor",
 )
 def stacked_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, places: int, eps: float, rectified: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    beside: Tensor | None,
+    groups: int,
+    places: int,
+    eps: float,
+    rectified: bool,
 ) -> Tensor:
-    """The norm of every lane; ``rectified``: its ReLU.
+    """The norm of every lane, plus ``beside``; ``rectified``: the ReLU of that.
 
     ``weight`` and ``bias`` are [L, c], and ``x`` has the numbers of [L, n, c, places] in any shape.
     """
     if x.is_cuda:
         from sartor.kernels import norms_triton
 
-        result: Tensor = norms_triton.normalise(x, weight, bias, groups, places, eps, rectified)
+        result: Tensor = norms_triton.normalise(x, weight, bias, beside, groups, places, eps, rectified)
         return result
-    result = _plain(x, weight, bias, groups, places, eps)
+    return finished(_plain(x, weight, bias, groups, places, eps), beside, rectified)
+
+
+def finished(result: Tensor, beside: Tensor | None, rectified: bool) -> Tensor:
+    """A norm with what is added to it, and the ReLU of that."""
+    result = result if beside is None else result + beside
     return result.relu() if rectified else result
 
 
@@ -278,9 +290,7 @@ def stacked_norm_gradient(
 
 
 @stacked_norm.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, places: int, eps: float, rectified: bool
-) -> Tensor:
+def _(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 

@@ -38,13 +38,17 @@ def _normalise(
     x,  # [lane, sample, GROUPS, CHANNELS, PLACES]
     weight,  # [lane, GROUPS, CHANNELS]
     bias,
+    beside,  # like x, added to what is normalised
     result,  # like x
+    weight_lane,  # from one lane's weights to the next's
+    bias_lane,
     rows,  # lanes × samples × GROUPS
     rows_of_lane,
     eps,
     GROUPS: tl.constexpr,
     CHANNELS: tl.constexpr,
     PLACES: tl.constexpr,
+    ADDED: tl.constexpr,
     RECTIFIED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
@@ -59,10 +63,13 @@ def _normalise(
     there = real[:, :, None] & (place < PLACES)[None, None, :]
     at = row.to(tl.int64)[:, None, None] * SIZE + (channel * PLACES)[None, :, None] + place[None, None, :]
     normal, _ = _row_normal(tl.load(x + at, mask=there, other=0.0), there, SIZE, eps)
-    whose = ((row // rows_of_lane * GROUPS + row % GROUPS) * CHANNELS)[:, None] + channel[None, :]
-    weights = tl.load(weight + whose, mask=real, other=0.0)[:, :, None]
-    biases = tl.load(bias + whose, mask=real, other=0.0)[:, :, None]
+    lane = (row // rows_of_lane).to(tl.int64)[:, None]
+    within = (row % GROUPS * CHANNELS)[:, None] + channel[None, :]
+    weights = tl.load(weight + lane * weight_lane + within, mask=real, other=0.0)[:, :, None]
+    biases = tl.load(bias + lane * bias_lane + within, mask=real, other=0.0)[:, :, None]
     value = normal * weights + biases
+    if ADDED:
+        value += tl.load(beside + at, mask=there, other=0.0)
     if RECTIFIED:
         value = tl.where(value <= 0.0, 0.0, value)
     tl.store(result + at, value, mask=there)
@@ -76,6 +83,8 @@ def _differentiate(
     bias,
     result,  # like x
     sums,  # [2, part, lane, GROUPS, CHANNELS]
+    weight_lane,  # from one lane's weights to the next's
+    bias_lane,
     lanes,
     samples,
     parts,
@@ -99,9 +108,11 @@ def _differentiate(
     place = tl.arange(0, TILE_PLACES)
     inside = (channel < CHANNELS)[None, :, None] & (place < PLACES)[None, None, :]
     within = (channel * PLACES)[None, :, None] + place[None, None, :]
-    whose = (lane * GROUPS + group) * CHANNELS + channel
-    weights = tl.load(weight + whose, mask=channel < CHANNELS, other=0.0)[None, :, None]
-    biases = tl.load(bias + whose, mask=channel < CHANNELS, other=0.0)[None, :, None]
+    own = group * CHANNELS + channel
+    weights = tl.load(weight + lane.to(tl.int64) * weight_lane + own, mask=channel < CHANNELS, other=0.0)
+    biases = tl.load(bias + lane.to(tl.int64) * bias_lane + own, mask=channel < CHANNELS, other=0.0)
+    weights = weights[None, :, None]
+    biases = biases[None, :, None]
     of_weights = tl.zeros((ROWS, TILE_CHANNELS), tl.float32)
     of_biases = tl.zeros((ROWS, TILE_CHANNELS), tl.float32)
     end = tl.minimum((part + 1) * share, samples)
@@ -122,24 +133,32 @@ def _differentiate(
         along = tl.sum(tl.sum(given * normal, 2), 1) / SIZE
         before = scale * (given - mean[:, None, None] - normal * along[:, None, None])
         tl.store(result + at, before, mask=there)
-    sums += part * (lanes * GROUPS * CHANNELS) + whose
+    sums += (part * lanes + lane) * (GROUPS * CHANNELS) + own
     tl.store(sums, tl.sum(of_weights, 0), mask=channel < CHANNELS)
     tl.store(sums + parts * (lanes * GROUPS * CHANNELS), tl.sum(of_biases, 0), mask=channel < CHANNELS)
 
 
 def normalise(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, places: int, eps: float, rectified: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    beside: Tensor | None,
+    groups: int,
+    places: int,
+    eps: float,
+    rectified: bool,
 ) -> Tensor:
     """See ``norms.stacked_norm``."""
-    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+    x, weight, bias = x.contiguous(), in_rows(weight), in_rows(bias)
+    added = x if beside is None else beside.contiguous()
     lanes, channels = weight.shape
     samples = x.numel() // (lanes * channels * places)
     tile, warps = _tile(channels // groups, places)
     rows, result = lanes * samples * groups, torch.empty_like(x)
     with torch.cuda.device_of(x):
         _normalise[(triton.cdiv(rows, tile[0]),)](
-            x, weight, bias, result, rows, samples * groups, eps,
-            groups, channels // groups, places, rectified, *tile, num_warps=warps,
+            x, weight, bias, added, result, weight.stride(0), bias.stride(0), rows, samples * groups, eps,
+            groups, channels // groups, places, beside is not None, rectified, *tile, num_warps=warps,
         )  # fmt: skip
     return result
 
@@ -156,7 +175,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """See ``norms.stacked_norm_gradient``."""
     gradient, x = gradient.contiguous(), x.contiguous()
-    weight, bias = weight.contiguous(), bias.contiguous()
+    weight, bias = in_rows(weight), in_rows(bias)
     lanes, channels = weight.shape
     samples = x.numel() // (lanes * channels * places)
     tile, warps = _tile(channels // groups, places)
@@ -165,10 +184,16 @@ def gradients(
     result, sums = torch.empty_like(x), x.new_empty(2, parts, lanes, channels)
     with torch.cuda.device_of(x):
         _differentiate[(lanes * parts * groups,)](
-            gradient, x, weight, bias, result, sums, lanes, samples, parts, share, eps,
+            gradient, x, weight, bias, result, sums, weight.stride(0), bias.stride(0),
+            lanes, samples, parts, share, eps,
             groups, channels // groups, places, rectified, *tile, num_warps=warps,
         )  # fmt: skip
     return result, sums[:, 0] if parts == 1 else sums.sum(1)
+
+
+def in_rows(weights: Tensor) -> Tensor:
+    """Weights [lane, channel] whose channels lie side by side, wherever the lanes are."""
+    return weights if weights.stride(1) == 1 else weights.contiguous()
 
 
 def _tile(channels: int, places: int) -> tuple[tuple[int, int, int], int]:

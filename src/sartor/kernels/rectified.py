@@ -1,4 +1,4 @@
-"""ReLU behind a norm of many clients: the norm's own kernels rectify, and no other goes over the numbers."""
+"""What follows a norm of many clients, a sum and a ReLU, done by its own kernels as they store its result."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from sartor.kernels import batch_norm, norms
 
 aten = torch.ops.aten
 
-_NORMS = (norms.stacked_norm, batch_norm.stacked_batch_norm)
+_NORMS = {norms.stacked_norm: 3, batch_norm.stacked_batch_norm: 7}
+"""Norms, and the place of what is added to them among their arguments."""
 _GRADIENTS = (norms.stacked_norm_gradient, batch_norm.stacked_batch_norm_gradient)
 
 
 def specialise(module: fx.GraphModule) -> None:
-    """Have the kernels of a traced graph rectify what they give, where ReLU follows a norm."""
+    """Have the kernels of a traced graph add what is added to a norm next, and rectify what ReLU does."""
     graph = module.graph
     rectified: dict[tuple[fx.Node, ...], fx.Node] = {}
-    for node in _calls(graph, _NORMS):
-        relu = _only_user(node, aten.relu.default, aten.relu_.default)
-        if relu is not None:
-            node.args = (*node.args[:-1], True)
-            relu.replace_all_uses_with(node)
-            graph.erase_node(relu)
-            rectified[_operands(node.args[:3])] = node
-    for node in _calls(graph, _GRADIENTS):
+    for operation, place in _NORMS.items():
+        for norm in _calls(graph, operation):
+            node = _with_sum(graph, norm, place)
+            relu = _only_user(node, aten.relu.default, aten.relu_.default)
+            if relu is not None:
+                node.args = (*node.args[:-1], True)
+                relu.replace_all_uses_with(node)
+                graph.erase_node(relu)
+            if relu is not None and node is norm:
+                rectified[_operands(node.args[:3])] = node
+    for node in (node for operation in _GRADIENTS for node in _calls(graph, operation)):
         given, positive = cast(fx.Node, node.args[0]), rectified.get(_operands(node.args[1:4]))
         cut = _source(given)
         if cut.target is not aten.threshold_backward.default or positive is None or _elsewhere(given, cut):
@@ -41,9 +45,27 @@ def specialise(module: fx.GraphModule) -> None:
 _SHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
-def _calls(graph: fx.Graph, operations: tuple[Any, ...]) -> list[fx.Node]:
-    targets = [operation._opoverload for operation in operations]
-    return [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
+def _calls(graph: fx.Graph, operation: Any) -> list[fx.Node]:
+    return list(graph.find_nodes(op="call_function", target=operation._opoverload))
+
+
+def _with_sum(graph: fx.Graph, norm: fx.Node, place: int) -> fx.Node:
+    """The norm with what is added to it, if that is all that becomes of it."""
+    total = _only_user(norm, aten.add.Tensor, aten.add_.Tensor)
+    if total is None or total.kwargs or (total.target is aten.add_.Tensor and total.args[0] is not norm):
+        return norm
+    beside = next((node for node in total.all_input_nodes if node is not norm), None)
+    value = None if beside is None else beside.meta.get("val")
+    if value is None or value.shape != norm.meta["val"].shape or value.dtype != norm.meta["val"].dtype:
+        return norm
+    with graph.inserting_before(total):
+        arguments = (*norm.args[:place], beside, *norm.args[place + 1 :])
+        result = graph.call_function(norm.target, arguments)  # type: ignore[arg-type]
+    result.meta = norm.meta
+    total.replace_all_uses_with(result)
+    graph.erase_node(total)
+    graph.erase_node(norm)
+    return result
 
 
 def _operands(nodes: Any) -> tuple[fx.Node, ...]:
