@@ -71,7 +71,9 @@ def _use_later(node: fx.Node, copy: fx.Node, seen: set[fx.Node], moved: set[fx.N
 
 
 def _meeting(node: fx.Node) -> list[fx.Node]:
-    """Operands that lie crosswise, of a function of each number whose others lie in a row."""
+    """Operands that lie crosswise of a kernel for many clients, or beside others that lie in a row."""
+    if str(node.target).startswith("sartor.stacked_"):
+        return [other for other in node.all_input_nodes if _crosswise(_value(other))]
     result = _value(node)
     if not _crosswise(result) or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return []

@@ -1,8 +1,9 @@
-"""What a traced step can do without on a CPU, where looking at an operation takes as long as a small sum.
+"""What a traced step can do without.
 
 ``torch.vmap`` and ``autograd`` expand to the size that is there already, view in the same shape and transpose
-back and forth. :func:`straighten` leaves those out, which is what the tensors already were, to the bit.
-:func:`quicken` calls the operations by names under which they are found in half the time.
+back and forth. :func:`straighten` leaves those out, which is what the tensors already were, to the bit: on a
+CPU looking at an operation takes as long as a small sum. :func:`quicken` calls the operations by names under
+which they are found in half the time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 
-_SHAPED = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+_SHAPED = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.permute.default)
 
 _QUICK = {
     **{

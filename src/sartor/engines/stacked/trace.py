@@ -45,7 +45,7 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import layouts, pooling, products, rectified
+from sartor.kernels import attention, layouts, pooling, products, rectified
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
@@ -334,8 +334,7 @@ class Tracer:
                 graph = make_fx(flat)([value.detach() for value in inputs])
         except Exception as error:
             raise self._explained(program, error) from error
-        if self.device.type == "cpu":
-            straighten(graph)
+        straighten(graph)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         for node in graph.graph.nodes:
@@ -348,6 +347,7 @@ class Tracer:
                 rectified.specialise(graph)
                 layouts.settle(graph)
         if has_tensor_cores(self.device) and not self.apart:
+            attention.specialise(graph)
             products.specialise(graph)
         if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
