@@ -903,6 +903,15 @@ class Task:
         """Whether the module has a convolution; on a CPU those are faster one client at a time."""
         return any(isinstance(module, nn.modules.conv._ConvNd) for module in self._module.modules())
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether all layers have kernels for many clients on a GPU, each with weights of its own."""
+        convolutions = [
+            layer for layer in self._module.modules() if isinstance(layer, nn.modules.conv._ConvNd)
+        ]
+        known = all(isinstance(layer, _Conv2d) for layer in convolutions)
+        return known and self.dtype == torch.float32 and self.precision != "bf16"
+
     def activations(self, x: Nest) -> int:
         """Numbers held by the outputs of all layers for one sample.
 
