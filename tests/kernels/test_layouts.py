@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
@@ -59,18 +60,35 @@ def test_a_sum_of_two_orders_copies_the_one_that_lies_crosswise() -> None:
     assert all(part.is_contiguous() for part in traced(x, y))
 
 
-def test_a_copy_that_is_written_into_stays() -> None:
-    def written(x: Tensor) -> tuple[Tensor, Tensor]:
-        other = x.sin()
-        copy = other.clone()
-        copy.mul_(2)
-        return other, copy
+def changed(x: Tensor) -> tuple[Tensor, Tensor]:
+    other = x.sin()
+    copy = other.clone()
+    copy.mul_(2)
+    return other, copy
 
-    x = torch.randn(4)
-    traced = trace(written, x)
+
+def changed_in_part(x: Tensor) -> tuple[Tensor, Tensor]:
+    other = x.sin()
+    copy = other.clone()
+    copy.view(-1)[1:3] = 0
+    return other, copy
+
+
+def changed_after(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What lies crosswise is copied, and changed before it meets another."""
+    other = x.mT.sin()
+    copy = torch.clone(other, memory_format=torch.contiguous_format)
+    other[0] = 1
+    return other + copy, copy
+
+
+@pytest.mark.parametrize("function", [changed, changed_in_part, changed_after])
+def test_a_copy_stays_where_something_is_written(function: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    x = torch.randn(4, 4)
+    traced = trace(function, x)
     layouts.settle(traced)
     assert aten.clone.default in targets(traced)
-    assert all(map(torch.equal, traced(x), written(x)))
+    assert all(map(torch.equal, traced(x), function(x)))
 
 
 def attention(x: Tensor) -> Tensor:

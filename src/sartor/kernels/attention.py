@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from sartor.kernels.layouts import written
+
 aten = torch.ops.aten
 
 MOST = 64
@@ -40,13 +42,17 @@ class _Attention(NamedTuple):
 def specialise(module: fx.GraphModule) -> None:
     """Let the kernels compute a traced graph's attention, where they can."""
     graph = module.graph
+    changing = written(graph)
     for softmax in graph.find_nodes(op="call_function", target=aten._softmax.default):
         found = _forward(graph, softmax)
         if found is None:
             continue
-        (query, key), value = found.scores.args, found.result.args[1]
         with graph.inserting_before(found.result):
-            given = (_heads(graph, query), _heads(graph, key), _heads(graph, value), found.scale)
+            operands = (*found.scores.args, found.result.args[1])
+            given: tuple[Any, ...] = (
+                *(_heads(graph, operand, changing) for operand in operands),
+                found.scale,
+            )
             result = graph.call_function(torch.ops.sartor.stacked_attention.default, given)
             _replace(graph, found.result, result)
         gradients = _backward(graph, softmax, found)
@@ -55,7 +61,7 @@ def specialise(module: fx.GraphModule) -> None:
         gradient, *products = gradients
         first = min(products, key=list(graph.nodes).index)
         with graph.inserting_before(first):
-            arguments = (_heads(graph, gradient), *given)
+            arguments = (_heads(graph, gradient, changing), *given)
             parts = graph.call_function(torch.ops.sartor.stacked_attention_gradient.default, arguments)
             for place, product in enumerate(products):
                 _replace(graph, product, graph.call_function(operator.getitem, (parts, place)))
@@ -146,13 +152,18 @@ def _upwards(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _heads(graph: fx.Graph, node: Any) -> fx.Node:
+def _heads(graph: fx.Graph, node: Any, changing: set[fx.Node]) -> fx.Node:
     """Matrices [m, t, d] as [n, h, t, d], where they lay before they were copied if that is such a place."""
     shape = node.meta["val"].shape
     best, found = node, (shape[0], 1)
     for before in _upwards(node):
         value = before.meta["val"]
-        if value.dim() < 3 or value.shape[-2:] != shape[-2:] or value.numel() != node.meta["val"].numel():
+        if (
+            before in changing
+            or value.dim() < 3
+            or value.shape[-2:] != shape[-2:]
+            or value.numel() != node.meta["val"].numel()
+        ):
             break
         leading = value[..., 0, 0]
         if value.dim() == 3 or leading[..., 0].is_contiguous() or _evenly(leading[..., 0]):

@@ -11,6 +11,7 @@ zero but for one part, and added up. :func:`gather` writes the parts side by sid
 from __future__ import annotations
 
 import logging
+import operator
 from typing import Any, cast
 
 import torch
@@ -44,11 +45,12 @@ def settle(module: fx.GraphModule) -> None:
 
 
 def _settle(graph: fx.Graph) -> None:
+    changing = written(graph)
     seen: set[fx.Node] = set()
     moved: set[fx.Node] = set()
     for node in list(graph.nodes):
         _note(node, moved)
-        for other in _meeting(node):
+        for other in (other for other in _meeting(node) if other not in changing):
             with graph.inserting_before(node):
                 copy = graph.call_function(aten.clone.default, (other,), IN_A_ROW)
             copy.meta["val"] = _placeless(other).contiguous()
@@ -56,7 +58,7 @@ def _settle(graph: fx.Graph) -> None:
             _note(node, moved)
         if node.target is aten.clone.default:
             source = cast(fx.Node, node.args[0])
-            before, free = _value(source), not _written(node, source)
+            before, free = _value(source), changing.isdisjoint((node, source))
             if free and _in_a_row(before) and _in_a_row(_value(node)):
                 node.replace_all_uses_with(source)
             elif free and _crosswise(before) and _in_a_row(_value(node)):
@@ -125,9 +127,24 @@ def _mutates(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
-def _written(*nodes: fx.Node) -> bool:
-    """Whether something is written into one of these, so that it cannot stand for the other."""
-    return any(_mutates(user.target) for node in nodes for user in node.users)
+def written(graph: fx.Graph) -> set[fx.Node]:
+    """Tensors that something is written into, or into a view of them: a copy of one is another tensor."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not _mutates(node.target):
+            continue
+        for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
+            while argument.is_write and isinstance(given, fx.Node) and given not in found:
+                found.add(given)
+                given = given.args[0] if _aliases(given.target) else None
+    return found
+
+
+def _aliases(target: Any) -> bool:
+    """Whether an operation gives a view of what it is given, or that itself."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    return any(result.alias_info is not None for result in target._schema.returns)
 
 
 # Gradients of tensors that are taken apart ------------------------------------------------------------------

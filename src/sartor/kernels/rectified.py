@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from sartor.kernels import batch_norm, norms
+from sartor.kernels.layouts import written
 
 aten = torch.ops.aten
 
@@ -20,9 +21,11 @@ def specialise(module: fx.GraphModule) -> None:
     """Have the kernels of a traced graph add what is added to a norm next, and rectify what ReLU does."""
     graph = module.graph
     rectified: dict[tuple[fx.Node, ...], fx.Node] = {}
+    changing = written(graph)
     for operation, place in _NORMS.items():
         for norm in _calls(graph, operation):
-            node = _with_sum(graph, norm, place)
+            still = changing.isdisjoint(norm.all_input_nodes)
+            node = _with_sum(graph, norm, place) if still else norm
             relu = _only_user(node, aten.relu.default, aten.relu_.default)
             if relu is not None:
                 node.args = (*node.args[:-1], True)
