@@ -341,10 +341,11 @@ class Tracer:
             # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
             if node.op == "get_attr":
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
-        if self.device.type == "cuda" and not self.settings.compile:
+        if self.device.type == "cuda" and not self.apart:
+            rectified.specialise(graph)
+        if self.device.type == "cuda" and not self.settings.compile:  # which finds these by itself
             layouts.gather(graph)
             if not self.apart:
-                rectified.specialise(graph)
                 layouts.settle(graph)
         if has_tensor_cores(self.device) and not self.apart:
             attention.specialise(graph)
