@@ -73,22 +73,30 @@ def test_a_pass_alone() -> None:
     assert torch.allclose(graph(x), vmap(by_hand)(x), rtol=1e-4, atol=1e-6)
 
 
-def test_a_layer_of_pytorch() -> None:
-    """It may be asked for the shares too; then it stays as it is."""
-    layer = nn.MultiheadAttention(6, 2, batch_first=True)
+@pytest.mark.parametrize(
+    ("layer", "given"),
+    [
+        (nn.MultiheadAttention(6, 2, batch_first=True), 3),
+        (nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), 1),
+    ],
+)
+def test_layers_of_pytorch(layer: nn.Module, given: int) -> None:
     named = {name: value.detach().expand(3, *value.shape) for name, value in layer.named_parameters()}
     x = draw(3, 4, 5, 6).float()
 
     def loss(named: dict[str, Tensor], x: Tensor) -> Tensor:
         with Keyed(Drawing(1)):
-            return functional_call(layer, named, (x, x, x))[0].sin().sum()
+            result = functional_call(layer, named, (x,) * given)
+        return (result if isinstance(result, Tensor) else result[0]).sin().sum()
 
     def gradients(x: Tensor) -> Any:
         return vmap(grad(loss))(named, x)
 
     graph = trace(gradients, x)
     layouts.gather(graph)
+    layouts.settle(graph)
     attention.specialise(graph)
+    assert OPS.stacked_attention_gradient.default in [node.target for node in graph.graph.nodes]
     for name, value in graph(x).items():
         assert torch.allclose(value, gradients(x)[name], rtol=1e-4, atol=1e-6)
 
