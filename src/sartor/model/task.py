@@ -33,8 +33,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sartor import nests, random
 from sartor.errors import NotStackable, SartorError, SettingError
+from sartor.kernels import batch_norm
 from sartor.kernels.convolution import conv2d
 from sartor.kernels.dense import Dense
+from sartor.kernels.norms import Norms, serves_lanes
 from sartor.model.draws import Keyed, dropped, inside_transform
 from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
 from sartor.model.placed import Placed
@@ -613,6 +615,7 @@ class Task:
                 half_precision(w.device.type) if half else nullcontext(),
                 keyed or nullcontext(),
                 Dense() if many else nullcontext(),
+                Norms() if serves_lanes(w) else nullcontext(),
                 _unbranched(),
             ):
                 result = module(named, *self.arguments(x))
@@ -920,6 +923,15 @@ class Task:
         """Whether the module has a convolution; on a CPU those are faster one client at a time."""
         return any(isinstance(module, nn.modules.conv._ConvNd) for module in self._module.modules())
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether all layers have kernels for many clients on a GPU, each with weights of its own."""
+        convolutions = [
+            layer for layer in self._module.modules() if isinstance(layer, nn.modules.conv._ConvNd)
+        ]
+        known = all(isinstance(layer, _Conv2d) for layer in convolutions)
+        return known and self.dtype == torch.float32 and self.precision != "bf16"
+
     def activations(self, x: Nest) -> int:
         """Numbers held by the outputs of all layers for one sample.
 
@@ -1124,6 +1136,8 @@ class _BatchNorm(nn.Module):
         still = mode.still(self.path.removesuffix("."))
         if self.running_mean is not None and self.running_var is not None and still:
             mean, variance = self.running_mean, self.running_var
+        elif self.weight is not None and self.bias is not None and batch_norm.serves(x, self.weight):
+            return self._normalised(x, mode.weight, self.weight, self.bias)
         else:
             mean, variance = self._statistics(x, mode.weight)
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -1132,14 +1146,27 @@ class _BatchNorm(nn.Module):
             return normal
         return normal * self.weight.view(shape) + self.bias.view(shape)
 
+    def _normalised(self, x: Tensor, weight: Tensor | None, gamma: Tensor, beta: Tensor) -> Tensor:
+        """The same by kernels that know the gradients."""
+        counted = _ones_like_rows(x) if weight is None else weight
+        count = counted.sum() * x[0, 0].numel()
+        mean, variance = self._moved(*batch_norm.moments(x, counted), count)
+        given = count <= 1 if self.running_mean is not None else torch.zeros_like(count, dtype=torch.bool)
+        share = torch.where(given, 0.0, 1 / count)
+        return batch_norm.normalised(x, gamma, beta, counted, mean, variance, share, self.eps)
+
     def _statistics(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         others = [axis for axis in range(x.dim()) if axis != 1]
-        weight = torch.ones(x.shape[0], dtype=x.dtype, device=x.device) if weight is None else weight
+        weight = _ones_like_rows(x) if weight is None else weight
         weight = weight.view([-1] + [1] * (x.dim() - 1))
         count = weight.sum() * (x[0, 0].numel())
         mean = (x * weight).sum(others) / count
         centred = (x - mean.view([1, -1] + [1] * (x.dim() - 2))) * weight
         variance = (centred * centred).sum(others) / count
+        return self._moved(mean, variance, count)
+
+    def _moved(self, mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """The statistics to normalise by, after the running ones have moved towards them."""
         if self.running_mean is not None and self.running_var is not None:
             share = self.momentum
             unbiased = variance * count / (count - 1).clamp(min=1)
@@ -1155,6 +1182,10 @@ class _BatchNorm(nn.Module):
             moved = before_var + share * (unbiased - before_var)
             changed[self.path + "running_var"] = torch.where(single, before_var, moved)
         return mean, variance
+
+
+def _ones_like_rows(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[0], dtype=x.dtype, device=x.device)
 
 
 class _Dropout(nn.Module):

@@ -176,9 +176,13 @@ class StackedEngine(LocalEngine):
         return joined
 
     def _fitting_chunk(self) -> int:
-        """How many clients fit: some copies of the model and a batch's activations, with room to spare."""
+        """How many clients fit: some copies of the model and a batch's activations, with room to spare.
+
+        In a pass over many samples there is one gradient of them at most, and mostly none.
+        """
         width = self.settings.local.batch or int(self.samples["train"].counts.max(initial=1))
-        numbers = 8 * self.task.size + 4 * max(width, self.settings.evaluation_batch) * self._activations
+        samples_held = max(4 * width, 2 * self.settings.evaluation_batch)
+        numbers = 8 * self.task.size + samples_held * self._activations
         # Twice the samples that are fetched for a client: where they are laid out, and on the way there.
         numbers += 2 * sum(samples.fetched for samples in self.samples.values())
         size = self.task.initial().element_size()

@@ -45,7 +45,7 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import descent, likelihood, pooling, products
+from sartor.kernels import attention, descent, layouts, likelihood, pooling, products, rectified
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
@@ -347,15 +347,19 @@ class Tracer:
                 graph = make_fx(flat)([value.detach() for value in inputs])
         except Exception as error:
             raise self._explained(program, error) from error
-        if self.device.type == "cpu":
-            straighten(graph)
-        else:
-            graph.graph.eliminate_dead_code()
+        straighten(graph)
         for node in graph.graph.nodes:
             # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
             if node.op == "get_attr":
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
+        if self.device.type == "cuda" and not self.apart:
+            rectified.specialise(graph)
+        if self.device.type == "cuda" and not self.settings.compile:  # which finds these by itself
+            layouts.gather(graph)
+            if not self.apart:
+                layouts.settle(graph)
         if has_tensor_cores(self.device) and not self.apart:
+            attention.specialise(graph)
             products.specialise(graph, program.lanes)
         if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
