@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 
-_SHAPED = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+_SHAPED = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.permute.default)
 
 _QUICK = {
     **{

@@ -45,7 +45,7 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import pooling, products
+from sartor.kernels import fused, pooling, products
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
@@ -342,6 +342,8 @@ class Tracer:
             # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
             if node.op == "get_attr":
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
+        if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
+            fused.specialise(graph)
         if has_tensor_cores(self.device) and not self.apart:
             products.specialise(graph)
         if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
