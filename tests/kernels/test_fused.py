@@ -89,6 +89,10 @@ def both(function: Callable[..., Any], *given: Tensor) -> tuple[Counter[str], li
     return names, after, before
 
 
+def convolutions(names: Counter[str]) -> int:
+    return names["sartor.laid_conv"] + names["sartor.direct_conv"]
+
+
 def same(after: list[Tensor], before: list[Tensor]) -> None:
     for ours, theirs in zip(after, before, strict=True):
         assert torch.equal(ours, theirs)
@@ -98,9 +102,9 @@ def same(after: list[Tensor], before: list[Tensor]) -> None:
 def test_gradients_are_the_same_to_the_bit(name: str) -> None:
     names, after, before = both(vmap(grad(loss(STEPS[name]), (1, 2, 3, 4))), *leaves())
     same(after, before)
-    assert names["sartor.laid_conv"] == names["sartor.laid_weight_gradient"] == 2
+    assert convolutions(names) == names["sartor.first_weight_gradient"] == 2
     assert names["sartor.laid_input_gradient"] == 1
-    assert names["sartor.laid_spread"] == (2 if STEPS[name] else 0)
+    assert names["sartor.spread_gradient"] == (2 if STEPS[name] else 0)
     inside = ("relu", "relu_", "threshold_backward", "max_pool2d_with_indices")
     assert not any(names[f"aten.{step}"] + names[f"aten.{step}_backward"] for step in inside)
     assert not any("stacked_conv" in operation for operation in names)
@@ -108,28 +112,32 @@ def test_gradients_are_the_same_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_what_goes_from_one_convolution_to_the_next_stays_laid(name: str) -> None:
-    """The first images are laid, and so is the gradient that comes from elsewhere where no step takes it."""
+    """The first images may be laid, and the gradient that comes from elsewhere where no step takes it."""
     names, _, _ = both(vmap(grad(loss(STEPS[name]), (1, 2, 3, 4))), *leaves())
-    assert names["sartor.laid_images"] == (1 if STEPS[name] else 3)
+    pooled = any(step is not F.relu for step in STEPS[name])
+    assert names["sartor.direct_conv"] == pooled
+    assert names["sartor.laid_images"] == (0 if pooled else 1 if STEPS[name] else 2)
+    assert names["sartor.first_images"] == 2  # with a border, for the weights' gradients
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_scores_alone(name: str) -> None:
     names, after, before = both(vmap(network(STEPS[name])), *leaves())
     same(after, before)
-    assert names["sartor.laid_conv"] == 2
+    assert convolutions(names) == 2
 
 
-def test_samples_are_laid_where_they_are_picked() -> None:
+@pytest.mark.parametrize(("name", "moved"), [("relu, pool", ("first",)), ("relu", ("laid", "first"))])
+def test_samples_are_moved_where_they_are_picked(name: str, moved: tuple[str, ...]) -> None:
     data, numbers = draw(7, 3, 11, 13), torch.tensor([[0, 6], [2, 2], [5, 1]])
 
     def step(data: Tensor, numbers: Tensor, *weights: Tensor) -> Any:
         x = data.index_select(0, numbers.view(-1)).view(*numbers.shape, *data.shape[1:])
-        return vmap(grad(loss(STEPS["relu, pool"]), (1, 2, 3, 4)))(x, *weights)
+        return vmap(grad(loss(STEPS[name]), (1, 2, 3, 4)))(x, *weights)
 
     names, after, before = both(step, data, numbers, *leaves()[1:])
     same(after, before)
-    assert names["sartor.laid_images"] == 1
+    assert all(names[f"sartor.{way}_images"] for way in moved)
     assert not names["aten.index_select"]
 
 
@@ -188,7 +196,7 @@ def test_what_else_is_read_stays_by_itself(function: Callable[..., Any], left: t
         names, after, before = both(vmap(quantity), *leaves()[:3])
         same(after, before)
         assert all(names[f"aten.{step}"] for step in left)
-        assert names["sartor.laid_conv"] == 1
+        assert convolutions(names) == 1
 
 
 def test_second_derivatives() -> None:

@@ -59,6 +59,12 @@ def same(ours: Any, theirs: Any) -> None:
         assert torch.equal(one.cpu(), other)
 
 
+def compared(ours: Any, theirs: Any, weight: Tensor, first: bool) -> None:
+    """Results and places; where a channel is none, a place is any."""
+    real = slice(None) if first else slice(weight.shape[1])
+    same([ours[0], ours[1][..., real]], [theirs[0], theirs[1][..., real]])
+
+
 def on(*values: Any) -> list[Any]:
     return [value.to(DEVICE) if isinstance(value, Tensor) else value for value in values]
 
@@ -73,8 +79,25 @@ def test_images_are_laid(name: str) -> None:
         ours = moves_triton.lay(*on(images), None, images.shape[:2])
         same([ours], [laid.laid_images(images, None, images.shape[:2])])
     data, numbers = x.flatten(0, 1), torch.tensor([3, 0, 0, 1, 2, 3])
-    ours = moves_triton.lay(*on(data, numbers, (2, 3)))
+    ours = moves_triton.lay(*on(data, numbers), (2, 3))
     same([ours], [laid.laid_images(data, numbers, (2, 3))])
+
+
+@kernels
+@pytest.mark.parametrize("name", SHAPES)
+def test_images_get_a_border(name: str) -> None:
+    from sartor.kernels import moves_triton
+
+    x, *_ = operands(name)
+    laid_ones = laid.laid_images(x, None, x.shape[:2])
+    numbers = torch.tensor([3, 0, 0, 1, 2, 3])
+    for arguments in [
+        (x, None, x.shape[:2], 0, (1, 2)),
+        (laid_ones, None, x.shape[:2], x.shape[2], (2, 0)),
+        (laid_ones, None, x.shape[:2], x.shape[2], (0, 0)),
+        (x.flatten(0, 1), numbers, (2, 3), 0, (0, 1)),
+    ]:
+        same([moves_triton.border(*on(*arguments))], [laid.first_images(*arguments)])
 
 
 @kernels
@@ -89,39 +112,52 @@ def test_a_convolution_and_what_follows(name: str, relu: bool, pool: bool, first
         arguments = (weight, given, *SHAPES[name][7:], relu, pool, first)
         images = laid.laid_images(x, None, x.shape[:2])
         ours = laid_triton.convolve(*on(images, *arguments))
-        expected = laid.laid_conv(images, *arguments)
-        same(ours[:1], expected[:1])
-        real = slice(None) if first else slice(weight.shape[1])  # behind the channels a place is any
-        same([ours[1][..., real]], [expected[1][..., real]])
+        compared(ours, laid.laid_conv(images, *arguments), weight, first)
+
+
+@kernels
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", ["one channel", "three channels", "rows left over", "many positions"])
+def test_a_convolution_of_few_channels(name: str, first: bool, relu: bool) -> None:
+    from sartor.kernels import convolution_triton
+
+    x, weight, bias, _ = operands(name)
+    for given in (bias, None):
+        arguments = (x, weight, given, SHAPES[name][7], relu, first)
+        compared(convolution_triton.direct(*on(*arguments)), laid.direct_conv(*arguments), weight, first)
 
 
 @kernels
 def test_what_is_no_number_is_a_maximum() -> None:
-    from sartor.kernels import laid_triton
+    from sartor.kernels import convolution_triton, laid_triton
 
     x, weight, bias, _ = operands("three channels")
     x[0, 1, 2, 3:5, 4] = torch.nan
     images = laid.laid_images(x, None, x.shape[:2])
-    arguments = (weight, bias, (1, 1), (2, 2), True, True, True)
-    result, places = laid_triton.convolve(*on(images, *arguments))
+    arguments = (weight, bias, (1, 1), (0, 0), True, True, True)
     expected, expected_places = laid.laid_conv(images, *arguments)
     assert expected.isnan().any()
-    same([result.nan_to_num(9.5), places], [expected.nan_to_num(9.5), expected_places])
+    for result, places in (
+        laid_triton.convolve(*on(images, *arguments)),
+        convolution_triton.direct(*on(x, weight, bias), (1, 1), True, True),
+    ):
+        same([result.nan_to_num(9.5), places], [expected.nan_to_num(9.5), expected_places])
 
 
 @kernels
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_gradients(name: str) -> None:
-    from sartor.kernels import laid_triton
+    from sartor.kernels import convolution_triton, laid_triton
 
     x, weight, _, gradient = operands(name)
-    kernel, *window = SHAPES[name][6:]
-    images, given = (laid.laid_images(value, None, value.shape[:2]) for value in (x, gradient))
+    kernel, stride, padding = SHAPES[name][6:]
+    given = laid.laid_images(gradient, None, gradient.shape[:2])
     for first in (False, True):
-        arguments: tuple[Any, ...] = (weight, given, *window, x.shape[-2:], first)
+        arguments: tuple[Any, ...] = (weight, given, stride, padding, x.shape[-2:], first)
         same([laid_triton.input_gradient(*on(*arguments))], [laid.laid_input_gradient(*arguments)])
-    arguments = (images, given, x.shape[2], gradient.shape[2], *window, kernel)
-    same([laid_triton.weight_gradient(*on(*arguments))], [laid.laid_weight_gradient(*arguments)])
+    arguments = (laid.first_images(x, None, x.shape[:2], 0, padding), gradient, stride, kernel)
+    same([convolution_triton.correlate(*on(*arguments))], [laid.first_weight_gradient(*arguments)])
 
 
 @kernels
@@ -139,34 +175,45 @@ def test_the_way_back(name: str, relu: bool, pool: bool, given_first: bool, plac
     channels, size = weight.shape[1], gradient.shape[-2:]
     given = gradient[..., : size[0] // 2, : size[1] // 2] if pool else gradient
     given = given.contiguous() if given_first else laid.laid_images(given, None, given.shape[:2])
-    arguments = (given, places, channels, size, given_first, places_first)
-    ours, expected = moves_triton.spread(*on(*arguments)), laid.laid_spread(*arguments)
-    same([ours[0], ours[1].sum(0)], [expected[0], expected[1].sum(0)])
+    for wanted in ((True, False), (False, True), (True, True)):
+        arguments = (given, places, channels, size, given_first, places_first, *wanted)
+        *ours, sums = moves_triton.spread(*on(*arguments))
+        *expected, expected_sums = laid.spread_gradient(*arguments)
+        same([*ours, sums.sum(0)], [*expected, expected_sums.sum(0)])
+
+
+@kernels
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_parts_are_added_up(count: int) -> None:
+    from sartor.kernels import moves_triton
+
+    parts = draw(count, 5, 7, 20)
+    same([moves_triton.add_up(*on(parts))], [laid.add_up(parts)])
+    alone = moves_triton.add_up(*on(parts[:, :1].sin()))
+    assert torch.equal(alone, moves_triton.add_up(*on(parts.sin()))[:1])
 
 
 @kernels
 def test_a_lane_does_not_depend_on_the_others() -> None:
-    from sartor.kernels import laid_triton
+    from sartor.kernels import convolution_triton, laid_triton
 
-    x, weight, bias, gradient = operands("six channels")
-    x, weight, bias, gradient = on(x.sin(), weight.sin(), bias.sin(), gradient.sin())
-    x, gradient = (value.permute(0, 1, 3, 4, 2).contiguous() for value in (x[:, :, :4], gradient[:, :, :16]))
-    weight, bias = weight[:, :16, :4], bias[:, :16]
-    window = ((1, 1), (1, 0))
+    x, weight, bias, gradient = (value.sin() for value in operands("six channels"))
 
-    def all_of(*lanes: Tensor) -> list[Tensor]:
-        x, weight, bias, gradient = lanes
+    def all_of(lanes: slice) -> list[Tensor]:
+        own = on(x[lanes], weight[lanes], bias[lanes], gradient[lanes])
+        images, given = (laid.laid_images(own[place].cpu(), None, own[place].shape[:2]) for place in (0, 3))
+        window = ((1, 1), (1, 0))
         return [
-            laid_triton.convolve(x, weight, bias, *window, True, True, False)[0],
-            laid_triton.input_gradient(weight, gradient, *window, (7, 7), False),
-            laid_triton.weight_gradient(x, gradient, 4, 16, *window, (3, 2)),
+            laid_triton.convolve(*on(images), *own[1:3], *window, True, True, False)[0].cpu(),
+            laid_triton.input_gradient(own[1], *on(given), *window, (7, 7), False).cpu(),
+            convolution_triton.weight_gradient(own[0], own[3], *window, (3, 2)).cpu(),
+            convolution_triton.direct(*own[:3], (1, 1), True, True)[0].cpu(),
         ]
 
-    together = all_of(x, weight, bias, gradient)
+    together = all_of(slice(None))
     for lane in range(len(x)):
-        alone = all_of(*(value[lane : lane + 1] for value in (x, weight, bias, gradient)))
-        same((one[0] for one in alone), (one[lane].cpu() for one in together))
-    same(all_of(x, weight, bias, gradient), (one.cpu() for one in together))
+        same((one[0] for one in all_of(slice(lane, lane + 1))), (one[lane] for one in together))
+    same(all_of(slice(None)), together)
 
 
 @pytest.mark.parametrize("name", ["six channels", "down"])
@@ -174,21 +221,24 @@ def test_the_operations_are_well_declared(name: str) -> None:
     """Torch's own check: schema, shapes without data, tracing."""
     x, weight, bias, gradient = operands(name)
     kernel, stride, padding = SHAPES[name][6:]
-    images, given = (laid.laid_images(value, None, value.shape[:2]) for value in (x, gradient))
-    operations = torch.ops.sartor
+    operations, shape = torch.ops.sartor, list(x.shape[:2])
+    images, given = (laid.laid_images(value, None, shape) for value in (x, gradient))
+    bordered = laid.first_images(x, None, shape, 0, padding)
     result, places = laid.laid_conv(images, weight, bias, stride, padding, True, True, True)
     data, numbers = x.flatten(0, 1), torch.tensor([3, 0, 0, 1, 2, 3])
+    lie = (weight.shape[1], gradient.shape[-2:], True, True)
     for operation, arguments in [
-        (operations.laid_images, (x, None, list(x.shape[:2]))),
+        (operations.laid_images, (x, None, shape)),
         (operations.laid_images, (data, numbers, [2, 3])),
+        (operations.first_images, (images, None, shape, x.shape[2], [1, 0])),
+        (operations.first_images, (data, numbers, [2, 3], 0, [1, 1])),
         (operations.laid_conv, (images, weight, bias, stride, padding, True, True, True)),
         (operations.laid_conv, (images, weight, None, stride, padding, False, False, False)),
-        (operations.laid_spread, (result, places, weight.shape[1], gradient.shape[-2:], True, True)),
+        (operations.direct_conv, (x, weight, bias, stride, True, False)),
+        (operations.spread_gradient, (result, places, *lie, True, False)),
+        (operations.add_up, (x,)),
         (operations.laid_input_gradient, (weight, given, stride, padding, x.shape[-2:], True)),
         (operations.laid_input_gradient, (weight, given, stride, padding, x.shape[-2:], False)),
-        (
-            operations.laid_weight_gradient,
-            (images, given, x.shape[2], gradient.shape[2], stride, padding, kernel),
-        ),
+        (operations.first_weight_gradient, (bordered, gradient, stride, kernel)),
     ]:
         torch.library.opcheck(operation.default, arguments)

@@ -10,9 +10,9 @@ stays laid.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -34,6 +34,12 @@ _GRADIENTS = {
     "relu": aten.threshold_backward.default,
     "pool": aten.max_pool2d_with_indices_backward.default,
 }
+
+FEW = 4
+"""Images of fewer channels are convolved number by number where they are pooled: laid, most is zeros."""
+
+MOST_TAPS = 49
+"""Of a window, for that: the kernel has an instruction for each."""
 
 
 def specialise(module: fx.GraphModule) -> None:
@@ -97,7 +103,7 @@ def _followed(convolution: fx.Node, kinds: tuple[str, ...]) -> _Chain | None:
 
 def _halves(pool: fx.Node) -> bool:
     """Whether a pool's windows are 2 × 2 and lie side by side."""
-    kernel, stride, padding, dilation, ceiling = (*pool.args[1:], *_USUAL[len(pool.args) - 1 :])
+    kernel, stride, padding, dilation, ceiling = cast(Any, (*pool.args[1:], *_USUAL[len(pool.args) - 1 :]))
     sides = list(kernel) == [2, 2] and list(stride or kernel) == [2, 2]
     return sides and not any(padding) and set(dilation) == {1} and not ceiling
 
@@ -117,7 +123,7 @@ def _find_gradients(chain: _Chain) -> None:
                 break
             way += found
         else:
-            chain.gradients[way[-1]] = start.args[0]  # type: ignore[assignment]
+            chain.gradients[way[-1]] = cast(fx.Node, start.args[0])
             chain.own.update(way)
 
 
@@ -192,7 +198,9 @@ class _Rewriting:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.laid: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
-        """Images and gradients of such shapes that came laid, or were copied."""
+        """What an operation gave laid, by the node it stands for and the shape."""
+        self.copies: dict[tuple[Any, ...], fx.Node] = {}
+        """What was moved to where a kernel wants it, by the node, the shape and the border."""
         self.chains: dict[fx.Node, tuple[_Chain, fx.Node, bool]] = {}
         """By what gives the gradient of a convolution alone: its chain, its places, how they lie."""
         self.replaced: list[fx.Node] = []
@@ -216,13 +224,18 @@ class _Rewriting:
             self.graph.eliminate_dead_code()
 
     def _forward(self, node: fx.Node) -> None:
-        x, weight, bias, stride, padding = node.args
+        x, weight, bias, stride, padding = cast(Any, node.args)
         chain = _chain(node)
         others = [(user, value) for user, value in _users(chain.result) if user not in chain.own]
         first = not others or not all(_takes(*other, 0, (_FORWARD, _WEIGHT)) for other in others)
-        steps = ("relu" in chain.steps, "pool" in chain.steps)
-        arguments = (self._as_laid(x), weight, bias, stride, padding, *steps, first)
-        both = self._call(sartor.laid_conv.default, *arguments)
+        relu, pool = "relu" in chain.steps, "pool" in chain.steps
+        _, _, channels, height, width = _shape(weight)
+        if pool and channels < FEW and height * width <= MOST_TAPS:
+            arguments = (self._as_first(x, padding), weight, bias, stride, relu, first)
+            both = self._call(sartor.direct_conv.default, *arguments)
+        else:
+            arguments = (self._as_laid(x), weight, bias, stride, padding, relu, pool, first)
+            both = self._call(sartor.laid_conv.default, *arguments)
         for gradient in chain.gradients:
             self.chains[gradient] = (chain, self._call(operator.getitem, both, 1), first)
         self._give(chain.result, self._call(operator.getitem, both, 0), first, _pooled(chain))
@@ -232,29 +245,29 @@ class _Rewriting:
         given, shape = chain.gradients[node], _shape(chain.convolution)
         known = self.laid.get((_source(given), _pooled(chain)))
         if known is None:
-            known_first, given = True, self._call(aten.view.default, given, list(_pooled(chain)))
-        else:
-            known_first, given = False, known
-        arguments = (given, places, shape[2], list(shape[3:]), known_first, first)
-        both = self._call(sartor.laid_spread.default, *arguments)
-        self.laid[node, shape] = self._call(operator.getitem, both, 0)
-        for user, value in list(_users(node)):
+            given = self._call(aten.view.default, given, list(_pooled(chain)))
+        users = list(_users(node))
+        wanted = (any(user.target is target for user, _ in users) for target in (_IMAGE, _WEIGHT))
+        arguments = (known or given, places, shape[2], list(shape[3:]), known is None, first, *wanted)
+        parts = self._call(sartor.spread_gradient.default, *arguments)
+        self.laid[node, shape] = self._call(operator.getitem, parts, 0)
+        self.copies[node, shape, (0, 0)] = self._call(operator.getitem, parts, 1)
+        for user, value in users:
             if _is_bias(user, value):
-                sums = self._call(aten.sum.dim_IntList, self._call(operator.getitem, both, 1), [0])
+                sums = self._call(sartor.add_up.default, self._call(operator.getitem, parts, 2))
                 self._give(user, sums, True, _shape(user))
 
     def _image(self, node: fx.Node) -> None:
-        weight, gradient, stride, padding, image = node.args
+        weight, gradient, stride, padding, image = cast(Any, node.args)
         waiting = {(_source(chain.gradients[at]), _pooled(chain)) for at, (chain, *_) in self.chains.items()}
         first = len(list(_users(node))) > 1 or (node, _shape(node)) not in waiting
         arguments = (weight, self._as_laid(gradient), stride, padding, image, first)
         self._give(node, self._call(sartor.laid_input_gradient.default, *arguments), first, _shape(node))
 
     def _weight(self, node: fx.Node) -> None:
-        x, gradient, stride, padding, kernel = node.args
-        channels = (_shape(x)[2], _shape(gradient)[2])
-        arguments = (self._as_laid(x), self._as_laid(gradient), *channels, stride, padding, kernel)
-        self._give(node, self._call(sartor.laid_weight_gradient.default, *arguments), True, _shape(node))
+        x, gradient, stride, padding, kernel = cast(Any, node.args)
+        arguments = (self._as_first(x, padding), self._as_first(gradient, (0, 0)), stride, kernel)
+        self._give(node, self._call(sartor.first_weight_gradient.default, *arguments), True, _shape(node))
 
     def _give(self, node: fx.Node, other: fx.Node, first: bool, shape: tuple[int, ...]) -> None:
         """Put a value of this shape in a node's place, or note where it lies laid."""
@@ -271,15 +284,37 @@ class _Rewriting:
         source, shape = _source(images), _shape(images)
         if (source, shape) in self.laid:
             return self.laid[source, shape]
-        arguments: tuple[Any, ...] = (images, None, list(shape[:2]))
+        arguments = (*self._origin(images), list(shape[:2]))
+        return self._moved((source, shape), sartor.laid_images.default, arguments)
+
+    def _as_first(self, images: fx.Node, border: Sequence[int]) -> fx.Node:
+        """Images with their channels first and such a border."""
+        source, shape = _source(images), _shape(images)
+        known = self.laid.get((source, shape))
+        key = (source, shape, tuple(border))
+        if known is None and not any(border):
+            return images
+        origin, channels = (self._origin(images), 0) if known is None else ((known, None), shape[2])
+        arguments = (*origin, list(shape[:2]), channels, list(border))
+        return self._moved(key, sartor.first_images.default, arguments)
+
+    def _moved(self, key: tuple[Any, ...], target: Any, arguments: tuple[Any, ...]) -> fx.Node:
+        """A copy, made but once where what it is a copy of stays the same."""
+        if key in self.copies:
+            return self.copies[key]
+        result = self._call(target, *arguments)
+        if key[0] not in self.changed:
+            self.copies[key] = result
+        return result
+
+    def _origin(self, images: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+        """What holds the images, and their numbers in it if they are picked from data."""
+        source = _source(images)
         if source.target is aten.index_select.default:
             data, axis, numbers = source.args
-            if axis == 0 and _shape(data)[1:] == shape[2:] and data not in self.changed:
-                arguments = (data, numbers, list(shape[:2]))
-        result = self._call(sartor.laid_images.default, *arguments)
-        if source not in self.changed:
-            self.laid[source, shape] = result
-        return result
+            if axis == 0 and _shape(data)[1:] == _shape(images)[2:] and data not in self.changed:
+                return data, numbers
+        return images, None
 
     def _call(self, target: Any, *arguments: Any) -> fx.Node:
         return self.graph.call_function(target, arguments)

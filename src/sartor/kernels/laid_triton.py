@@ -43,10 +43,55 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _larger(value, place, other, other_place):
+def _two(value, place, other, other_place):
     """The larger of two numbers with its place: the first of equal ones, and what is no number wins."""
     takes = (other > value) | (other != other)
     return tl.where(takes, other, value), tl.where(takes, other_place, place)
+
+
+@triton.jit
+def larger(upper_left, upper_right, lower_left, lower_right):
+    """The largest number of each window, and its place."""
+    total, which = _two(upper_left, 0, upper_right, 1)
+    total, which = _two(total, which, lower_left, 2)
+    return _two(total, which, lower_right, 3)
+
+
+@triton.jit
+def store(
+    result,  # [lane, sample, position, ROOM], or [lane, sample, OUT, position]
+    places,
+    total,  # [position of all samples, out]
+    which,
+    samples,
+    lane,
+    where,
+    out,
+    OUT: tl.constexpr,
+    AREA: tl.constexpr,
+    RELU: tl.constexpr,
+    MARKED: tl.constexpr,  # whether the places are stored
+    ROOM: tl.constexpr,  # 0: the result has its channels first
+):
+    """Store a tile of the result of a lane, after ReLU, with the places of maxima."""
+    if RELU:
+        cut = total <= 0
+        total = tl.where(cut, 0.0, total)
+        which = tl.where(cut, _NOWHERE, which)
+    there = where < samples * AREA
+    if ROOM:
+        if ROOM != OUT:
+            total = tl.where(out < OUT, total, 0.0)
+        at = where * ROOM + out
+        there = there & (out < ROOM)
+        begin = lane * samples * (AREA * ROOM)
+    else:
+        at = where // AREA * (OUT * AREA) + where % AREA + out * AREA
+        there = there & (out < OUT)
+        begin = lane * samples * (AREA * OUT)
+    tl.store(result + begin + at, total, mask=there)
+    if MARKED:
+        tl.store(places + begin + at, which.to(tl.uint8), mask=there)
 
 
 @triton.jit
@@ -95,9 +140,8 @@ def _convolve(
     program = tl.program_id(0)
     out = program % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     first = program // COLUMN_BLOCKS % row_blocks * ROWS
-    position = first + tl.arange(0, ROWS)
+    position = tl.minimum(first + tl.arange(0, ROWS), positions - 1)
     lane = (program // COLUMN_BLOCKS // row_blocks).to(tl.int64)
-    real = position < positions
     sample = position // (AREA * WINDOW)
     place = position // WINDOW % AREA
     if POOLED:
@@ -108,138 +152,58 @@ def _convolve(
         left = place % OUT_WIDTH * STEP_WIDTH - PAD_WIDTH
     image += lane * samples * (HEIGHT * WIDTH * CHANNELS)
     weight += lane * (OUT * SIZE)
-    begin = sample * (HEIGHT * WIDTH) + top * WIDTH + left
+    row = tl.minimum(out, OUT - 1) * SIZE
+    begin = (sample * (HEIGHT * WIDTH) + top * WIDTH + left) * CHANNELS
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, SIZE, DEPTH):
         k = start + tl.arange(0, DEPTH)
         if CHANNELS % DEPTH == 0:
             # One tap for the whole tile: whether it lies inside the image depends on the position alone.
+            tap = start // CHANNELS
             channel = tl.multiple_of(start % CHANNELS, 4) + tl.arange(0, DEPTH)
-            down = start // CHANNELS // KERNEL_WIDTH
-            right = start // CHANNELS % KERNEL_WIDTH
         else:
+            tap = (k // CHANNELS)[None, :]
             channel = k % CHANNELS
-            down = (k // CHANNELS // KERNEL_WIDTH)[None, :]
-            right = (k // CHANNELS % KERNEL_WIDTH)[None, :]
+        down = tap // KERNEL_WIDTH
+        right = tap % KERNEL_WIDTH
         if TURNED:
             down = KERNEL_HEIGHT - 1 - down
             right = KERNEL_WIDTH - 1 - right
-        inside = real[:, None]
         y = top[:, None] + down
         x = left[:, None] + right
+        if SPREAD_HEIGHT * SPREAD_WIDTH == 1:
+            at = begin[:, None] + (channel[None, :] + (down * WIDTH + right) * CHANNELS)
+        else:
+            at = (sample * (HEIGHT * WIDTH))[:, None] + y // SPREAD_HEIGHT * WIDTH + x // SPREAD_WIDTH
+            at = at * CHANNELS + channel[None, :]
+        inside = (k < SIZE)[None, :]
         if BORDERED:
             inside = inside & (y >= 0) & (y < HEIGHT * SPREAD_HEIGHT) & (x >= 0) & (x < WIDTH * SPREAD_WIDTH)
-        if SPREAD_HEIGHT * SPREAD_WIDTH == 1:
-            at = begin[:, None] + (down * WIDTH + right)
-        else:
             inside = inside & (y % SPREAD_HEIGHT == 0) & (x % SPREAD_WIDTH == 0)
-            at = (sample * (HEIGHT * WIDTH))[:, None] + y // SPREAD_HEIGHT * WIDTH + x // SPREAD_WIDTH
-        kept = out[:, None] < OUT
+        if BORDERED or SIZE % DEPTH != 0:
+            pixels = tl.load(image + at, mask=inside, other=0.0)
+        else:
+            pixels = tl.load(image + at)
         if SIZE % DEPTH != 0:
-            inside = inside & (k < SIZE)[None, :]
-            kept = kept & (k < SIZE)[None, :]
-        pixels = tl.load(image + (at * CHANNELS + channel[None, :]), mask=inside, other=0.0)
-        weights = tl.load(weight + out[:, None] * SIZE + k[None, :], mask=kept, other=0.0)
+            weights = tl.load(weight + (row[:, None] + k[None, :]), mask=(k < SIZE)[None, :], other=0.0)
+        else:
+            weights = tl.load(weight + (row[:, None] + k[None, :]))
         total = tl.dot(pixels, tl.trans(weights), total, input_precision=PRECISION)
     if BIASED:
         total += tl.load(bias + lane * OUT + out, mask=out < OUT, other=0.0)[None, :]
     where = first // WINDOW + tl.arange(0, ROWS // WINDOW)
+    which = tl.zeros((ROWS, COLUMNS), tl.int32)
     if POOLED:
         grid = tl.permute(tl.reshape(total, (ROWS // 4, 2, 2, COLUMNS)), (0, 3, 1, 2))
         left_side, right_side = tl.split(grid)
         upper_left, lower_left = tl.split(left_side)
         upper_right, lower_right = tl.split(right_side)
-        which = tl.zeros((ROWS // 4, COLUMNS), tl.int32)
-        total, which = _larger(upper_left, which, upper_right, 1)
-        total, which = _larger(total, which, lower_left, 2)
-        total, which = _larger(total, which, lower_right, 3)
-    else:
-        which = tl.zeros((ROWS, COLUMNS), tl.int32)
-    if RELU:
-        cut = total <= 0
-        total = tl.where(cut, 0.0, total)
-        which = tl.where(cut, _NOWHERE, which)
-    there = (where < samples * AREA)[:, None]
-    if ROOM:
-        at = where[:, None] * ROOM + out[None, :]
-        there = there & (out < ROOM)[None, :]
-        shift = lane * samples * (AREA * ROOM)
-    else:
-        at = (where // AREA * (OUT * AREA) + where % AREA)[:, None] + (out * AREA)[None, :]
-        there = there & (out < OUT)[None, :]
-        shift = lane * samples * (AREA * OUT)
-    tl.store(result + shift + at, total, mask=there)
-    if POOLED or RELU:
-        tl.store(places + shift + at, which.to(tl.uint8), mask=there)
-
-
-@triton.jit
-def _correlate(
-    image,  # [lane, sample, HEIGHT, WIDTH, CHANNELS]
-    gradient,  # [lane, sample, OUT_HEIGHT, OUT_WIDTH, OUT_CHANNELS]
-    result,  # [split, lane, OUT, REAL, KERNEL_HEIGHT, KERNEL_WIDTH]
-    lanes,
-    samples,
-    share,  # positions per split
-    CHANNELS: tl.constexpr,
-    REAL: tl.constexpr,  # channels of which there are weights
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT: tl.constexpr,
-    OUT_CHANNELS: tl.constexpr,
-    OUT_HEIGHT: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    KERNEL_HEIGHT: tl.constexpr,
-    KERNEL_WIDTH: tl.constexpr,
-    STEP_HEIGHT: tl.constexpr,
-    STEP_WIDTH: tl.constexpr,
-    PAD_HEIGHT: tl.constexpr,
-    PAD_WIDTH: tl.constexpr,
-    BORDERED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """result[out, k] = Σ over a split's positions of gradient[position, out] · image[k at position]."""
-    TAPS: tl.constexpr = KERNEL_HEIGHT * KERNEL_WIDTH
-    SIZE: tl.constexpr = CHANNELS * TAPS
-    AREA: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
-    ROW_BLOCKS: tl.constexpr = (OUT + ROWS - 1) // ROWS
-    COLUMN_BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-    positions = samples * AREA
-    program = tl.program_id(0)
-    out = program % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
-    k = program // ROW_BLOCKS % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-    lane = (program // (ROW_BLOCKS * COLUMN_BLOCKS) % lanes).to(tl.int64)
-    split = program // (ROW_BLOCKS * COLUMN_BLOCKS) // lanes
-    tap = k // CHANNELS
-    channel = k % CHANNELS
-    down = (tap // KERNEL_WIDTH)[None, :]
-    right = (tap % KERNEL_WIDTH)[None, :]
-    image += lane * samples * (HEIGHT * WIDTH * CHANNELS)
-    gradient += lane * samples * (AREA * OUT_CHANNELS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(split * share, tl.minimum((split + 1) * share, positions), DEPTH):
-        position = start + tl.arange(0, DEPTH)
-        real = (position < positions)[:, None]
-        sample = position // AREA
-        place = position % AREA
-        top = place // OUT_WIDTH * STEP_HEIGHT - PAD_HEIGHT
-        left = place % OUT_WIDTH * STEP_WIDTH - PAD_WIDTH
-        at = position[:, None] * OUT_CHANNELS + out[None, :]
-        gradients = tl.load(gradient + at, mask=real & (out < OUT_CHANNELS)[None, :], other=0.0)
-        inside = real & (k < SIZE)[None, :]
-        if BORDERED:
-            y = top[:, None] + down
-            x = left[:, None] + right
-            inside = inside & (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH)
-        at = (sample * (HEIGHT * WIDTH) + top * WIDTH + left)[:, None] + (down * WIDTH + right)
-        pixels = tl.load(image + (at * CHANNELS + channel[None, :]), mask=inside, other=0.0)
-        total = tl.dot(tl.trans(gradients), pixels, total, input_precision=PRECISION)
-    result += (split * lanes + lane) * (OUT * REAL * TAPS)
-    kept = (out < OUT)[:, None] & ((k < SIZE) & (channel < REAL))[None, :]
-    tl.store(result + out[:, None] * (REAL * TAPS) + (channel * TAPS + tap)[None, :], total, mask=kept)
+        total, which = larger(upper_left, upper_right, lower_left, lower_right)
+    marked: tl.constexpr = POOLED or RELU
+    store(
+        result, places, total, which, samples, lane, where[:, None], out[None, :],
+        OUT, AREA, RELU, marked, ROOM,
+    )  # fmt: skip
 
 
 def convolve(
@@ -307,57 +271,25 @@ def _launch(
     result = image.new_empty(lanes, samples, *shape)
     places = result.new_empty(result.shape if relu or pool else (0,), dtype=torch.uint8)
     positions = samples * size[0] * size[1] * (4 if pool else 1)
-    tiles = tiles or _convolve_tiles(out, channels)
+    tiles = tiles or _convolve_tiles(out, positions)
     programs = triton.cdiv(out, tiles.columns) * triton.cdiv(positions, tiles.rows)
     with torch.cuda.device_of(image):
         _convolve[(programs * lanes,)](
             image, weight, image if bias is None else bias.contiguous(), result, places, samples,
             channels, height, width, out, *size, *kernel, *step, *spread, *padding,
             turned, turned or max(padding) > 0, bias is not None, relu, pool, last,
-            _precision(), tiles.rows, tiles.columns, tiles.depth,
+            precision(), tiles.rows, tiles.columns, tiles.depth,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return result, places
 
 
-def weight_gradient(
-    x: Tensor,
-    gradient: Tensor,
-    channels: int,
-    out: int,
-    stride: Pair,
-    padding: Pair,
-    kernel: Pair,
-    tiles: Tiles | None = None,
-) -> Tensor:
-    """See ``laid.laid_weight_gradient``."""
-    lanes, samples, height, width, places = x.shape
-    area, size = gradient.shape[2:4], places * kernel[0] * kernel[1]
-    positions = samples * area[0] * area[1]
-    tiles = tiles or _correlate_tiles(out, size)
-    programs = triton.cdiv(out, tiles.rows) * triton.cdiv(size, tiles.columns)
-    # Enough programs per lane to fill the device, and at least a thousand positions for each of them.
-    splits = max(1, min(32, triton.cdiv(64, programs), positions // 1024))
-    share = triton.cdiv(triton.cdiv(positions, splits), tiles.depth) * tiles.depth
-    splits = triton.cdiv(positions, share)
-    result = x.new_empty(splits, lanes, out, channels, *kernel)
-    with torch.cuda.device_of(x):
-        _correlate[(programs * lanes * splits,)](
-            x, gradient, result, lanes, samples, share,
-            places, channels, height, width, out, gradient.shape[-1], *area, *kernel, *stride, *padding,
-            max(padding) > 0, _precision(), tiles.rows, tiles.columns, tiles.depth,
-            num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
-    return result[0] if splits == 1 else result.sum(0)
-
-
-def _precision() -> str:
+def precision() -> str:
+    """How many digits products have."""
     return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
 
 
-def _convolve_tiles(out: int, channels: int) -> Tiles:
-    return Tiles(128, power(out, 16, 64), 32, warps=4, stages=4)
-
-
-def _correlate_tiles(out: int, size: int) -> Tiles:
-    return Tiles(power(out, 16, 64), power(size, 16, 128), 32, warps=4, stages=4)
+def _convolve_tiles(out: int, positions: int) -> Tiles:
+    """Measured on an H200: few positions of a lane leave room for more programs with fewer of them."""
+    columns = power(out, 16, 128)
+    return Tiles(64 if positions < 2048 else 128, columns, 32, warps=4, stages=3 if columns == 128 else 4)

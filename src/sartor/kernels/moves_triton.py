@@ -19,10 +19,100 @@ _NOWHERE = tl.constexpr(NOWHERE)
 
 
 @triton.jit
+def _move(
+    data,  # [lane, row, CHANNELS, HEIGHT, WIDTH] with these strides but the last two; or LAST, as a result is
+    numbers,  # [row]: rows of the data
+    result,  # [lane, row, HEIGHT, WIDTH, ROOM], or [lane, row, CHANNELS, HEIGHT + borders, WIDTH + borders]
+    rows,
+    lane_stride,
+    row_stride,
+    channel_stride,
+    CHANNELS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BORDER_HEIGHT: tl.constexpr,
+    BORDER_WIDTH: tl.constexpr,
+    LAST: tl.constexpr,  # of data laid: their room
+    ROOM: tl.constexpr,  # of a result laid: its room, else 0
+    NUMBERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Copy images, all or those with these numbers: laid, or channels first with a border of zeros."""
+    WIDE: tl.constexpr = WIDTH + 2 * BORDER_WIDTH
+    PIXELS: tl.constexpr = (HEIGHT + 2 * BORDER_HEIGHT) * WIDE
+    SPACE: tl.constexpr = ROOM if ROOM else CHANNELS
+    ROW_BLOCKS: tl.constexpr = (PIXELS + ROWS - 1) // ROWS
+    COLUMN_BLOCKS: tl.constexpr = (SPACE + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    channel = (program % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    place = (program // COLUMN_BLOCKS % ROW_BLOCKS * ROWS + tl.arange(0, ROWS))[:, None]
+    image = (program // (COLUMN_BLOCKS * ROW_BLOCKS)).to(tl.int64)
+    row = tl.load(numbers + image) if NUMBERED else image % rows
+    data += image // rows * lane_stride + row * row_stride
+    there = (place < PIXELS) & (channel < CHANNELS)
+    pixel = place
+    if BORDER_HEIGHT + BORDER_WIDTH > 0:
+        y = place // WIDE - BORDER_HEIGHT
+        x = place % WIDE - BORDER_WIDTH
+        there = there & (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH)
+        pixel = y * WIDTH + x
+    at = pixel * LAST + channel if LAST else channel * channel_stride + pixel
+    pixels = tl.load(data + at, mask=there, other=0.0)
+    result += image * (PIXELS * SPACE)
+    at = place * ROOM + channel if ROOM else channel * PIXELS + place
+    tl.store(result + at, pixels, mask=(place < PIXELS) & (channel < SPACE))
+
+
+def lay(images: Tensor, numbers: Tensor | None, shape: Pair) -> Tensor:
+    """See ``laid.laid_images``."""
+    return _moved(images, numbers, shape, (0, 0), 0, room(images.shape[-3]))
+
+
+def border(images: Tensor, numbers: Tensor | None, shape: Pair, channels: int, border: Pair) -> Tensor:
+    """See ``laid.first_images``."""
+    return _moved(images, numbers, shape, border, channels, 0)
+
+
+def _moved(
+    images: Tensor, numbers: Tensor | None, shape: Pair, border: Pair, channels: int, space: int
+) -> Tensor:
+    """Images moved: laid ones that have so many ``channels``, or others if that is 0, to laid ones with this
+    ``space``, or to others if that is 0.
+    """
+    if channels:
+        images = images.contiguous()
+        height, width, last = images.shape[-3:]
+        channel = 0
+        lane, row, *_ = images.stride()
+    else:
+        if images.stride()[-2:] != (images.shape[-1], 1):
+            images = images.contiguous()
+        channels, height, width = images.shape[-3:]
+        last = 0
+        lane, row, channel, *_ = (0, *images.stride()) if numbers is not None else images.stride()
+    pixels = (height + 2 * border[0]) * (width + 2 * border[1])
+    size = (height, width, space) if space else (channels, height + 2 * border[0], width + 2 * border[1])
+    result = images.new_empty(*shape, *size)
+    columns = power(space or channels, 1, 64)
+    rows = power(pixels, 16, 2048 // columns)
+    blocks = triton.cdiv(pixels, rows) * triton.cdiv(space or channels, columns)
+    count = shape[0] * shape[1]
+    with torch.cuda.device_of(images):
+        _move[(count * blocks,)](
+            images, images if numbers is None else numbers.contiguous(), result,
+            shape[1] if numbers is None else count, lane, row, channel,
+            channels, height, width, *border, last, space, numbers is not None, rows, columns,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
 def _spread(
     gradient,  # of the result: [lane, sample, OUT_HEIGHT, OUT_WIDTH, GIVEN_ROOM], or channels first
     places,  # the same with PLACES_ROOM
-    result,  # [lane, sample, HEIGHT, WIDTH, ROOM]
+    laid,  # [lane, sample, HEIGHT, WIDTH, ROOM]
+    first,  # [lane, sample, CHANNELS, HEIGHT, WIDTH]
     sums,  # [part, lane, CHANNELS]
     lanes,
     samples,
@@ -35,6 +125,8 @@ def _spread(
     GIVEN_ROOM: tl.constexpr,  # 0: channels first
     PLACES_ROOM: tl.constexpr,
     ROOM: tl.constexpr,
+    LAID: tl.constexpr,  # which results are wanted
+    FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TURNS: tl.constexpr,
@@ -42,109 +134,102 @@ def _spread(
     """Every position takes its window's gradient if it held the maximum; with sums over a part of them."""
     COLUMN_BLOCKS: tl.constexpr = (ROOM + COLUMNS - 1) // COLUMNS
     AREA: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
-    program = tl.program_id(0)
-    channel = program % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-    lane = (program // COLUMN_BLOCKS % lanes).to(tl.int64)
-    part = program // COLUMN_BLOCKS // lanes
-    positions = samples * (HEIGHT * WIDTH)
-    gradient += lane * samples * (AREA * (GIVEN_ROOM if GIVEN_ROOM else CHANNELS))
-    places += lane * samples * (AREA * (PLACES_ROOM if PLACES_ROOM else CHANNELS))
-    result += lane * positions * ROOM
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for turn in range(TURNS):
-        position = (part * TURNS + turn) * ROWS + tl.arange(0, ROWS)
-        sample = position // (HEIGHT * WIDTH)
-        y = position % (HEIGHT * WIDTH) // WIDTH
-        x = position % (HEIGHT * WIDTH) % WIDTH
-        inside = (position < positions) & (y < OUT_HEIGHT * WINDOW) & (x < OUT_WIDTH * WINDOW)
-        there = inside[:, None] & (channel < CHANNELS)[None, :]
-        place = y // WINDOW * OUT_WIDTH + x // WINDOW
-        last = (sample * AREA + place)[:, None]
-        first = (sample * (AREA * CHANNELS) + place)[:, None] + (channel * AREA)[None, :]
-        at = last * GIVEN_ROOM + channel[None, :] if GIVEN_ROOM else first
-        given = tl.load(gradient + at, mask=there, other=0.0)
-        at = last * PLACES_ROOM + channel[None, :] if PLACES_ROOM else first
-        held = tl.load(places + at, mask=there, other=_NOWHERE)
-        own = (y % WINDOW * WINDOW + x % WINDOW).to(tl.uint8)
-        given = tl.where(held == own[:, None], given, 0.0)
-        at = position[:, None] * ROOM + channel[None, :]
-        tl.store(result + at, given, mask=(position < positions)[:, None] & (channel < ROOM)[None, :])
-        total += tl.sum(given, 0)
-    tl.store(sums + (part * lanes + lane) * CHANNELS + channel, total, mask=channel < CHANNELS)
-
-
-@triton.jit
-def _lay(
-    data,  # [lane, row, CHANNELS, PIXELS], with these strides but the last, which is 1
-    numbers,  # [row]: rows of the data
-    result,  # [lane, row, PIXELS, ROOM]
-    rows,
-    lane_stride,
-    row_stride,
-    channel_stride,
-    CHANNELS: tl.constexpr,
-    PIXELS: tl.constexpr,
-    ROOM: tl.constexpr,
-    NUMBERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Copy images, all or those with these numbers, so that their channels lie last."""
-    ROW_BLOCKS: tl.constexpr = (PIXELS + ROWS - 1) // ROWS
-    COLUMN_BLOCKS: tl.constexpr = (ROOM + COLUMNS - 1) // COLUMNS
+    PIXELS: tl.constexpr = HEIGHT * WIDTH
     program = tl.program_id(0)
     channel = (program % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    place = (program // COLUMN_BLOCKS % ROW_BLOCKS * ROWS + tl.arange(0, ROWS))[:, None]
-    image = (program // (COLUMN_BLOCKS * ROW_BLOCKS)).to(tl.int64)
-    row = tl.load(numbers + image) if NUMBERED else image % rows
-    data += image // rows * lane_stride + row * row_stride
-    there = place < PIXELS
-    pixels = tl.load(data + (channel * channel_stride + place), mask=there & (channel < CHANNELS), other=0.0)
-    result += image * (PIXELS * ROOM)
-    tl.store(result + (place * ROOM + channel), pixels, mask=there & (channel < ROOM))
-
-
-def lay(images: Tensor, numbers: Tensor | None, shape: Pair) -> Tensor:
-    """Images [L, B, C, H, W], or those of [N, C, H, W] with these numbers; see ``laid.laid_images``."""
-    if images.stride()[-2:] != (images.shape[-1], 1):
-        images = images.contiguous()
-    channels, height, width = images.shape[-3:]
-    result = images.new_empty(*shape, height, width, room(channels))
-    lane, row, channel, *_ = (0, *images.stride()) if numbers is not None else images.stride()
-    columns = power(result.shape[-1], 4, 64)
-    rows = power(height * width, 16, 2048 // columns)
-    blocks = triton.cdiv(height * width, rows) * triton.cdiv(result.shape[-1], columns)
-    with torch.cuda.device_of(images):
-        _lay[(shape[0] * shape[1] * blocks,)](
-            images, images if numbers is None else numbers.contiguous(), result,
-            shape[1] if numbers is None else shape[0] * shape[1], lane, row, channel,
-            channels, height * width, result.shape[-1], numbers is not None, rows, columns,
-        )  # fmt: skip
-    return result
+    lane = (program // COLUMN_BLOCKS % lanes).to(tl.int64)
+    part = program // COLUMN_BLOCKS // lanes
+    positions = samples * PIXELS
+    gradient += lane * samples * (AREA * (GIVEN_ROOM if GIVEN_ROOM else CHANNELS))
+    places += lane * samples * (AREA * (PLACES_ROOM if PLACES_ROOM else CHANNELS))
+    laid += lane * positions * ROOM
+    first += lane * positions * CHANNELS
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for turn in range(TURNS):
+        position = ((part * TURNS + turn) * ROWS + tl.arange(0, ROWS))[:, None]
+        sample = position // PIXELS
+        pixel = position % PIXELS
+        y = pixel // WIDTH
+        x = pixel % WIDTH
+        real = position < positions
+        there = real & (y < OUT_HEIGHT * WINDOW) & (x < OUT_WIDTH * WINDOW) & (channel < CHANNELS)
+        place = y // WINDOW * OUT_WIDTH + x // WINDOW
+        at_last = sample * AREA + place
+        at_first = sample * (AREA * CHANNELS) + place + channel * AREA
+        at = at_last * GIVEN_ROOM + channel if GIVEN_ROOM else at_first
+        given = tl.load(gradient + at, mask=there, other=0.0)
+        at = at_last * PLACES_ROOM + channel if PLACES_ROOM else at_first
+        held = tl.load(places + at, mask=there, other=_NOWHERE)
+        given = tl.where(held == (y % WINDOW * WINDOW + x % WINDOW).to(tl.uint8), given, 0.0)
+        if LAID:
+            tl.store(laid + (position * ROOM + channel), given, mask=real & (channel < ROOM))
+        if FIRST:
+            at = sample * (CHANNELS * PIXELS) + pixel + channel * PIXELS
+            tl.store(first + at, given, mask=real & (channel < CHANNELS))
+        total += given
+    own = tl.sum(total, 0)[None, :]
+    tl.store(sums + (part * lanes + lane) * CHANNELS + channel, own, mask=channel < CHANNELS)
 
 
 def spread(
-    gradient: Tensor, places: Tensor, channels: int, size: Pair, given_first: bool, places_first: bool
-) -> tuple[Tensor, Tensor]:
-    """See ``laid.laid_spread``."""
+    gradient: Tensor,
+    places: Tensor,
+    channels: int,
+    size: Pair,
+    given_first: bool,
+    places_first: bool,
+    laid: bool,
+    first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``laid.spread_gradient``."""
     gradient = gradient.contiguous()
     lanes, samples = gradient.shape[:2]
     area = gradient.shape[-2:] if given_first else gradient.shape[2:4]
     last = room(channels)
-    result = gradient.new_empty(lanes, samples, *size, last)
+    results = (
+        gradient.new_empty((lanes, samples, *size, last) if laid else 0),
+        gradient.new_empty((lanes, samples, channels, *size) if first else 0),
+    )
     columns = power(last, 4, 64)
-    rows = 4096 // columns
+    rows = 2048 // columns
     positions = samples * size[0] * size[1]
     turns = power(positions // (32 * rows), 1, 8)
     parts = triton.cdiv(positions, rows * turns)
     sums = gradient.new_empty(parts, lanes, channels)
     with torch.cuda.device_of(gradient):
         _spread[(triton.cdiv(last, columns) * lanes * parts,)](
-            gradient, places, result, sums, lanes, samples,
+            gradient, places, *results, sums, lanes, samples,
             channels, *size, *area, 1 if tuple(area) == tuple(size) else 2,
-            0 if given_first else last, 0 if places_first else last, last, rows, columns, turns,
+            0 if given_first else last, 0 if places_first else last, last, laid, first, rows, columns, turns,
         )  # fmt: skip
-    return result, sums
+    return *results, sums
+
+
+@triton.jit
+def _add_up(parts, result, count, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """result[number] = Σ parts[part, number], in the same order however many numbers there are."""
+    number = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for begin in range(0, count, ROWS):
+        part = (begin + tl.arange(0, ROWS))[:, None]
+        there = (part < count) & (number < size)
+        total += tl.load(parts + part.to(tl.int64) * size + number, mask=there, other=0.0)
+    own = tl.sum(total, 0)[None, :]
+    tl.store(result + number, own, mask=number < size)
+
+
+def add_up(parts: Tensor) -> Tensor:
+    """See ``laid.add_up``."""
+    if len(parts) == 1:
+        return parts[0].clone()
+    result = parts.new_empty(parts.shape[1:])
+    rows = power(len(parts), 2, 16)
+    columns = 1024 // rows
+    with torch.cuda.device_of(parts):
+        _add_up[(triton.cdiv(result.numel(), columns),)](
+            parts.contiguous(), result, len(parts), result.numel(), rows, columns
+        )
+    return result
 
 
 def power(number: int, low: int, high: int) -> int:
