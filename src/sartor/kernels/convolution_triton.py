@@ -22,17 +22,7 @@ from torch import Tensor
 from sartor.kernels import laid_triton
 from sartor.kernels.laid import Pair, room
 from sartor.kernels.laid_triton import Tiles, larger, precision, store
-from sartor.kernels.moves_triton import add_up, border, lay, power
-
-
-@triton.jit
-def _along(at, zero):
-    """Tell the compiler to lay neighbouring threads along the positions, the first axis of a tile of places.
-
-    The hint says that two neighbours lie side by side, which is not so at the end of a row. ``zero`` is a
-    number that the compiler does not know: it leaves no place known to be even, so two are never read as one.
-    """
-    return tl.max_contiguous(at + zero, [2, 1])
+from sartor.kernels.moves_triton import add_up, along, border, lay, power
 
 
 @triton.jit(do_not_specialize=["zero"])
@@ -86,10 +76,10 @@ def _correlate(
     held = tl.minimum(k, SIZE - 1)
     tap = held % TAPS
     shift = held // TAPS * PIXELS + tap // KERNEL_WIDTH * WIDTH + tap % KERNEL_WIDTH
-    pixel = _along((y * (STEP_HEIGHT * WIDTH) + x * STEP_WIDTH)[:, None] + shift[None, :], zero)
+    pixel = along((y * (STEP_HEIGHT * WIDTH) + x * STEP_WIDTH)[:, None] + shift[None, :], zero)
     given = (y * OUT_WIDTH + x)[:, None] + (tl.minimum(out, OUT - 1) * AREA)[None, :]
     if OUT_WIDTH % 4 != 0:
-        given = _along(given, zero)
+        given = along(given, zero)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in range(split * share, tl.minimum((split + 1) * share, samples * TILES)):
         sample = tile // TILES

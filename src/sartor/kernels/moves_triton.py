@@ -19,6 +19,16 @@ _NOWHERE = tl.constexpr(NOWHERE)
 
 
 @triton.jit
+def along(at, zero):
+    """Tell the compiler to lay neighbouring threads along the positions, the first axis of a tile of places.
+
+    The hint says that two neighbours lie side by side, which is not so everywhere. ``zero`` is a number that
+    the compiler does not know: it leaves no place known to be even, so two are never read as one.
+    """
+    return tl.max_contiguous(at + zero, [2, 1])
+
+
+@triton.jit
 def _move(
     data,  # [lane, row, CHANNELS, HEIGHT, WIDTH] with these strides but the last two; or LAST, as a result is
     numbers,  # [row]: rows of the data
@@ -107,7 +117,7 @@ def _moved(
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["zero"])
 def _spread(
     gradient,  # of the result: [lane, sample, OUT_HEIGHT, OUT_WIDTH, GIVEN_ROOM], or channels first
     places,  # the same with PLACES_ROOM
@@ -116,6 +126,7 @@ def _spread(
     sums,  # [part, lane, CHANNELS]
     lanes,
     samples,
+    zero,
     CHANNELS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -155,7 +166,7 @@ def _spread(
         there = real & (y < OUT_HEIGHT * WINDOW) & (x < OUT_WIDTH * WINDOW) & (channel < CHANNELS)
         place = y // WINDOW * OUT_WIDTH + x // WINDOW
         at_last = sample * AREA + place
-        at_first = sample * (AREA * CHANNELS) + place + channel * AREA
+        at_first = along(sample * (AREA * CHANNELS) + place + channel * AREA, zero)
         at = at_last * GIVEN_ROOM + channel if GIVEN_ROOM else at_first
         given = tl.load(gradient + at, mask=there, other=0.0)
         at = at_last * PLACES_ROOM + channel if PLACES_ROOM else at_first
@@ -198,7 +209,7 @@ def spread(
     sums = gradient.new_empty(parts, lanes, channels)
     with torch.cuda.device_of(gradient):
         _spread[(triton.cdiv(last, columns) * lanes * parts,)](
-            gradient, places, *results, sums, lanes, samples,
+            gradient, places, *results, sums, lanes, samples, 0,
             channels, *size, *area, 1 if tuple(area) == tuple(size) else 2,
             0 if given_first else last, 0 if places_first else last, last, laid, first, rows, columns, turns,
         )  # fmt: skip
