@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer.testing
+from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
 
 import sartor  # noqa: F401  (sets how threads wait, before torch starts any)
+from sartor import random
 from sartor.engines.stacked import trace
+
+gc.disable()  # until all tests are known: what is imported and collected stays
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("sartor", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -53,10 +60,29 @@ def _file(nodeid: str) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported is never garbage: nobody need look through it again, nor often."""
+    """What all tests have imported is never garbage: nobody need look through it again, nor often.
+
+    PyTorch has dozens of loggers that pytest would listen to one by one in every test.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
+    gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """What pytest makes of the assertions is made once, and found by all workers where pytest keeps it."""
+    files = [] if sys.dont_write_bytecode else sorted(Path(__file__).parent.rglob("test_*.py"))
+    for file in files:
+        kept = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+        if rewrite.try_makedirs(kept.parent) and rewrite._read_pyc(file, kept) is None:
+            seal, code = rewrite._rewrite_test(file, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, seal, kept)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,6 +93,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return _file(nodeid) if _file(nodeid) in TOGETHER else nodeid
+
+        def _pending_of(self, workload: dict[str, dict[str, bool]]) -> int:
+            for done in [scope for scope, tests in workload.items() if all(tests.values())]:
+                del workload[done]  # or all that were ever run are counted after each
+            return super()._pending_of(workload)
 
     return Scheduling(config, log)
 
@@ -80,7 +111,7 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """A network that a test makes does not depend on which tests the same process has run before."""
-    torch.manual_seed(0)
+    random.seed_torch(0)
 
 
 @pytest.fixture

@@ -265,3 +265,10 @@ def test_the_kernel_shuffles_alike(places: int) -> None:
     keys = random.stream(0, "batch", 4, torch.arange(len(sizes)))
     ours = random_kernels.shuffled(keys.to(DEVICE), sizes.to(DEVICE), places)
     assert torch.equal(ours.cpu(), random.shuffled(keys, sizes, torch.arange(places)))
+
+
+def test_networks_draw_from_the_seed_as_pytorch_sets_it() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    random.seed_torch(5)
+    assert torch.equal(torch.rand(3), expected)

@@ -148,7 +148,8 @@ def installed_code(thing: Any) -> Code | None:
 def installed(package: str) -> Code | None:
     """A package that adds to Sartor by an entry point, with the hash of its source; nothing is executed."""
     if package not in _IMPORTED and package != __name__.partition(".")[0]:
-        points = [point for group in sorted(_GROUPS) for point in entry_points(group=group)]
+        found = entry_points()  # once for all groups, as it reads what every package says of itself
+        points = [point for group in sorted(_GROUPS) for point in found.select(group=group)]
         if package in {point.module.partition(".")[0] for point in points}:
             _IMPORTED[package] = read_code(package)
     return _IMPORTED.get(package)

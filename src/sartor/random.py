@@ -31,6 +31,17 @@ FEW = 1024
 """Up to so many samples of a client are shuffled by counting on a GPU, instead of sorting."""
 
 
+def seed_torch(seed: int) -> None:
+    """Set PyTorch's own generator, which the networks' layers draw from.
+
+    ``torch.manual_seed`` also notes the call, with a stack trace, for any accelerator that is not there yet.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 def _signed(value: int) -> int:
     """A Python integer wrapped to a signed 64-bit word, as tensor arithmetic wraps it."""
     value &= (1 << 64) - 1

@@ -43,7 +43,8 @@ def run_block(kind: str, code: str, page: Path, module: ModuleType) -> None:
     else:
         programs = Path("programs").absolute()
         programs.mkdir(exist_ok=True)
-        program(programs)
+        for name in ("sartor", "torchrun"):
+            program(programs, name)
         path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
         code = code.replace("18080", str(free_port()))
         done = completed(["bash", "-euc", code], env={**ENVIRONMENT, "PATH": path})

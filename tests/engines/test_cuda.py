@@ -12,13 +12,12 @@ from test_engines import as_allowed, assert_close, ended, network, vectors
 from torch import nn
 
 import sartor
-from helpers import RAGGED, classification, federation_of, model_task, plain_cnn, resnet18
+from helpers import RAGGED, classification, federation_of, model_task, plain_cnn, play, resnet18
 from sartor import random
 from sartor.algorithms import registered
 from sartor.client.settings import Local
 from sartor.data.clients import ClientData
 from sartor.engines import make_federation
-from sartor.errors import NotStackable
 from sartor.federation import Federation
 from sartor.model.task import Task
 from sartor.runs.result import Result
@@ -154,8 +153,29 @@ def test_a_model_is_found_to_be_stackable_or_not_for_samples_on_the_device() -> 
     torch.backends.cudnn.allow_tf32 = True  # the fixture sets it back
     data = classification((9, 4), shape=(1, 8, 8))
     federation_of("stacked", Task(plain_cnn((1, 8, 8), 4), classes=4), data, device="cuda")
-    with pytest.raises(NotStackable, match="mixes samples"):
-        federation_of("stacked", Task(Mixing(plain_cnn((1, 8, 8), 4)), classes=4), data, device="cuda")
+    task = Task(Mixing(plain_cnn((1, 8, 8), 4)), classes=4)
+    federation_of("stacked", task, data, device="cuda")
+    assert task.mixes_samples(data.train.x.cuda(), data.train.y.cuda())
+
+
+def test_steps_of_models_that_mix_samples_are_captured_batch_by_batch() -> None:
+    data = classification((19, 4, 9, 33, 12), shape=(6,), classes=4)
+
+    class Mixing(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = super().forward(x - x.mean(0))
+            return result
+
+    torch.manual_seed(0)
+    task = Task(Mixing(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), classes=4)
+    cohorts = [[0, 1, 2], [3, 4, 0], [1, 4, 2], [0, 3, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    found = []
+    for engine in ("loop", "stacked"):
+        algorithm, local = registered()["ditto"](), {"batch": 4, "epochs": 2}
+        federation = federation_of(engine, task, data, local=local, hyper=algorithm.hyper, device="cuda")
+        found.append(play(algorithm, federation, cohorts).w)
+    assert torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found[0], task.initial("cuda"), rtol=1e-2, atol=1e-2)
 
 
 def test_a_federation_may_be_freed_while_another_captures() -> None:

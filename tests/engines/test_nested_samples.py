@@ -274,12 +274,11 @@ def contrast(outputs: Tensor, y: Tensor) -> Tensor:
     return (outputs[:, None] - outputs[None]).square().mean() + (outputs - y).square().mean()
 
 
-def test_a_loss_between_samples_runs_on_the_loop_alone_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_between_samples_is_that_of_whole_batches_in_a_stack_too() -> None:
     kind = replace(KINDS["own mean loss"], objective=contrast)
-    assert go(kind, "auto").summary["engine"] == "loop"
-    assert "its loss gives one number for a batch" in caplog.text
-    with pytest.raises(SartorError, match=r"its loss gives one number for a batch, .* one number per sample"):
-        go(kind, "stacked")
+    one, other = (go(kind, engine) for engine in ("loop", "auto"))
+    assert other.summary["engine"] == "stacked"
+    assert torch.allclose(one.w, other.w, rtol=1e-6, atol=1e-9)
 
 
 def test_what_cannot_be_right_is_one_message() -> None:

@@ -171,9 +171,9 @@ def test_any_cohort_has_as_many_lanes() -> None:
 def test_stretches_are_the_steps_between_changes() -> None:
     made = plan(Batches(size=1), np.array([5, 2, 2]), lanes=2)
     assert made.rows is not None
-    assert made.stretches == ((2, 2), (2, 2), (1, 2))  # so many steps of so many lanes
+    assert made.stretches == ((2, 2, 1), (2, 2, 1), (1, 2, 1))  # steps, lanes and the width of a batch
     first = 0
-    for steps, lanes in made.stretches:
+    for steps, lanes, _ in made.stretches:
         rows = made.rows[first : first + steps * lanes].reshape(steps, lanes)
         assert (rows == rows[0]).all()
         first += steps * lanes

@@ -184,3 +184,30 @@ def test_counts_of_steps() -> None:
         expected = [int(batches.count(int(size))) for size in n]
         assert batches.count(n).tolist() == expected
         assert batches.count(n.numpy()).tolist() == expected
+
+
+@given(batches=BATCHES, sizes=SIZES, rounded=st.booleans())
+@settings(deadline=None)
+def test_exact_plans_take_every_batch_as_wide_as_it_is(
+    batches: Batches, sizes: list[int], rounded: bool
+) -> None:
+    held = np.array(sizes)
+    made = plan(batches, held, rounded=rounded, exact=True)
+    assert made.rows is not None
+    assert made.turns is not None
+    assert made.shape.full  # nothing has a weight
+    width, taken, first = made.shape.width, np.zeros_like(held), 0
+    for steps, lanes, wide in made.stretches:
+        there = slice(first, first + steps * lanes)
+        rows, turns = (table[there].reshape(steps, lanes) for table in (made.rows, made.turns))
+        assert (rows == rows[0]).all()
+        for lane in np.flatnonzero(rows[0] < len(held)):
+            client = rows[0, lane]
+            for turn in turns[:, lane]:
+                assert turn == taken[client]
+                in_pass = turn % max(1, int(batches.in_turn(sizes[client], width)))
+                assert wide == min(width, sizes[client] - in_pass * width)
+                taken[client] += 1
+        first += steps * lanes
+    assert taken.tolist() == np.asarray(batches.count(held)).tolist()
+    assert first == len(made.rows) == len(made.turns)

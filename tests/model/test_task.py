@@ -787,19 +787,23 @@ def spectral() -> nn.Module:
     return Shared(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
 
 
+MIXING = [
+    Mixing,
+    Maximal,
+    BySize,
+    MixingBeforeZeros,
+    MixingInFloat32,
+    lambda: Shared(nn.BatchNorm1d(8, track_running_stats=False)),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
         (Branching, "branches on the data"),
-        (Mixing, "mixes samples"),
-        (Maximal, "mixes samples"),
-        (BySize, "mixes samples"),
-        (MixingBeforeZeros, "mixes samples"),
-        (MixingInFloat32, "mixes samples"),
         (Remembering, "vmap"),
         (Drawing, "random"),
         (spectral, "atching rule"),
-        (lambda: Shared(nn.BatchNorm1d(8, track_running_stats=False)), "mixes samples"),
     ],
 )
 def test_a_model_that_cannot_be_stacked_is_refused_with_the_reason_and_runs_on_the_loop(
@@ -816,7 +820,7 @@ def test_a_model_that_cannot_be_stacked_is_refused_with_the_reason_and_runs_on_t
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Branching, "branches on the data"), (Mixing, "mixes samples"), (spectral, "atching")],
+    [(Branching, "branches on the data"), (Drawing, "random"), (spectral, "atching")],
 )
 def test_engine_auto_runs_a_model_that_cannot_be_stacked_on_the_loop_and_says_why(
     kind: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -842,7 +846,24 @@ def test_that_a_model_can_be_stacked_is_not_worth_a_warning(caplog: pytest.LogCa
 @pytest.mark.parametrize("kind", [Mixing, Maximal, MixingWithinBounds])
 def test_layers_that_mix_samples_show_with_few_of_them(kind: Callable[[], nn.Module], few: int) -> None:
     task = Task(kind(), classes=CLASSES)
-    assert "mixes samples" in str(task.why_not_stackable(*samples((6,), few)))
+    assert task.mixes_samples(*samples((6,), few))
+
+
+@pytest.mark.parametrize("kind", MIXING)
+@pytest.mark.parametrize("local", [{"batch": 4, "epochs": 2}, {"batch": 4, "steps": 7}, {"epochs": 3}])
+def test_layers_that_mix_samples_give_the_same_in_a_stack_as_no_batch_is_padded(
+    kind: Callable[[], nn.Module], local: dict[str, int]
+) -> None:
+    data = classification((10, 4, 2, 16, 15), shape=(6,), classes=CLASSES)
+    torch.manual_seed(0)
+    task = Task(kind(), classes=CLASSES, name="mine")
+    found = []
+    for engine in ("loop", "stacked"):
+        algorithm = registered()["ditto"]()
+        federation = federation_of(engine, task, data, local=local, hyper=algorithm.hyper)
+        found.append(play(algorithm, federation, [[0, 1, 2, 3, 4], [0, 3], [4, 1, 2]]).w)
+    assert torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-7)
+    assert not torch.equal(found[0], task.initial())
 
 
 class Rounding(nn.Module):
@@ -910,6 +931,7 @@ def test_models_that_a_cohort_can_share_are_stackable(
     task = Task(kind(), classes=CLASSES)
     x, y = samples(shape, 4)
     assert task.why_not_stackable(x.float(), y) is None
+    assert not task.mixes_samples(x.float(), y)
 
 
 def test_models_of_whole_numbers_are_stackable() -> None:

@@ -2,7 +2,7 @@
 
 Importing takes longer than training here, so one process, the stem, imports everything and every other is
 forked from it: a process of its own all the same, in a session of its own. Run as a script this is the stem,
-or, for shells, ``sartor`` itself.
+or, for shells, ``sartor`` or ``torchrun``.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class Nursery:
             child.close()
 
 
-def program(folder: Path) -> Path:
-    """``sartor`` for a shell, as an executable file in a folder."""
-    file = folder / "sartor"
-    words = (sys.executable, "-SE", __file__, "sartor", _stem())
+def program(folder: Path, name: str = "sartor") -> Path:
+    """``sartor`` or ``torchrun`` for a shell, as an executable file in a folder."""
+    file = folder / name
+    words = (sys.executable, "-SE", __file__, name, _stem())
     file.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     file.chmod(0o755)
     return file
@@ -175,9 +175,12 @@ def _read_number(connection: socket.socket) -> int:
         return int(lines.readline())
 
 
-def _sartor(address: str, words: Sequence[str]) -> None:
-    """Be ``sartor`` for whoever has started this."""
-    with _ask(address, ["sartor", *words], (0, 1, 2), Path.cwd(), os.environ) as connection:
+def _be(name: str, address: str, words: Sequence[str]) -> None:
+    """Be this program for whoever has started this; what torchrun starts is ours too, not Python anew."""
+    command = [name, *words]
+    if name == "torchrun":
+        command = ["torch.distributed.run", *("--no-python" if word == "-m" else word for word in words)]
+    with _ask(address, command, (0, 1, 2), Path.cwd(), os.environ) as connection:
         pid = _read_number(connection)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os.kill(pid, number))
@@ -299,4 +302,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "stem":
         _grow(sys.argv[2], int(sys.argv[3]))
     else:
-        _sartor(sys.argv[2], sys.argv[3:])
+        _be(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -11,6 +11,7 @@ from report_runs import store_run
 import sartor
 from sartor.report import write_report
 from sartor.report.figures import Figure, Lines, curves
+from sartor.report.images import write_figures
 from sartor.report.prices import price_figures
 from sartor.report.runs import read
 
@@ -30,7 +31,7 @@ def lines(figures: list[Figure], name: str) -> dict[str, list[tuple[Any, Any]]]:
     return {line.label: list(zip(line.x, line.y, strict=True)) for line in panel.lines}
 
 
-def test_attackers_are_counted_and_the_honest_scored(tmp_path: Path) -> None:
+def test_attackers_are_counted_and_the_honest_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(tmp_path)
     for share in (0.25, 0.5):
         for name in ("sign-flip", "scaling"):
@@ -47,9 +48,13 @@ def test_attackers_are_counted_and_the_honest_scored(tmp_path: Path) -> None:
             assert y == by_place[attack, x].last["shared_local"]["benign"]["accuracy"]
             assert y != by_place[attack, x].last["shared_local"]["accuracy"]
     assert "fedavg attack.name=scaling" in figure.views[()].sentence
+    drawn_too: list[Figure] = []
+    monkeypatch.setattr(sartor.report, "write_figures", lambda figures, *_: drawn_too.extend(figures))
     page = write_report(tmp_path, tmp_path / "report.html", figures=tmp_path / "paper").read_text()
     assert "What attackers cost" in page
-    assert list((tmp_path / "paper").glob("*attackers*"))
+    (for_paper,) = (each for each in drawn_too if each.name == "attackers")
+    (written,) = write_figures([for_paper], tmp_path / "paper")
+    assert "attackers" in written.name
 
 
 def test_fewer_bytes(tmp_path: Path) -> None:

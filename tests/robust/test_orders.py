@@ -43,7 +43,7 @@ def test_blocks_and_the_way_to_order_change_nothing(
     rows, weights = cloud(n), torch.full((n,), 1 / n) if equal else shares(n)
     median, trimmed = orders.median(rows, weights), orders.trimmed_mean(rows, weights, 0.2)
     elsewhere: tuple[str, Any] = ("by_numpy", lambda rows: False)  # as a device sorts
-    for setting, value in (("CACHED", 7 * n), ("SORTED", 5 * n), ("FEW", 0), elsewhere):
+    for setting, value in (("CACHED", 7 * n), ("SORTED", 5 * n), elsewhere, ("FEW", 0)):
         monkeypatch.setattr(orders, setting, value)
         assert torch.equal(orders.median(rows, weights), median)
         assert torch.allclose(orders.trimmed_mean(rows, weights, 0.2), trimmed, rtol=1e-6, atol=1e-6)
@@ -87,3 +87,13 @@ def test_a_row_without_weight_is_not_there(rule: Median) -> None:
     found = Reducer(rule).sum("x", rows, weights)
     assert torch.equal(found, Reducer(rule).sum("x", rows[others], weights[others]))
     assert not Reducer(rule).sum("x", rows, torch.zeros(6)).any()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 10, 16])
+def test_weights_go_with_their_numbers_through_the_network(n: int) -> None:
+    rows, weights = torch.stack([torch.randperm(n) for _ in range(50)], dim=1).float(), shares(n)
+    values, up_to = orders.compared_with(rows, weights)
+    for place in range(rows.shape[1]):
+        order = rows[:, place].argsort()
+        assert torch.equal(values[:, place], rows[order, place])
+        assert torch.allclose(up_to[:, place], weights[order].cumsum(0), atol=1e-6)

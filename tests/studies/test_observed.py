@@ -44,6 +44,22 @@ def test_every_run_of_a_comparison_is_told_and_none_that_is_there(tmp_path: Path
         sartor.compare(["fedavg"], **keywords, observers=[3])  # type: ignore[list-item]
 
 
+class Enough(sartor.Observer):
+    def round(self, run: Any, row: Any) -> None:
+        run.stop("one is enough")
+
+
+def test_a_run_that_an_observer_stopped_is_not_taken_for_a_whole_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keywords: Any = {"data": DATA, "rounds": 2, "references": False, "out": tmp_path / "all"}
+    for _ in range(2):
+        sartor.compare(["fedavg"], **keywords, observers=[Enough()])
+        assert "an observer stopped it" not in caplog.text
+    sartor.compare(["fedavg"], **keywords)
+    assert "an observer stopped it in round 1 of 2 (one is enough)" in caplog.text
+
+
 def test_and_of_a_search(tmp_path: Path) -> None:
     told = Told()
     sartor.search(

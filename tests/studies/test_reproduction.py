@@ -337,8 +337,8 @@ def test_notes_are_of_the_scale_that_is_run() -> None:
 
 @pytest.mark.slow
 def test_the_measured_band_holds_today() -> None:
-    result = reproduce("comfed/table4", methods=["fedavg", "fednova", "fedadam"], seeds=3)
-    assert len(result.numbers) == 15
+    result = reproduce("comfed/table4", methods=["nova-adam"], seeds=3)  # a mechanism and an optimizer
+    assert len(result.numbers) == 5
     assert all(number.within_measured for number in result.numbers)
 
 

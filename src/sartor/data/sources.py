@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
@@ -211,18 +212,7 @@ def _labels(labels: npt.NDArray[Any]) -> torch.Tensor:
 
 def _read_digits(origin: Origin, paths: Sequence[Path]) -> tuple[npt.NDArray[Any], ...]:
     """The digits that come with scikit-learn, split 80/20 within each class, always the same way."""
-    # Its own file is read directly: importing sklearn.datasets takes a second.
-    spec = importlib.util.find_spec("sklearn")
-    folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
-    path = folder / "datasets" / "data" / "digits.csv.gz"
-    try:
-        with gzip.open(path, "rt", encoding="ascii") as file:
-            table = np.loadtxt(file, delimiter=",")
-    except (OSError, ValueError, EOFError):
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        table = np.column_stack([digits.data, digits.target])
+    table = _digits()
     images, labels = table[:, :64].reshape(-1, 1, 8, 8) / 16, table[:, 64].astype(np.int64)
     test = np.zeros(len(labels), bool)
     sizes = np.bincount(labels)
@@ -230,6 +220,23 @@ def _read_digits(origin: Origin, paths: Sequence[Path]) -> tuple[npt.NDArray[Any
         rows = np.flatnonzero(labels == label)
         test[stream(0, "digits", label).permutation(rows)[:number]] = True
     return images[~test], labels[~test], images[test], labels[test]
+
+
+@cache
+def _digits() -> npt.NDArray[Any]:
+    """64 pixels and the class of each, read once: a megabyte that many short runs take."""
+    # Its own file is read directly: importing sklearn.datasets takes a second.
+    spec = importlib.util.find_spec("sklearn")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
+    path = folder / "datasets" / "data" / "digits.csv.gz"
+    try:
+        with gzip.open(path, "rt", encoding="ascii") as file:
+            return np.loadtxt(file, delimiter=",")
+    except (OSError, ValueError, EOFError):
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        return np.column_stack([digits.data, digits.target])
 
 
 def _read_mnist(origin: Origin, paths: Sequence[Path]) -> tuple[Bytes, ...]:

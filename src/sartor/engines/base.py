@@ -95,8 +95,9 @@ class LocalEngine(Engine):
     @cached_property
     def adds_up(self) -> bool:
         """Whether the pooled test data are the clients', and no sample's result depends on others'."""
-        train = self.samples["train"]
-        return self._divided and self.task.why_not_stackable(train.x, train.y) is None
+        task, train = self.task, self.samples["train"]
+        apart = task.why_not_stackable(train.x, train.y) is None and not task.mixes_samples(train.x, train.y)
+        return self._divided and apart
 
     def refused(self, numbers: np.ndarray) -> str | None:
         """Which sample of these clients the model cannot take, and why; None where it takes all of them."""

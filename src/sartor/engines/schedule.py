@@ -8,6 +8,9 @@ from all clients a cohort may be drawn from, so that a step is of one shape whoe
 Where steps of several widths cost little there are only as many lanes as have a client left: they are sorted
 by when they end, and the last ones are left out. Else those that idle point at a spare row behind the last
 client. Between two changes of clients lies a :class:`Stretch` of steps in which every lane keeps its client.
+
+A short batch is padded, unless a sample's result depends on the others of its batch: then batches are taken
+together that are as wide as each other.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ class Stretch(NamedTuple):
 
     steps: int
     lanes: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -138,11 +142,13 @@ def plan(
     expected: Usual | None = None,
     common: bool = False,
     narrows: bool = False,
+    exact: bool = False,
 ) -> Plan:
     """Lay out the steps of clients with these numbers of samples, and ``epochs`` where they are drawn.
 
     ``lanes`` 0 takes as many as are ``expected``, ``rounded`` buckets the shape, ``common``: all clients have
-    the same samples. With ``narrows`` there are fewer lanes when few have a client left.
+    the same samples. With ``narrows`` there are fewer lanes when few have a client left; ``exact``: no batch
+    is padded.
     """
     clients, most = len(sizes), int(sizes.max(initial=0))
     expected = expected or usual(batches, sizes, clients)
@@ -153,18 +159,52 @@ def plan(
     places = max(1, int((passes * sizes).max(initial=0)))
     if rounded:
         places = bucket(places)
+    if exact:
+        return exactly(batches, sizes, counts, width, places, rounded)
+    if rounded:
         width = min(bucket(width, 2), batches.width(expected.most))
     if not lanes or lanes >= clients:
         lanes = expected.lanes
         if lanes == clients and counts.min(initial=longest) == longest:
             full, together = expected.alike and expected.most % width == 0, common and not batches.shuffled
             shape = Shape(clients, longest, width, places, False, full, together)
-            return Plan(shape, None, None, (Stretch(longest, clients),))
+            return Plan(shape, None, None, (Stretch(longest, clients, width),))
     rows, turns = pack(counts, lanes)
     widths = narrowed(rows < clients) if narrows else np.full(len(rows), lanes)
     kept = np.arange(lanes) < widths[:, None]
     shape = Shape(lanes, len(rows), width, places, packed=True, full=False)
-    return Plan(shape, rows[kept], turns[kept], stretches(rows, widths))
+    return Plan(shape, rows[kept], turns[kept], stretches(rows, widths, width))
+
+
+def exactly(
+    batches: Batches, sizes: np.ndarray, counts: np.ndarray, width: int, places: int, rounded: bool
+) -> Plan:
+    """Steps without a padded batch: clients go from pass to pass together, the widest batches of each first.
+
+    ``rounded`` has idle lanes, so that steps of but a few numbers of lanes arise.
+    """
+    rows, turns, parts = [], [], []
+    clients, taken = len(sizes), np.zeros_like(counts)
+    in_turn = np.maximum(batches.in_turn(sizes, width), 1)
+    while (left := np.flatnonzero(taken < counts)).size:
+        passes = taken[left] // in_turn[left]
+        left = left[passes == passes.min()]
+        turn = taken[left] % in_turn[left]
+        real = np.minimum(sizes[left] - turn * width, width)
+        widest = int(real.max())
+        full = np.minimum(sizes[left] // width - turn, counts[left] - taken[left])
+        chosen = real == widest
+        steps = 1 if widest < width or batches.anew else int(full[chosen].min())
+        who = left[chosen]
+        lanes = bucket(len(who), WIDTHS) if rounded else len(who)
+        idle = lanes - len(who)
+        rows.append(np.tile(np.pad(who, (0, idle), constant_values=clients), steps))
+        turns.append((np.pad(taken[who], (0, idle)) + np.arange(steps)[:, None]).ravel())
+        parts.append(Stretch(steps, lanes, widest))
+        taken[who] += steps
+    shape = Shape(clients, sum(part.steps for part in parts), width, places, packed=True, full=True)
+    whose, which = (np.concatenate([np.zeros(0, dtype=np.int64), *tables]) for tables in (rows, turns))
+    return Plan(shape, whose, which, tuple(parts))
 
 
 def narrowed(busy: np.ndarray) -> np.ndarray:
@@ -178,11 +218,13 @@ def narrowed(busy: np.ndarray) -> np.ndarray:
     return np.asarray(rounded[busy.sum(axis=1)])
 
 
-def stretches(rows: np.ndarray, widths: np.ndarray) -> tuple[Stretch, ...]:
+def stretches(rows: np.ndarray, lanes: np.ndarray, width: int) -> tuple[Stretch, ...]:
     """The steps between changes of clients, [steps, lanes], with their numbers of lanes."""
     edges = [0, *(1 + np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1))).tolist(), len(rows)]
     return tuple(
-        Stretch(end - first, int(widths[first])) for first, end in itertools.pairwise(edges) if first < end
+        Stretch(end - first, int(lanes[first]), width)
+        for first, end in itertools.pairwise(edges)
+        if first < end
     )
 
 

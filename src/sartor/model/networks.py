@@ -313,7 +313,7 @@ def seeded(build: Callable[[], Built], seed: int, index: int = 0) -> Built:
     restored.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(random.integer(random.stream(seed, "initial", index)))
+        random.seed_torch(random.integer(random.stream(seed, "initial", index)))
         return build()
 
 

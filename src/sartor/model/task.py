@@ -30,7 +30,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sartor import nests
+from sartor import nests, random
 from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.kernels.convolution import conv2d
 from sartor.kernels.dense import Dense
@@ -206,7 +206,7 @@ class Task:
         fixed |= {key: value for key, value in module.named_parameters() if not value.requires_grad}
         self._constants = {key: value.detach().clone() for key, value in fixed.items()}
         self._constants_by_device: dict[torch.device, dict[str, Tensor]] = {}
-        self._reasons: dict[Hashable, str | None] = {}
+        self._reasons: dict[Hashable, tuple[str | None, bool]] = {}
         """Why the model cannot be stacked, if so, by the kind of samples."""
         self._parameters, self._buffers = _Layout(parameters), _Layout(floats)
         self.size, self.buffer_size = self._parameters.size, self._buffers.size
@@ -748,7 +748,7 @@ class Task:
         try:
             for seed in range(2):
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    torch.manual_seed(seed)
+                    random.seed_torch(seed)
                     outputs = self.outputs(w, x), self.forward(w, Batch(x, y, None, 1)).outputs
                     results.append(nests.leaves((*outputs, self.loss_function(outputs[1], y))))
         except Exception:  # why the model cannot take a step is said where it trains
@@ -805,31 +805,40 @@ class Task:
         the CPU and in float64, so that no device's rounding decides; in the model's own type where it cannot
         run in float64.
         """
+        return self._stacking(x, y)[0]
+
+    def mixes_samples(self, x: Nest, y: Nest) -> bool:
+        """Whether a sample's result or the loss depends on what else is in a batch, which is then not padded.
+
+        Of a model that can be stacked; found with the reason why it cannot.
+        """
+        return self._stacking(x, y)[1]
+
+    def _stacking(self, x: Nest, y: Nest) -> tuple[str | None, bool]:
+        """What stands against stacking, and whether batches must not be padded."""
         kind = (nests.form(x), nests.form(y))
         if kind not in self._reasons:
             self.check_loss(x, y)
-            self._reasons[kind] = self._tried(*self._few(x, y))
+            few = self._few(x, y)
+            if not self._mixes(*few) and self._unlike(*few, padded=True) is None:
+                self._reasons[kind] = None, False
+            else:
+                self._reasons[kind] = self._unlike(*few, padded=False), True
         return self._reasons[kind]
 
-    def _tried(self, x: Nest, y: Nest) -> str | None:
-        """What stands against stacking when one step is tried."""
-        if self._mixes(x, y):
-            return (
-                "its loss gives one number for a batch, which is not the mean over its samples and cannot be "
-                "undone to leave padding out; give one number per sample, as with reduction='none'"
-            )
+    def _unlike(self, x: Nest, y: Nest, padded: bool) -> str | None:
+        """Why a client does not get in a stack what it gets alone, if so; one step is tried."""
         reason = None
         for dtype in dict.fromkeys((torch.float64, self.dtype)):
             try:
                 with torch.random.fork_rng(devices=[]):
-                    alike = self._stacks_alike(x, y, dtype)
+                    alike = self._stacks_alike(x, y, dtype, padded)
             except Exception as error:  # whatever torch says about this module is the reason
                 reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
                 if "data-dependent control flow" in str(error):
                     reason = "its forward pass branches on the data"
             else:
-                mixed = "a padded batch gives another result: a layer mixes samples or draws at random"
-                return None if alike else mixed
+                return None if alike else "it gives another result in a stack: a layer draws at random"
         return reason
 
     def _mixes(self, x: Nest, y: Nest) -> bool:
@@ -840,8 +849,8 @@ class Task:
             outputs = self.outputs(self.initial(), self.typed(x))
             return self.objective.losses(outputs, self.typed(y)).dim() == 0
 
-    def _stacks_alike(self, x: Nest, y: Nest, dtype: torch.dtype) -> bool:
-        """Whether a step gives the same for a client alone and for one in a stack, padded by the last sample.
+    def _stacks_alike(self, x: Nest, y: Nest, dtype: torch.dtype, padded: bool) -> bool:
+        """Whether a step gives the same for a client alone and in a stack, there padded by a sample or not.
 
         In a stack the model may be each client's own or the same for all; the latter only has to run.
         """
@@ -864,15 +873,15 @@ class Task:
             assert after is not None  # as there were some before
             return gradient, after
 
-        def lane(w: Tensor, buffers: Tensor, x: Nest, y: Nest, weight: Tensor) -> tuple[Tensor, Tensor, Any]:
-            return *step(w, buffers, Batch(x, y, weight)), self.outputs(w, x, buffers)
+        def lane(w: Tensor, buffers: Tensor, x: Nest, *others: Nest) -> tuple[Tensor, Tensor, Any]:
+            return *step(w, buffers, Batch(x, *others)), self.outputs(w, x, buffers)
 
         weight = torch.ones(nests.length(y), dtype=dtype)
         weight[-1] = 0
-        padded = nests.rows((x, y, weight), None)
+        given = nests.rows((x, y, weight) if padded else (real.x, real.y), None)
         with torch.no_grad():
-            torch.vmap(lambda *padded: self.loss(w, Batch(*padded), buffers))(*padded)
-        stacked = torch.vmap(lane)(w[None], buffers[None], *padded)
+            torch.vmap(lambda *given: self.loss(w, Batch(*given), buffers))(*given)
+        stacked = torch.vmap(lane)(w[None], buffers[None], *given)
         alone = (*step(w, buffers, real), outputs)
         return all(
             _close(value[0, : len(one)], one, tolerance)

@@ -25,6 +25,8 @@ def write_figures(figures: Sequence[Figure], folder: str | Path, format: str = "
         raise SartorError(f"format: must be one of {', '.join(FORMATS)}, got {format!r}")
     try:
         import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.backends.backend_pdf import FigureCanvasPdf
         from matplotlib.figure import Figure as Canvas
     except ImportError:
         raise SartorError(
@@ -42,7 +44,10 @@ def write_figures(figures: Sequence[Figure], folder: str | Path, format: str = "
                     axes = canvas.add_subplot()
                     draw(view.panel, canvas, axes)
                     path = folder / f"{_file_name(figure, key)}.{format}"
-                    canvas.savefig(path, format=format)
+                    if format == "png":  # as savefig does, which draws all of it a second time
+                        FigureCanvasAgg(canvas).print_png(path)
+                    else:
+                        FigureCanvasPdf(canvas).print_pdf(path)
                     written.append(path)
     except OSError as error:
         raise SartorError(f"{folder}: figures cannot be written: {error.strerror or error}") from None

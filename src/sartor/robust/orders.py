@@ -38,13 +38,15 @@ def by_columns(rows: Tensor, weights: Tensor, make: Callable[[Tensor, Tensor], T
     follows from it costs a device nothing. A number for every column is expected.
     """
     shares, made = weights.cpu().float(), rows.new_empty(rows.shape[1])
-    if bool(shares.max() - shares.min() <= EPSILON / len(shares)):
-        up_to, few = torch.arange(1, len(rows) + 1)[:, None] / len(rows), len(rows) <= FEW
-        for columns in blocks(rows, CACHED if few else SORTED):
-            made[columns] = make((compared if few else ordered)(rows[:, columns]), up_to)
-    else:
-        for columns in blocks(rows, SORTED):
-            made[columns] = make(*ordered_with(rows[:, columns], weights.float()))
+    equal = bool(shares.max() - shares.min() <= EPSILON / len(shares))
+    few = len(rows) <= FEW and (equal or not by_numpy(rows))  # carrying weights along, numpy is ahead
+    up_to = torch.arange(1, len(rows) + 1)[:, None] / len(rows)
+    for columns in blocks(rows, CACHED if few else SORTED):
+        block = rows[:, columns]
+        if equal:
+            made[columns] = make((compared if few else ordered)(block), up_to)
+        else:
+            made[columns] = make(*(compared_with if few else ordered_with)(block, weights.float()))
     return made
 
 
@@ -57,6 +59,26 @@ def compared(rows: Tensor) -> Tensor:
     for i, j in comparators(len(rows)):
         values[i], values[j] = torch.minimum(values[i], values[j]), torch.maximum(values[i], values[j])
     return torch.stack(values)
+
+
+def compared_with(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of every column in order by the same network, and the weight up to each.
+
+    Weights go with their numbers. Equal numbers stay where they are, so that neither is counted twice.
+
+    >>> compared_with(torch.tensor([[3.0, 1.0], [2.0, 4.0]]), torch.tensor([0.75, 0.25]))
+    (tensor([[2., 1.],
+            [3., 4.]]), tensor([[0.2500, 0.7500],
+            [1.0000, 1.0000]]))
+    """
+    pairs = list(zip(rows, weights[:, None].expand_as(rows), strict=True))
+    for i, j in comparators(len(rows)):
+        first, second = pairs[i], pairs[j]
+        swap = first[0] > second[0]
+        pairs[i] = torch.where(swap, second[0], first[0]), torch.where(swap, second[1], first[1])
+        pairs[j] = torch.where(swap, first[0], second[0]), torch.where(swap, first[1], second[1])
+    values, shares = zip(*pairs, strict=True)
+    return torch.stack(values), torch.stack(shares).cumsum(dim=0)
 
 
 def comparators(n: int) -> Iterator[tuple[int, int]]:

@@ -137,6 +137,7 @@ class Runs:
             if run is not None:
                 self._tell_source(run, experiment.algorithm)
             if run is not None and run.finished:
+                self._tell_stop(run, experiment)
                 self.tally.found(experiment.rounds)
                 return _read(run, experiment, reused=True)
             with self.tally.making(experiment.rounds):
@@ -243,6 +244,15 @@ class Runs:
             log.warning(
                 "%s: has changed since %s, which is used again; remove that to run anew", method, run.path
             )
+
+    def _tell_stop(self, run: RunFolder, experiment: Experiment) -> None:
+        """Say of a run that is used again that an observer ended it early, where nobody observes now."""
+        stopped = run.summary["stopped"]
+        by_settings = experiment.stop.wanted or experiment.privacy.mode is not None
+        if stopped and not by_settings and not self.observers:
+            when = f"round {stopped['round']} of {experiment.rounds}"
+            words = "%s: an observer stopped it in %s (%s); it is used as it is, remove it to run anew"
+            log.warning(words, run.path, when, stopped["reason"])
 
     def _hash(self, inputs: Inputs) -> str:
         """The hash of the data, read once for each seed: files may have changed since a run."""

@@ -90,6 +90,7 @@ class StackedEngine(LocalEngine):
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
         train = self.samples["train"]
         self.task.require_stackable(train.x, train.y)
+        self._exact = self.task.mixes_samples(train.x, train.y)
         self._activations = self.task.activations(train.x)
 
     @cached_property
@@ -366,22 +367,26 @@ class StackedEngine(LocalEngine):
             turns,
             number,
         )
-        kind = (shape.width, shape.full, shape.common, shape.in_a_row, len(memo))
+        kind = (shape.full, shape.common, shape.in_a_row, len(memo))
         run = partial(self._steps, program, batches=batches, plan=plan)
         if table is None:
-            return run((position, clients, *kind), (fixed, rows, memo), carry, (index, real, turns))
+            key = (position, clients, shape.width, *kind)
+            return run(key, (fixed, rows, memo), carry, (index, real, turns))
         # One more row, for idle lanes to work on.
         carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
         end = 0
         for stretch in plan.stretches:
             begin, end = end, end + stretch.steps * stretch.lanes
             there = slice(begin, end)
-            turn = tuple(part[there].view(*stretch, *part.shape[1:]) for part in (index, real, turns))
-            whose, key = lanes[there][: stretch.lanes], (position, stretch.lanes, *kind)
+            drawn, shared_out = index[there, : stretch.width].contiguous(), (stretch.steps, stretch.lanes)
+            turn = tuple(
+                part.view(*shared_out, *part.shape[1:]) for part in (drawn, real[there], turns[there])
+            )
+            whose, key = lanes[there][: stretch.lanes], (position, stretch.lanes, stretch.width, *kind)
             client = whose.clamp(max=clients - 1)
             their_rows, their_memo = self._tracer.some(program, key, fixed, (rows, memo), client)
-            own = tree_map(lambda value: value.index_select(0, whose), carry)  # noqa: B023
-            after = run(key, (fixed, their_rows, their_memo), own, turn)
+            theirs = tree_map(lambda value: value.index_select(0, whose), carry)  # noqa: B023
+            after = run(key, (fixed, their_rows, their_memo), theirs, turn)
             for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
                 whole.index_copy_(0, whose, part)
         return tree_map(lambda value: value[:clients], carry)
@@ -415,7 +420,7 @@ class StackedEngine(LocalEngine):
             expected, rounded = self._usual(batches, len(sizes)), self.graphs.wanted
             lanes = self.settings.lanes
             self._plans[key] = plan(
-                batches, sizes, lanes, rounded, epochs, expected, common, narrows=self.narrows
+                batches, sizes, lanes, rounded, epochs, expected, common, self.narrows, self._exact
             )
         return self._plans[key]
 
