@@ -60,7 +60,7 @@ def leaves() -> tuple[Tensor, ...]:
 def network(steps: tuple[Step, ...]) -> Callable[..., Tensor]:
     def scores(x: Tensor, *weights: Tensor) -> Tensor:
         for place in range(0, len(weights), 2):
-            x = conv2d(x, *weights[place : place + 2], 1, 1)
+            x = conv2d(x, weights[place], weights[place + 1], 1, 1)
             for step in steps:
                 x = step(x)
         return x

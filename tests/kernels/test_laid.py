@@ -49,7 +49,7 @@ def operands(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         (n + 2 * p - k) // s + 1 for n, k, s, p in zip((height, width), kernel, stride, padding, strict=True)
     ]
     rows = draw(lanes, out * channels * kernel[0] * kernel[1] + 7)
-    weight = rows[:, 3:-4].unflatten(1, (out, channels, *kernel))
+    weight = rows[:, 3:-4].view(lanes, out, channels, *kernel)
     x = draw(lanes, batch, channels, height, width)
     return x, weight, draw(lanes, out), draw(lanes, batch, out, *size, seed=1)
 
@@ -65,7 +65,7 @@ def compared(ours: Any, theirs: Any, weight: Tensor, first: bool) -> None:
     same([ours[0], ours[1][..., real]], [theirs[0], theirs[1][..., real]])
 
 
-def on(*values: Any) -> list[Any]:
+def on(*values: Any) -> Any:
     return [value.to(DEVICE) if isinstance(value, Tensor) else value for value in values]
 
 
@@ -76,10 +76,10 @@ def test_images_are_laid(name: str) -> None:
 
     x, weight, *_ = operands(name)
     for images in (x, weight, weight.transpose(1, 2)):
-        ours = moves_triton.lay(*on(images), None, images.shape[:2])
+        ours = moves_triton.lay(*on(images, None, images.shape[:2]))
         same([ours], [laid.laid_images(images, None, images.shape[:2])])
     data, numbers = x.flatten(0, 1), torch.tensor([3, 0, 0, 1, 2, 3])
-    ours = moves_triton.lay(*on(data, numbers), (2, 3))
+    ours = moves_triton.lay(*on(data, numbers, (2, 3)))
     same([ours], [laid.laid_images(data, numbers, (2, 3))])
 
 
@@ -140,7 +140,7 @@ def test_what_is_no_number_is_a_maximum() -> None:
     assert expected.isnan().any()
     for result, places in (
         laid_triton.convolve(*on(images, *arguments)),
-        convolution_triton.direct(*on(x, weight, bias), (1, 1), True, True),
+        convolution_triton.direct(*on(x, weight, bias, (1, 1), True, True)),
     ):
         same([result.nan_to_num(9.5), places], [expected.nan_to_num(9.5), expected_places])
 
@@ -204,10 +204,10 @@ def test_a_lane_does_not_depend_on_the_others() -> None:
         images, given = (laid.laid_images(own[place].cpu(), None, own[place].shape[:2]) for place in (0, 3))
         window = ((1, 1), (1, 0))
         return [
-            laid_triton.convolve(*on(images), *own[1:3], *window, True, True, False)[0].cpu(),
-            laid_triton.input_gradient(own[1], *on(given), *window, (7, 7), False).cpu(),
+            laid_triton.convolve(*on(images, *own[1:3], *window, True, True, False))[0].cpu(),
+            laid_triton.input_gradient(*on(own[1], given, *window, (7, 7), False)).cpu(),
             convolution_triton.weight_gradient(own[0], own[3], *window, (3, 2)).cpu(),
-            convolution_triton.direct(*own[:3], (1, 1), True, True)[0].cpu(),
+            convolution_triton.direct(*on(*own[:3], (1, 1), True, True))[0].cpu(),
         ]
 
     together = all_of(slice(None))

@@ -231,8 +231,8 @@ class _Rewriting:
         relu, pool = "relu" in chain.steps, "pool" in chain.steps
         _, _, channels, height, width = _shape(weight)
         if pool and channels < FEW and height * width <= MOST_TAPS:
-            arguments = (self._as_first(x, padding), weight, bias, stride, relu, first)
-            both = self._call(sartor.direct_conv.default, *arguments)
+            few = (self._as_first(x, padding), weight, bias, stride, relu, first)
+            both = self._call(sartor.direct_conv.default, *few)
         else:
             arguments = (self._as_laid(x), weight, bias, stride, padding, relu, pool, first)
             both = self._call(sartor.laid_conv.default, *arguments)
