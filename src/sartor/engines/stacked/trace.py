@@ -45,7 +45,7 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import attention, descent, layouts, likelihood, pooling, products, rectified
+from sartor.kernels import attention, descent, fused, layouts, likelihood, pooling, products, rectified
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
@@ -355,6 +355,8 @@ class Tracer:
         if self.device.type == "cuda" and not self.apart:
             rectified.specialise(graph)
         if self.device.type == "cuda" and not self.settings.compile:  # which finds these by itself
+            if HAS_TRITON:
+                fused.specialise(graph)
             layouts.gather(graph)
             if not self.apart:
                 layouts.settle(graph)
