@@ -29,6 +29,33 @@ COLUMNS = 128
 
 
 @triton.jit
+def _whole(layer, w, result, block, size, rate, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program's numbers of a layer that is there as it is."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(layer + at, mask=at < size, other=0.0)
+    if STEPS:
+        total = tl.load(w + at, mask=at < size, other=0.0) - rate * total
+    tl.store(result + at, total, mask=at < size)
+
+
+@triton.jit
+def _summed(
+    layer, w, result, block, size, terms, ahead, rate, STEPS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """One program's numbers of a layer that is a sum."""
+    at = block * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for begin in range(0, terms, 16):
+        term = begin + tl.arange(0, 16).to(tl.int64)
+        some = (term < terms)[:, None] & (at < size)[None, :]
+        more = tl.load(layer + (term * ahead)[:, None] + at[None, :], mask=some, other=0.0)
+        total += tl.sum(more, 0)
+    if STEPS:
+        total = tl.load(w + at, mask=at < size, other=0.0) - rate * total
+    tl.store(result + at, total, mask=at < size)
+
+
+@triton.jit
 def _layer(
     layer, w, result, layout, block, lane, rate, width, PLACE: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
@@ -41,25 +68,11 @@ def _layer(
         terms = tl.load(layout + 7 * PLACE + 4)
         layer += lane * tl.load(layout + 7 * PLACE + 5)
         ahead = tl.load(layout + 7 * PLACE + 6)
+        place = lane * width + start
         if terms == 1:
-            at = (block - first) * BLOCK + tl.arange(0, BLOCK)
-            total = tl.load(layer + at, mask=at < size, other=0.0)
-            place = lane * width + start + at
-            if STEPS:
-                total = tl.load(w + place, mask=at < size, other=0.0) - rate * total
-            tl.store(result + place, total, mask=at < size)
+            _whole(layer, w + place, result + place, block - first, size, rate, STEPS, BLOCK)
         else:
-            at = (block - first) * COLUMNS + tl.arange(0, COLUMNS)
-            total = tl.zeros((COLUMNS,), tl.float32)
-            for begin in range(0, terms, 16):
-                term = begin + tl.arange(0, 16).to(tl.int64)
-                some = (term < terms)[:, None] & (at < size)[None, :]
-                more = tl.load(layer + (term * ahead)[:, None] + at[None, :], mask=some, other=0.0)
-                total += tl.sum(more, 0)
-            place = lane * width + start + at
-            if STEPS:
-                total = tl.load(w + place, mask=at < size, other=0.0) - rate * total
-            tl.store(result + place, total, mask=at < size)
+            _summed(layer, w + place, result + place, block - first, size, terms, ahead, rate, STEPS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["blocks", "width"])
