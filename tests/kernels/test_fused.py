@@ -71,7 +71,7 @@ def network(steps: tuple[Step, ...]) -> Callable[..., Tensor]:
 def loss(steps: tuple[Step, ...]) -> Callable[..., Tensor]:
     def value(*leaves: Tensor) -> Tensor:
         scores = network(steps)(*leaves)
-        return (scores * torch.arange(scores.numel()).view(scores.shape).sin()).sum()
+        return (scores.sin() * torch.arange(scores.numel()).view(scores.shape).sin()).sum()
 
     return value
 

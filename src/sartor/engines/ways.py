@@ -2,7 +2,7 @@
 
 ``together`` hands every layer to kernels that serve all lanes at once, which small layers need: alone they do
 not fill the device. ``apart`` runs each lane's step by PyTorch's own operations, all lanes side by side in
-one captured graph: large convolutions and attention fill the device by themselves, and cuDNN knows them best.
+one captured graph: that is for large layers without such kernels, as convolutions in groups or in bfloat16.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ log = logging.getLogger(__name__)
 WAYS = ("together", "apart")
 
 SMALL, LARGE = 1 << 23, 1 << 25
-"""Numbers that the layers of one client's step give.
+"""Numbers that the layers of one client's step give, where some of them have no kernels for all clients.
 
-With fewer than ``SMALL`` kernels for all clients are ahead, two to four times; with ``LARGE`` and more (an
-H200 had ResNet-18 and a vision transformer there) clients apart are, and begin sooner. In between both are
-tried.
+With fewer than ``SMALL`` clients together are ahead, two to four times; with ``LARGE`` and more clients apart
+are, and begin sooner. In between both are tried.
+"""
+
+SERVED = 1 << 27
+"""The same where all layers have kernels: with fewer numbers clients together are ahead.
+
+An H200 had ResNet-18 and a vision transformer at a quarter of it. With more both are tried.
 """
 
 MOST_LANES = 10
@@ -53,8 +58,11 @@ def choose_way(task: Task, data: ClientData, settings: FederationSettings, clien
         return "together"
     width = settings.local.batch or int(data.train.count.max(initial=1))
     numbers = task.activations(data.train.x) * width
-    if not SMALL <= numbers < LARGE:
-        return "together" if numbers < SMALL else "apart"
+    served = task.has_kernels
+    if numbers < (SERVED if served else SMALL):
+        return "together"
+    if numbers >= LARGE and not served:
+        return "apart"
     lanes = min(clients, MOST_LANES, data.clients)
     kind = [task.size, sorted(map(str, task.shapes.items())), str(nests.form(data.train.x)), str(task.dtype)]
     about = [torch.cuda.get_device_name(), torch.__version__, settings.precision, lanes, width, kind]

@@ -132,7 +132,7 @@ class FederationSettings:
     """What stands in place of means of replies; None: the mean."""
     attack: AttackChoice | None = None
     """Which clients misbehave and how; None: nobody does."""
-    fold_bytes: int = 1 << 28
+    fold_bytes: int = 1 << 29
     """Replies of which only sums are asked for are added up in blocks of about so many bytes."""
     union: bool = False
     """Whether the method trains on the samples of all clients in one place; every process then has all."""
