@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -76,13 +76,25 @@ def loss(steps: tuple[Step, ...]) -> Callable[..., Tensor]:
     return value
 
 
+class Noted(fx.Interpreter):
+    """Runs a graph and sees that what is noted of its values holds."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function":
+            for noted, value in zip(tree_leaves(n.meta["val"]), tree_leaves(result), strict=True):
+                assert noted.shape == value.shape, n
+                assert noted.stride() == value.stride(), n
+        return result
+
+
 def both(function: Callable[..., Any], *given: Tensor) -> tuple[Counter[str], list[Tensor], list[Tensor]]:
     """The operations of a function's graph once specialised; what it gives then, and what it gave before."""
     graph = make_fx(function)(*given)
     graph.graph.eliminate_dead_code()
     before = tree_leaves(graph(*(value.clone() for value in given)))
     fused.specialise(graph)
-    after = tree_leaves(graph(*(value.clone() for value in given)))
+    after = tree_leaves(Noted(graph).run(*(value.clone() for value in given)))
     names = Counter(
         str(node.target).rsplit(".", 1)[0] for node in graph.graph.nodes if node.op == "call_function"
     )

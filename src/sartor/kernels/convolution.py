@@ -2,7 +2,7 @@
 
 Under ``torch.vmap`` a convolution with weights per lane becomes one grouped convolution, which on a GPU takes
 many times longer than its arithmetic. :func:`conv2d` is ``F.conv2d`` for one client; for lanes of clients on
-CUDA it runs kernels made for them (``convolution_kernels.py``).
+CUDA it runs kernels made for them (``convolution_triton.py``).
 
 An image [b, c], weights [o, c] and a result [b, o] (each with two more axes, of space) belong to three
 products: the result is one of image and weights, an image's gradient one of weights and result, a weight's
@@ -27,6 +27,11 @@ Pair = tuple[int, int]
 _AXES = {"image": "bc", "weight": "oc", "result": "bo"}
 _LARGEST = 2**31 - 1
 """The kernels count the numbers of one lane in 32 bits."""
+
+
+def room(channels: int) -> int:
+    """Places for so many channels: fours, so that a load takes four of them."""
+    return -(-channels // 4) * 4
 
 
 def conv2d(
@@ -83,7 +88,9 @@ class _Shape:
         if x[1] != weight[1] or 0 in x or 0 in weight or min(self.stride) < 1 or min(self.padding) < 0:
             return False
         height, width = self.result
-        return min(height, width) > 0 and x[0] * max(x[1:].numel(), weight[0] * height * width) <= _LARGEST
+        sides = [n + 2 * p for n, p in zip(self.image, self.padding, strict=True)]
+        largest = max(room(x[1]) * sides[0] * sides[1], room(weight[0]) * height * width)
+        return min(height, width) > 0 and x[0] * largest <= _LARGEST
 
 
 def _shape(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> _Shape:

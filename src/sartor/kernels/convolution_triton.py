@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sartor.kernels import laid_triton
-from sartor.kernels.laid import Pair, room
+from sartor.kernels.convolution import Pair, room
 from sartor.kernels.laid_triton import Tiles, larger, precision, store
 from sartor.kernels.moves_triton import add_up, along, border, lay, power
 

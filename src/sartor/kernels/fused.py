@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
 
 from sartor.kernels import laid  # noqa: F401  (its operations)
 from sartor.kernels.views import straighten
@@ -317,7 +318,19 @@ class _Rewriting:
         return images, None
 
     def _call(self, target: Any, *arguments: Any) -> fx.Node:
-        return self.graph.call_function(target, arguments)
+        node = self.graph.call_function(target, arguments)
+        if all("val" in other.meta for other in node.all_input_nodes):
+            node.meta["val"] = target(*fx.map_arg(arguments, _placeless))
+        return node
+
+
+def _placeless(node: fx.Node) -> Any:
+    """What a node gives, without numbers and of no device."""
+    return tree_map_only(
+        Tensor,
+        lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"),
+        node.meta["val"],
+    )
 
 
 def _changes(node: fx.Node) -> bool:

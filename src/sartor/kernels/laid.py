@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sartor.kernels.convolution import Pair, _one_by_one, _Shape, _shape
+from sartor.kernels.convolution import Pair, _one_by_one, _Shape, _shape, room
 
 NOWHERE = 4
 """The place of a maximum that ReLU cuts off: no gradient goes there."""
-
-
-def room(channels: int) -> int:
-    """Places for so many channels: fours, so that a load takes four of them."""
-    return -(-channels // 4) * 4
 
 
 def _laid(images: Tensor) -> Tensor:

@@ -24,10 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sartor.kernels.laid import NOWHERE, room
+from sartor.kernels.convolution import Pair, room
+from sartor.kernels.laid import NOWHERE
 from sartor.kernels.moves_triton import lay, power
-
-Pair = tuple[int, int]
 
 _NOWHERE = tl.constexpr(NOWHERE)
 

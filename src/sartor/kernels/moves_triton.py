@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sartor.kernels.laid import NOWHERE, Pair, room
+from sartor.kernels.convolution import Pair, room
+from sartor.kernels.laid import NOWHERE
 
 _NOWHERE = tl.constexpr(NOWHERE)
 
