@@ -98,13 +98,14 @@ def test_pieces_give_what_the_loop_gives(captures: list[Again], name: str, way: 
 def test_no_cohort_needs_a_capture_of_its_own(captures: list[Again]) -> None:
     made = federation()
     weights(made)
-    known = len(captures)
     weights(made, cohorts=[[0, 1, 2, 8], [4, 5, 6, 7], [0, 1, 4, 7], [3, 5, 6, 8]])
-    assert len(captures) == known <= 2 + 4  # what comes before and after the steps; 1, 4, 16 and 64 steps
     engine = made.engine
     assert isinstance(engine, StackedEngine)
     (program,) = engine.programs.values()
-    assert len(program.taken) == 1
+    assert {kind[1] for kind in program.taken} <= {1, 2, 3, 4}
+    assert (
+        len(captures) <= 2 + 3 * 4
+    )  # what comes before and after the steps; 1, 4 and 16 steps of each width
 
 
 def test_equal_clients_are_captured_as_a_whole(captures: list[Again]) -> None:
@@ -171,9 +172,9 @@ def test_any_cohort_has_as_many_lanes() -> None:
 def test_stretches_are_the_steps_between_changes() -> None:
     made = plan(Batches(size=1), np.array([5, 2, 2]), lanes=2)
     assert made.rows is not None
-    assert made.stretches == ((2, 2, 1), (2, 2, 1), (1, 2, 1))  # steps, lanes and the width of a batch
+    assert [stretch[:3] for stretch in made.stretches] == [(2, 2, 1), (2, 2, 1), (1, 2, 1)]
     first = 0
-    for steps, lanes, _ in made.stretches:
+    for steps, lanes, *_ in made.stretches:
         rows = made.rows[first : first + steps * lanes].reshape(steps, lanes)
         assert (rows == rows[0]).all()
         first += steps * lanes

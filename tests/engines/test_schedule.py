@@ -197,7 +197,7 @@ def test_exact_plans_take_every_batch_as_wide_as_it_is(
     assert made.turns is not None
     assert made.shape.full  # nothing has a weight
     width, taken, first = made.shape.width, np.zeros_like(held), 0
-    for steps, lanes, wide in made.stretches:
+    for steps, lanes, wide, *_ in made.stretches:
         there = slice(first, first + steps * lanes)
         rows, turns = (table[there].reshape(steps, lanes) for table in (made.rows, made.turns))
         assert (rows == rows[0]).all()

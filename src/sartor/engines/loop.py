@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import repeat
 from threading import Lock
 from typing import Any
 
@@ -226,13 +227,11 @@ class LoopEngine(LocalEngine):
             turns,
             client.number[None],
         )
-        for turn, (index, count) in enumerate(zip(table, real.tolist(), strict=True)):
+        keys: Any = repeat(0, shape.steps)
+        if self.task.draws or batches.augmented or batches.anew:
+            keys = random.stream(seed, "layers", client.round, client.number, turns)
+        for index, count, key in zip(table, real.tolist(), keys, strict=True):
             index = index[:count]
-            key = (
-                random.stream(seed, "layers", client.round, client.number, turns[turn])
-                if self.task.draws or batches.augmented or batches.anew
-                else 0
-            )
             carry = body(carry, batch_of(nests.rows(x, index), nests.rows(y, index), None, key))
         return carry
 

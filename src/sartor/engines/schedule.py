@@ -9,6 +9,9 @@ Where steps of several widths cost little there are only as many lanes as have a
 by when they end, and the last ones are left out. Else those that idle point at a spare row behind the last
 client. Between two changes of clients lies a :class:`Stretch` of steps in which every lane keeps its client.
 
+Or every client has a lane of its own, those with most steps first: the ones who still train are the first
+lanes at any time, and nobody ever changes place.
+
 A short batch is padded, unless a sample's result depends on the others of its batch: then batches are taken
 together that are as wide as each other.
 """
@@ -31,6 +34,8 @@ from sartor.client.local import Batches
 
 WIDTHS = 4
 """Numbers of lanes per power of two where there are fewer and fewer."""
+FEW_WIDTHS = 2
+"""As many where each of them is captured."""
 
 
 def bucket(number: int, grain: int = 8) -> int:
@@ -62,6 +67,10 @@ class Stretch(NamedTuple):
     steps: int
     lanes: int
     width: int
+    busy: int = 0
+    """Where clients have lanes of their own: how many train."""
+    left: int = 0
+    """Of whom so many go on after it."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +86,18 @@ class Plan:
     turns: np.ndarray | None
     stretches: tuple[Stretch, ...]
     """From the first to the last step."""
+    order: np.ndarray | None = None
+    """Whose lanes they are, where every client has its own."""
 
     @cached_property
     def table(self) -> np.ndarray | None:
-        """Rows and turns in one array."""
-        return None if self.rows is None or self.turns is None else np.stack([self.rows, self.turns])
+        """Rows and turns in one array; before them the order of clients, and each one's place in it."""
+        if self.rows is None or self.turns is None:
+            return None
+        table = np.stack([self.rows, self.turns])
+        if self.order is None:
+            return table
+        return np.concatenate([np.stack([self.order, np.argsort(self.order)]), table], axis=1)
 
 
 @dataclass(frozen=True)
@@ -143,12 +159,13 @@ def plan(
     common: bool = False,
     narrows: bool = False,
     exact: bool = False,
+    own: bool = False,
 ) -> Plan:
     """Lay out the steps of clients with these numbers of samples, and ``epochs`` where they are drawn.
 
     ``lanes`` 0 takes as many as are ``expected``, ``rounded`` buckets the shape, ``common``: all clients have
     the same samples. With ``narrows`` there are fewer lanes when few have a client left; ``exact``: no batch
-    is padded.
+    is padded. With ``own`` every client has a lane, unless ``lanes`` are fewer.
     """
     clients, most = len(sizes), int(sizes.max(initial=0))
     expected = expected or usual(batches, sizes, clients)
@@ -169,6 +186,9 @@ def plan(
             full, together = expected.alike and expected.most % width == 0, common and not batches.shuffled
             shape = Shape(clients, longest, width, places, False, full, together)
             return Plan(shape, None, None, (Stretch(longest, clients, width),))
+        if own:
+            shape = Shape(clients, longest, width, places, packed=True, full=False)
+            return _in_order(shape, counts, FEW_WIDTHS if rounded else WIDTHS)
     rows, turns = pack(counts, lanes)
     widths = narrowed(rows < clients) if narrows else np.full(len(rows), lanes)
     kept = np.arange(lanes) < widths[:, None]
@@ -205,6 +225,22 @@ def exactly(
     shape = Shape(clients, sum(part.steps for part in parts), width, places, packed=True, full=True)
     whose, which = (np.concatenate([np.zeros(0, dtype=np.int64), *tables]) for tables in (rows, turns))
     return Plan(shape, whose, which, tuple(parts))
+
+
+def _in_order(shape: Shape, counts: np.ndarray, grain: int) -> Plan:
+    """A plan by which every client has a lane, those with most steps first."""
+    order = np.argsort(-counts, kind="stable")
+    found, rows, turns, begin = [], [], [], 0
+    for end in np.unique(counts[counts > 0]).tolist():
+        busy, left = int((counts >= end).sum()), int((counts > end).sum())
+        stretch = Stretch(end - begin, min(shape.lanes, bucket(busy, grain)), shape.width, busy, left)
+        whose = np.where(np.arange(stretch.lanes) < busy, order[: stretch.lanes], len(counts))
+        rows.append(np.tile(whose, stretch.steps))
+        turns.append(np.repeat(np.arange(begin, end), stretch.lanes))
+        found.append(stretch)
+        begin = end
+    empty = [np.zeros(0, dtype=np.int64)]
+    return Plan(shape, np.concatenate(rows or empty), np.concatenate(turns or empty), tuple(found), order)
 
 
 def narrowed(busy: np.ndarray) -> np.ndarray:

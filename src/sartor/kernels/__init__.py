@@ -1,4 +1,4 @@
-"""Many clients' convolutions, products, norms, attention and shuffles as single kernels; what a device has.
+"""Many clients' convolutions, products, norms, attention and shuffles as kernels, and what a device has.
 
 Imports nothing of Sartor.
 """

@@ -1,9 +1,10 @@
 """The convolutions of many lanes as Triton kernels: every lane (client) has images and weights of its own.
 
-Each lane is a matrix product whose one operand, the unfolded image, is never stored: its entries are read
-from the image when they are needed. Threads go along an image's positions (sample, row, column), because
-those are neighbours in memory. No two programs add to one place, so results are the same every time, and
-a lane's result does not depend on the other lanes.
+A lane's result and its image's gradient are products on images whose channels lie last (``laid_triton.py``).
+Here are those on images with their channels first: the weights' gradient, a sum over positions (sample, row,
+column), which are neighbours in memory then; and the convolution of images of few channels that are pooled.
+Both take images with a border of zeros, where no window reaches over it. No two programs add to one place, so
+results are the same every time, and a lane's result does not depend on the other lanes.
 
 This module needs Triton; ``convolution.py`` imports it when a convolution first runs on CUDA.
 """
@@ -13,131 +14,25 @@ This module needs Triton; ``convolution.py`` imports it when a convolution first
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-Pair = tuple[int, int]
-
-
-class Tiles(NamedTuple):
-    """How a product is cut: ``rows`` × ``columns`` of the result per program, ``depth`` terms at a time."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-@triton.jit
-def _along(at, zero, AXIS: tl.constexpr):
-    """Tell the compiler to lay neighbouring threads along the axis of positions in a tile of places.
-
-    The hint says that two neighbours lie side by side, which is not so at the end of a row. ``zero`` is a
-    number that the compiler does not know: it leaves no place known to be even, so two are never read as one.
-    """
-    return tl.max_contiguous(at + zero, [1, 2] if AXIS == 1 else [2, 1])
-
-
-@triton.jit(do_not_specialize=["zero"])
-def _convolve(
-    image,  # [lane, sample, CHANNELS, HEIGHT, WIDTH]
-    weight,  # [lane, OUT, KERNEL_HEIGHT, KERNEL_WIDTH, CHANNELS]
-    bias,  # [lane, OUT]
-    result,  # [lane, sample, OUT, OUT_HEIGHT, OUT_WIDTH]
-    positions,  # samples × OUT_HEIGHT × OUT_WIDTH
-    zero,
-    CHANNELS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT: tl.constexpr,
-    OUT_HEIGHT: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    KERNEL_HEIGHT: tl.constexpr,
-    KERNEL_WIDTH: tl.constexpr,
-    STEP_HEIGHT: tl.constexpr,  # rows of the image from one output row to the next
-    STEP_WIDTH: tl.constexpr,
-    SPREAD_HEIGHT: tl.constexpr,  # the image is read as if SPREAD - 1 rows of zeros followed each of its rows
-    SPREAD_WIDTH: tl.constexpr,
-    PAD_HEIGHT: tl.constexpr,
-    PAD_WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,  # whether the weights are turned round
-    BORDERED: tl.constexpr,  # whether a window may reach over the image's border
-    BIASED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """result[out, position] = Σ_k weight[out, k] · image[k at position], k = (tap of the window, channel)."""
-    SIZE: tl.constexpr = KERNEL_HEIGHT * KERNEL_WIDTH * CHANNELS
-    AREA: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
-    PIXELS: tl.constexpr = HEIGHT * WIDTH
-    ROW_BLOCKS: tl.constexpr = (OUT + ROWS - 1) // ROWS
-    column_blocks = tl.cdiv(positions, COLUMNS)
-    program = tl.program_id(0)
-    out = program % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
-    position = program // ROW_BLOCKS % column_blocks * COLUMNS + tl.arange(0, COLUMNS)
-    lane = (program // ROW_BLOCKS // column_blocks).to(tl.int64)
-    real = position < positions
-    sample = position // AREA
-    place = position % AREA
-    top = place // OUT_WIDTH * STEP_HEIGHT - PAD_HEIGHT
-    left = place % OUT_WIDTH * STEP_WIDTH - PAD_WIDTH
-    image += lane * (positions // AREA) * (CHANNELS * PIXELS)
-    weight += lane * (OUT * SIZE)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, SIZE, DEPTH):
-        k = start + tl.arange(0, DEPTH)
-        if CHANNELS % DEPTH == 0:
-            # One tap for the whole tile: whether it lies inside the image depends on the position alone.
-            channel = start % CHANNELS + tl.arange(0, DEPTH)
-            down = start // CHANNELS // KERNEL_WIDTH
-            right = start // CHANNELS % KERNEL_WIDTH
-        else:
-            channel = k % CHANNELS
-            down = (k // CHANNELS // KERNEL_WIDTH)[:, None]
-            right = (k // CHANNELS % KERNEL_WIDTH)[:, None]
-        if TURNED:
-            down = KERNEL_HEIGHT - 1 - down
-            right = KERNEL_WIDTH - 1 - right
-        y = top[None, :] + down
-        x = left[None, :] + right
-        inside = real[None, :]
-        if BORDERED:
-            inside = inside & (y >= 0) & (y < HEIGHT * SPREAD_HEIGHT) & (x >= 0) & (x < WIDTH * SPREAD_WIDTH)
-        if SPREAD_HEIGHT * SPREAD_WIDTH == 1:
-            at = (sample * (CHANNELS * PIXELS) + top * WIDTH + left)[None, :] + (down * WIDTH + right)
-        else:
-            inside = inside & (y % SPREAD_HEIGHT == 0) & (x % SPREAD_WIDTH == 0)
-            at = (sample * (CHANNELS * PIXELS))[None, :] + y // SPREAD_HEIGHT * WIDTH + x // SPREAD_WIDTH
-        kept = out[:, None] < OUT
-        if SIZE % DEPTH != 0:
-            inside = inside & (k < SIZE)[:, None]
-            kept = kept & (k < SIZE)[None, :]
-        at = _along(at + (channel * PIXELS)[:, None], zero, 1)
-        pixels = tl.load(image + at, mask=inside, other=0.0)
-        weights = tl.load(weight + out[:, None] * SIZE + k[None, :], mask=kept, other=0.0)
-        total = tl.dot(weights, pixels, total, input_precision=PRECISION)
-    if BIASED:
-        total += tl.load(bias + lane * OUT + out, mask=out < OUT, other=0.0)[:, None]
-    result += lane * positions * OUT
-    at = _along((sample * (OUT * AREA) + place)[None, :] + (out * AREA)[:, None], zero, 1)
-    tl.store(result + at, total, mask=(out < OUT)[:, None] & real[None, :])
+from sartor.kernels import laid_triton
+from sartor.kernels.laid import Pair, room
+from sartor.kernels.laid_triton import Tiles, larger, precision, store
+from sartor.kernels.moves_triton import add_up, along, border, lay, power
 
 
 @triton.jit(do_not_specialize=["zero"])
 def _correlate(
-    image,  # [lane, sample, CHANNELS, HEIGHT, WIDTH]
+    image,  # [lane, sample, CHANNELS, HEIGHT, WIDTH], with its border
     gradient,  # [lane, sample, OUT, OUT_HEIGHT, OUT_WIDTH]
     result,  # [split, lane, OUT, CHANNELS, KERNEL_HEIGHT, KERNEL_WIDTH]
     lanes,
-    positions,  # samples × OUT_HEIGHT × OUT_WIDTH
-    share,  # positions per split
+    samples,
+    share,  # tiles of positions per split
     zero,
     CHANNELS: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -149,9 +44,7 @@ def _correlate(
     KERNEL_WIDTH: tl.constexpr,
     STEP_HEIGHT: tl.constexpr,
     STEP_WIDTH: tl.constexpr,
-    PAD_HEIGHT: tl.constexpr,
-    PAD_WIDTH: tl.constexpr,
-    BORDERED: tl.constexpr,
+    LINE: tl.constexpr,  # columns of a tile of positions
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -159,145 +52,190 @@ def _correlate(
 ):
     """result[out, k] = Σ over a split's positions of gradient[out, position] · image[k at position].
 
-    Here k = (channel, tap of the window), the order of the weights in memory.
+    Here k = (channel, tap of the window), the order of the weights in memory. A tile of positions is a piece
+    of DEPTH / LINE rows of one sample, so that places in it differ from tile to tile by one number only.
     """
-    SIZE: tl.constexpr = CHANNELS * KERNEL_HEIGHT * KERNEL_WIDTH
     TAPS: tl.constexpr = KERNEL_HEIGHT * KERNEL_WIDTH
+    SIZE: tl.constexpr = CHANNELS * TAPS
     AREA: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
     PIXELS: tl.constexpr = HEIGHT * WIDTH
     ROW_BLOCKS: tl.constexpr = (OUT + ROWS - 1) // ROWS
     COLUMN_BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    LINES: tl.constexpr = DEPTH // LINE
+    PIECES: tl.constexpr = (OUT_WIDTH + LINE - 1) // LINE
+    TILES: tl.constexpr = (OUT_HEIGHT + LINES - 1) // LINES * PIECES
     program = tl.program_id(0)
     out = program % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
     k = program // ROW_BLOCKS % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     lane = (program // (ROW_BLOCKS * COLUMN_BLOCKS) % lanes).to(tl.int64)
     split = program // (ROW_BLOCKS * COLUMN_BLOCKS) // lanes
-    down = (k % TAPS // KERNEL_WIDTH)[None, :]
-    right = (k % TAPS % KERNEL_WIDTH)[None, :]
-    shift = (k // TAPS * PIXELS)[None, :] + down * WIDTH + right
-    samples = positions // AREA
     image += lane * samples * (CHANNELS * PIXELS)
     gradient += lane * samples * (OUT * AREA)
+    y = tl.arange(0, DEPTH) // LINE
+    x = tl.arange(0, DEPTH) % LINE
+    held = tl.minimum(k, SIZE - 1)
+    tap = held % TAPS
+    shift = held // TAPS * PIXELS + tap // KERNEL_WIDTH * WIDTH + tap % KERNEL_WIDTH
+    pixel = along((y * (STEP_HEIGHT * WIDTH) + x * STEP_WIDTH)[:, None] + shift[None, :], zero)
+    given = (y * OUT_WIDTH + x)[:, None] + (tl.minimum(out, OUT - 1) * AREA)[None, :]
+    if OUT_WIDTH % 4 != 0:
+        given = along(given, zero)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(split * share, tl.minimum((split + 1) * share, positions), DEPTH):
-        position = start + tl.arange(0, DEPTH)
-        real = (position < positions)[:, None]
-        sample = position // AREA
-        place = position % AREA
-        top = place // OUT_WIDTH * STEP_HEIGHT - PAD_HEIGHT
-        left = place % OUT_WIDTH * STEP_WIDTH - PAD_WIDTH
-        at = (sample * (OUT * AREA) + place)[:, None] + (out * AREA)[None, :]
-        if AREA % 4 != 0:
-            at = _along(at, zero, 0)
-        gradients = tl.load(gradient + at, mask=real & (out < OUT)[None, :], other=0.0)
-        inside = real & (k < SIZE)[None, :]
-        if BORDERED:
-            y = top[:, None] + down
-            x = left[:, None] + right
-            inside = inside & (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH)
-        at = (sample * (CHANNELS * PIXELS) + top * WIDTH + left)[:, None] + shift
-        pixels = tl.load(image + _along(at, zero, 0), mask=inside, other=0.0)
+    for tile in range(split * share, tl.minimum((split + 1) * share, samples * TILES)):
+        sample = tile // TILES
+        top = tile % TILES // PIECES * LINES
+        left = tile % PIECES * LINE
+        there = ((y < OUT_HEIGHT - top) & (x < OUT_WIDTH - left))[:, None]
+        begin = sample * (OUT * AREA) + top * OUT_WIDTH + left
+        if OUT_WIDTH % 4 == 0:
+            begin = tl.multiple_of(begin, 4)
+        gradients = tl.load(gradient + begin + given, mask=there, other=0.0)
+        begin = sample * (CHANNELS * PIXELS) + top * (STEP_HEIGHT * WIDTH) + left * STEP_WIDTH
+        pixels = tl.load(image + begin + pixel, mask=there, other=0.0)
         total = tl.dot(tl.trans(gradients), pixels, total, input_precision=PRECISION)
     result += (split * lanes + lane) * (OUT * SIZE)
     kept = (out < OUT)[:, None] & (k < SIZE)[None, :]
     tl.store(result + out[:, None] * SIZE + k[None, :], total, mask=kept)
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, tiles: Tiles | None = None
-) -> Tensor:
-    """The convolution of every lane: ``x`` [L, B, C, H, W], ``weight`` [L, O, C, h, w], ``bias`` [L, O]."""
-    height, width = (
-        (n + 2 * p - k) // s + 1
-        for n, p, k, s in zip(x.shape[-2:], padding, weight.shape[-2:], stride, strict=True)
-    )
-    weight = weight.permute(0, 1, 3, 4, 2)
-    return _launch(x, weight, bias, (height, width), stride, (1, 1), padding, False, tiles)
+@triton.jit
+def _direct(
+    image,  # [lane, sample, CHANNELS, HEIGHT, WIDTH], with its border
+    weight,  # [lane, CHANNELS, KERNEL_HEIGHT, KERNEL_WIDTH, SPACE]
+    bias,  # [lane, OUT]
+    result,  # as in ``laid_triton.py``
+    places,
+    samples,
+    CHANNELS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT: tl.constexpr,
+    SPACE: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr,  # of the pooled image
+    OUT_WIDTH: tl.constexpr,
+    KERNEL_HEIGHT: tl.constexpr,
+    KERNEL_WIDTH: tl.constexpr,
+    STEP_HEIGHT: tl.constexpr,
+    STEP_WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
+    RELU: tl.constexpr,
+    ROOM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The convolution and the maxima of its windows of 2 × 2, number by number.
 
-
-def input_gradient(
-    weight: Tensor, gradient: Tensor, stride: Pair, padding: Pair, image: Pair, tiles: Tiles | None = None
-) -> Tensor:
-    """What ``gradient`` [L, B, O, h, w] of the result says about images of size ``image``.
-
-    That is a convolution again: of the gradient, its rows ``stride`` apart, with the weights turned round.
+    A thread has all four positions of a window: what it reads of the image serves several of them.
     """
-    padding = (weight.shape[-2] - 1 - padding[0], weight.shape[-1] - 1 - padding[1])
-    weight = weight.permute(0, 2, 3, 4, 1)
-    return _launch(gradient, weight, None, image, (1, 1), stride, padding, True, tiles)
+    AREA: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
+    COLUMN_BLOCKS: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
+    row_blocks = tl.cdiv(samples * AREA, ROWS)
+    program = tl.program_id(0)
+    out = (program % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    where = (program // COLUMN_BLOCKS % row_blocks * ROWS + tl.arange(0, ROWS))[:, None]
+    lane = (program // COLUMN_BLOCKS // row_blocks).to(tl.int64)
+    window = tl.minimum(where, samples * AREA - 1)
+    sample = window // AREA
+    top = window % AREA // OUT_WIDTH * (2 * STEP_HEIGHT)
+    left = window % AREA % OUT_WIDTH * (2 * STEP_WIDTH)
+    image += lane * samples * (HEIGHT * WIDTH * CHANNELS)
+    pixels = image + (sample * (HEIGHT * WIDTH * CHANNELS) + top * WIDTH + left)
+    weights = weight + lane * (CHANNELS * KERNEL_HEIGHT * KERNEL_WIDTH * SPACE) + tl.minimum(out, SPACE - 1)
+    if OUT % COLUMNS == 0 or SPACE % COLUMNS == 0:
+        weights = weight + lane * (CHANNELS * KERNEL_HEIGHT * KERNEL_WIDTH * SPACE) + out
+    upper_left = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if BIASED:
+        upper_left += tl.load(bias + lane * OUT + out, mask=out < OUT, other=0.0)
+    upper_right = upper_left
+    lower_left = upper_left
+    lower_right = upper_left
+    for _ in range(CHANNELS):
+        for down in tl.static_range(KERNEL_HEIGHT):
+            for right in tl.static_range(KERNEL_WIDTH):
+                here = pixels + (down * WIDTH + right)
+                own = tl.load(weights + (down * KERNEL_WIDTH + right) * SPACE)
+                upper_left += tl.load(here) * own
+                upper_right += tl.load(here + STEP_WIDTH) * own
+                lower_left += tl.load(here + STEP_HEIGHT * WIDTH) * own
+                lower_right += tl.load(here + (STEP_HEIGHT * WIDTH + STEP_WIDTH)) * own
+        pixels += HEIGHT * WIDTH
+        weights += KERNEL_HEIGHT * KERNEL_WIDTH * SPACE
+    total, which = larger(upper_left, upper_right, lower_left, lower_right)
+    store(result, places, total, which, samples, lane, where, out, OUT, AREA, RELU, True, ROOM)
 
 
-def weight_gradient(
-    x: Tensor, gradient: Tensor, stride: Pair, padding: Pair, kernel: Pair, tiles: Tiles | None = None
-) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """The convolution of every lane: ``x`` [L, B, C, H, W], ``weight`` [L, O, C, h, w], ``bias`` [L, O]."""
+    images = lay(x, None, x.shape[:2])
+    return laid_triton.convolve(images, weight, bias, stride, padding, False, False, True)[0]
+
+
+def input_gradient(weight: Tensor, gradient: Tensor, stride: Pair, padding: Pair, image: Pair) -> Tensor:
+    """What ``gradient`` [L, B, O, h, w] of the result says about images of size ``image``."""
+    given = lay(gradient, None, gradient.shape[:2])
+    return laid_triton.input_gradient(weight, given, stride, padding, image, True)
+
+
+def weight_gradient(x: Tensor, gradient: Tensor, stride: Pair, padding: Pair, kernel: Pair) -> Tensor:
     """What ``gradient`` [L, B, O, h, w] of the result says about weights of size ``kernel``."""
+    bordered = border(x, None, x.shape[:2], 0, padding) if max(padding) > 0 else x
+    return correlate(bordered, gradient, stride, kernel)
+
+
+def correlate(x: Tensor, gradient: Tensor, stride: Pair, kernel: Pair, tiles: Tiles | None = None) -> Tensor:
+    """The weights' gradient from images with their border; see ``laid.first_weight_gradient``."""
     x, gradient = x.contiguous(), gradient.contiguous()
     lanes, samples, channels, height, width = x.shape
     out, *area = gradient.shape[2:]
-    positions, size = samples * area[0] * area[1], channels * kernel[0] * kernel[1]
+    size = channels * kernel[0] * kernel[1]
     tiles = tiles or _correlate_tiles(out, size)
+    line = power(area[1], 1, tiles.depth)
+    pieces = samples * triton.cdiv(area[0], tiles.depth // line) * triton.cdiv(area[1], line)
     programs = triton.cdiv(out, tiles.rows) * triton.cdiv(size, tiles.columns)
     # Enough programs per lane to fill the device, and at least a thousand positions for each of them.
-    splits = max(1, min(32, triton.cdiv(64, programs), positions // 1024))
-    share = triton.cdiv(triton.cdiv(positions, splits), tiles.depth) * tiles.depth
-    splits = triton.cdiv(positions, share)
+    splits = max(1, min(32, triton.cdiv(64, programs), pieces * tiles.depth // 1024))
+    share = triton.cdiv(pieces, splits)
+    splits = triton.cdiv(pieces, share)
     result = x.new_empty(splits, lanes, out, channels, *kernel)
     with torch.cuda.device_of(x):
         _correlate[(programs * lanes * splits,)](
-            x, gradient, result, lanes, positions, share, 0,
-            channels, height, width, out, *area, *kernel, *stride, *padding,
-            max(padding) > 0, _precision(), tiles.rows, tiles.columns, tiles.depth,
+            x, gradient, result, lanes, samples, share, 0,
+            channels, height, width, out, *area, *kernel, *stride, line,
+            precision(), tiles.rows, tiles.columns, tiles.depth,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-    return result[0] if splits == 1 else result.sum(0)
+    return result[0] if splits == 1 else add_up(result)
 
 
-def _launch(
-    image: Tensor,
+def direct(
+    x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    size: Pair,
-    step: Pair,
-    spread: Pair,
-    padding: Pair,
-    turned: bool,
-    tiles: Tiles | None,
-) -> Tensor:
-    image, weight = image.contiguous(), weight.contiguous()
-    lanes, samples, channels, height, width = image.shape
-    out, *kernel = weight.shape[1:4]
-    positions = samples * size[0] * size[1]
-    bordered = turned or max(padding) > 0
-    tiles = tiles or _convolve_tiles(out, channels)
-    programs = triton.cdiv(out, tiles.rows) * triton.cdiv(positions, tiles.columns)
-    result = image.new_empty(lanes, samples, out, *size)
-    with torch.cuda.device_of(image):
-        _convolve[(programs * lanes,)](
-            image, weight, image if bias is None else bias.contiguous(), result, positions, 0,
-            channels, height, width, out, *size, *kernel, *step, *spread, *padding,
-            turned, bordered, bias is not None, _precision(), tiles.rows, tiles.columns, tiles.depth,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+    stride: Pair,
+    relu: bool,
+    first: bool,
+    tiles: Pair = (128, 8),
+    warps: int = 4,
+) -> tuple[Tensor, Tensor]:
+    """See ``laid.direct_conv``."""
+    lanes, samples, channels, height, width = x.shape
+    out, *kernel = weight.shape[1:2] + weight.shape[3:]
+    size = [((n - k) // s + 1) // 2 for n, k, s in zip((height, width), kernel, stride, strict=True)]
+    if weight.stride()[2:] != (kernel[0] * kernel[1], kernel[1], 1):
+        weight = weight.contiguous()
+    weights = lay(weight.flatten(2, 3)[:, None], None, (lanes, 1))
+    last = 0 if first else room(out)
+    result = x.new_empty(lanes, samples, *((out, *size) if first else (*size, last)))
+    places = torch.empty_like(result, dtype=torch.uint8)
+    programs = triton.cdiv(samples * size[0] * size[1], tiles[0]) * triton.cdiv(out, tiles[1])
+    with torch.cuda.device_of(x):
+        _direct[(programs * lanes,)](
+            x.contiguous(), weights, x if bias is None else bias.contiguous(), result, places, samples,
+            channels, height, width, out, room(out), *size, *kernel, *stride,
+            bias is not None, relu, last, *tiles, num_warps=warps,
         )  # fmt: skip
-    return result
-
-
-def _precision() -> str:
-    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
-
-
-def _power(number: int, low: int, high: int) -> int:
-    return min(high, max(low, triton.next_power_of_2(number)))
-
-
-def _convolve_tiles(out: int, channels: int) -> Tiles:
-    """Measured on an H200: deep tiles pay for many channels, and where few fill one with little padding."""
-    many = channels % 32 == 0
-    depth = 32 if many or 4 <= channels < 16 else 16
-    return Tiles(_power(out, 16, 64), 128, depth, warps=4, stages=5 if many else 3)
+    return result, places
 
 
 def _correlate_tiles(out: int, size: int) -> Tiles:
-    """Measured on an H200: few rows leave room for more programs with narrower columns."""
-    rows = _power(out, 16, 64)
-    narrow = rows == 16 and size > 128
-    return Tiles(rows, 64 if narrow else _power(size, 16, 128), 32, warps=4, stages=4 if narrow else 3)
+    return Tiles(power(out, 16, 64), power(size, 16, 128), 32, warps=4, stages=3)

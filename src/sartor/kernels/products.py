@@ -7,10 +7,12 @@ the data: then nobody copies them together first.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
+
+from sartor.kernels.views import behind_views, called, reads_late, shape_of
 
 aten = torch.ops.aten
 
@@ -36,15 +38,18 @@ def share(lanes: int, rows: int, columns: int, depth: int) -> int:
     return depth if splits == 1 else -(-depth // (32 * splits)) * 32
 
 
-def specialise(module: fx.GraphModule) -> None:
-    """Let the kernel compute a traced graph's products of stacked matrices, where it can."""
+def specialise(module: fx.GraphModule, most: int = 0) -> None:
+    """Let the kernel compute a traced graph's products of stacked matrices, where it can.
+
+    Steps of up to ``most`` lanes have their sums divided alike, so that a lane's do not depend on how many.
+    """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
         left, right = cast(tuple[fx.Node, fx.Node], node.args)
         if not _serves(left.meta.get("val"), right.meta.get("val")):
             continue
         lanes, rows, depth = left.meta["val"].shape
-        terms = share(lanes, rows, right.meta["val"].shape[2], depth)
+        terms = share(most or lanes, rows, right.meta["val"].shape[2], depth)
         with graph.inserting_before(node):
             numbers, of_right = None, False
             if (samples := _gathered(graph, left)) is not None:
@@ -54,6 +59,7 @@ def specialise(module: fx.GraphModule) -> None:
                 of_right = True
             arguments = (left, right, numbers, of_right, terms)
             parts = graph.call_function(torch.ops.sartor.stacked_product.default, arguments)
+            parts.meta = {"val": node.meta["val"].new_empty(-(-depth // terms), *node.meta["val"].shape)}
             if terms < depth:
                 result = graph.call_function(aten.sum.dim_IntList, (parts, [0]))
             else:
@@ -61,56 +67,8 @@ def specialise(module: fx.GraphModule) -> None:
         result.meta = node.meta
         node.replace_all_uses_with(result)
         graph.erase_node(node)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.sartor.stacked_product.default):
-        _add_bias(graph, node)
     graph.eliminate_dead_code()
     module.recompile()
-
-
-def _add_bias(graph: fx.Graph, product: fx.Node) -> None:
-    """Have the kernel add what is the same for all rows of a lane, where that is added to a product next."""
-    shaped = result = _only_user(product)
-    if result is None or result.target is not aten.select.int:
-        return
-    lanes, _, columns = result.meta["val"].shape
-    while (user := _only_user(shaped)) is not None and user.target in _SAME_MEMORY:
-        shaped = user
-    if user is None or user.target is not aten.add.Tensor or user.kwargs or shaped is None:
-        return
-    other = next((node for node in user.all_input_nodes if node is not shaped), None)
-    value = None if other is None else other.meta.get("val")
-    ones = [1] * (shaped.meta["val"].dim() - 2)
-    if (
-        other is None
-        or value is None
-        or value.shape != (lanes, *ones, columns)
-        or value.dtype != torch.float32
-    ):
-        return
-    with graph.inserting_before(user):
-        bias = graph.call_function(aten.view.default, (_times_one(other), [lanes, columns]))
-        arguments = (*product.args[:5], bias)
-        parts = graph.call_function(torch.ops.sartor.stacked_product.default, arguments)
-        added = graph.call_function(aten.select.int, (parts, 0, 0))
-        if shaped is not result:
-            added = graph.call_function(aten.view.default, (added, list(shaped.meta["val"].shape)))
-    added.meta = user.meta
-    user.replace_all_uses_with(added)
-    graph.erase_node(user)
-
-
-def _only_user(node: fx.Node | None) -> fx.Node | None:
-    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
-
-
-def _times_one(node: fx.Node) -> fx.Node:
-    """What was multiplied by one, before it was given another shape."""
-    source = node.args[0] if node.target in _SAME_MEMORY else node
-    if isinstance(source, fx.Node) and source.target in (aten.mul.Tensor, aten.mul.Scalar):
-        factor = source.args[1]
-        if not isinstance(factor, fx.Node) and factor == 1:
-            return cast(fx.Node, source.args[0])
-    return node
 
 
 def _serves(left: Tensor | None, right: Tensor | None) -> bool:
@@ -138,46 +96,153 @@ def _gathered(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return rows, numbers
 
 
+class Made(NamedTuple):
+    """What a tensor [L, …, N] is made of: parts [P, L, M, N] of a product, a bias [L, N] for each row."""
+
+    parts: fx.Node
+    bias: fx.Node | None = None
+
+
+def made_of(node: Any) -> Made | None:
+    """What a node adds up, if that is a product which it alone reads, and perhaps a bias."""
+    shape, rest, bias = shape_of(node), node, None
+    if shape is None or len(shape) < 2:
+        return None
+    if (both := called(node, aten.add.Tensor)) is not None and not node.kwargs:
+        for one, other in (both, both[::-1]):
+            if (bias := _bias(one, shape)) is not None:
+                rest = other
+                break
+        if bias is None or shape_of(rest) != shape or len(rest.users) > 1:
+            return None
+    parts = _parts(rest, shape[-1])
+    found = shape_of(parts)
+    return None if parts is None or found is None or found[1] != shape[0] else Made(parts, bias)
+
+
+def _parts(node: Any, columns: int) -> fx.Node | None:
+    """Parts of a product with so many columns that a node adds up, if it alone reads them."""
+    while (args := called(node, *_SAME_MEMORY[:2])) is not None:
+        node = args[0]
+        if (shape_of(node) or (0,))[-1] != columns or len(node.users) > 1:
+            return None
+    added, chosen = called(node, aten.sum.dim_IntList), called(node, aten.select.int)
+    if (added or chosen or ())[1:] != (([0],) if added else (0, 0)):
+        return None
+    parts = node.args[0]
+    known = called(parts, torch.ops.sartor.stacked_product.default) is not None
+    return parts if known and len(parts.users) == 1 else None
+
+
+def _bias(node: Any, shape: tuple[int, ...]) -> fx.Node | None:
+    """Numbers [L, N] that are the same for all rows of a tensor [L, …, N]."""
+    (source, *_) = called(node, aten.view.default) or (None,)
+    if shape_of(node) != (shape[0], *[1] * (len(shape) - 2), shape[-1]):
+        return None
+    return source if shape_of(source) == (shape[0], shape[-1]) else None
+
+
+def complete(module: fx.GraphModule) -> None:
+    """Let a traced graph's products go on to what follows them: a bias, and ReLU or its gradient."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=aten.relu.default):
+        _completed(graph, node, node.args[0], None, True)
+    for node in graph.find_nodes(op="call_function", target=aten.threshold_backward.default):
+        gradient, output, threshold = node.args
+        if threshold == 0:
+            _completed(graph, node, gradient, output, False)
+    for target in (aten.add.Tensor, aten.sum.dim_IntList):
+        for node in graph.find_nodes(op="call_function", target=target):
+            _completed(graph, node, node, None, False)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _completed(graph: fx.Graph, node: fx.Node, last: Any, positive: Any, clipped: bool) -> None:
+    """Put a completed product in a node's place, where the ``last`` before it is a product."""
+    last = last if last is node else behind_views(last)
+    shape, made = shape_of(node), made_of(last)
+    if shape is None or made is None or (last is not node and len(last.users) > 1):
+        return
+    if reads_late(graph, (*made.parts.args, made.bias, positive)):
+        return
+    with graph.inserting_before(node):
+        arguments = (*made.parts.args, made.bias, positive, clipped)
+        result = graph.call_function(torch.ops.sartor.completed_product.default, arguments)
+        if len(shape) != 3:
+            result = graph.call_function(aten.view.default, (result, list(shape)))
+    result.meta = node.meta
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
 @torch.library.custom_op(
-    "sartor::stacked_product",
+    "sartor::completed_product",
     mutates_args=(),
-    schema="(Tensor left, Tensor right, Tensor? numbers, bool of_right, int terms, Tensor? bias=None)"
-    " -> Tensor",
+    schema="(Tensor left, Tensor right, Tensor? numbers, bool of_right, int terms, Tensor? bias, "
+    "Tensor? positive, bool clipped) -> Tensor",
 )
-def stacked_product(
+def completed_product(
     left: Tensor,
     right: Tensor,
     numbers: Tensor | None,
     of_right: bool,
     terms: int,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
+    positive: Tensor | None,
+    clipped: bool,
+) -> Tensor:
+    """The product of every lane's matrices as above, [L, M, N], and ``bias`` [L, N] in each of its rows.
+
+    What is negative is 0 if it is to be ``clipped``, and so is all where another tensor is not ``positive``.
+    """
+    if left.is_cuda:
+        from sartor.kernels import products_triton as product_kernels
+
+        given = (left, right, numbers, of_right, terms)
+        result: Tensor = product_kernels.completed(*given, bias, positive, clipped)
+        return result
+    parts = stacked_product(left, right, numbers, of_right, terms)
+    total: Tensor = parts.sum(0) if len(parts) > 1 else parts[0].clone()
+    if bias is not None:
+        total = bias[:, None] + total
+    if positive is not None:
+        masked: Tensor = aten.threshold_backward(total, positive.reshape(total.shape), 0)
+        return masked
+    return total.relu() if clipped else total
+
+
+@torch.library.custom_op(
+    "sartor::stacked_product",
+    mutates_args=(),
+    schema="(Tensor left, Tensor right, Tensor? numbers, bool of_right, int terms) -> Tensor",
+)
+def stacked_product(
+    left: Tensor, right: Tensor, numbers: Tensor | None, of_right: bool, terms: int
 ) -> Tensor:
     """The product of every lane's matrices, in parts of so many ``terms`` that are to be added up.
 
     The operands are [L, M, K] and [L, K, N], the result is [parts, L, M, N]. With ``numbers`` one operand has
     no lanes, and a lane takes the rows with its numbers: [L, M] of the left one, or [L, K] of the right one.
-    A ``bias`` [L, N] is added to every row of a result in one part.
     """
     if left.is_cuda:
         from sartor.kernels import products_triton as product_kernels
 
-        result: Tensor = product_kernels.multiply(left, right, numbers, of_right, terms, bias)
+        result: Tensor = product_kernels.multiply(left, right, numbers, of_right, terms)
         return result
     if numbers is not None:
         left, right = (left, right[numbers]) if of_right else (left[numbers], right)
     pieces = zip(torch.split(left, terms, 2), torch.split(right, terms, 1), strict=True)
-    result = torch.stack([torch.bmm(*piece) for piece in pieces])
-    return result if bias is None else result + bias[:, None]
+    return torch.stack([torch.bmm(*piece) for piece in pieces])
 
 
 @stacked_product.register_fake
-def _(
-    left: Tensor,
-    right: Tensor,
-    numbers: Tensor | None,
-    of_right: bool,
-    terms: int,
-    bias: Tensor | None = None,
-) -> Tensor:
+def _(left: Tensor, right: Tensor, numbers: Tensor | None, of_right: bool, terms: int) -> Tensor:
     lanes, rows = left.shape[:2] if numbers is None or of_right else numbers.shape
     return left.new_empty(-(-left.shape[-1] // terms), lanes, rows, right.shape[-1])
+
+
+@completed_product.register_fake
+def _(left: Tensor, right: Tensor, numbers: Tensor | None, of_right: bool, *_: object) -> Tensor:
+    lanes, rows = left.shape[:2] if numbers is None or of_right else numbers.shape
+    return left.new_empty(lanes, rows, right.shape[-1])

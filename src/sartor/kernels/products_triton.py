@@ -15,19 +15,25 @@ float32 itself. This module needs Triton.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def _multiply(
     left,  # [lane, ROWS, DEPTH], or [*, DEPTH] where its rows are numbered
     right,  # [lane, DEPTH, COLUMNS], or [*, COLUMNS] where its rows are numbered
     result,  # [split, lane, ROWS, COLUMNS]
     numbers,  # [lane, ROWS] or [lane, DEPTH]: the rows of an operand
     bias,  # [lane, COLUMNS]
+    positive,  # [lane, ROWS, COLUMNS]
+    before,  # like a result that is placed
+    rates,  # [lane]
+    alpha,
     lanes,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -39,9 +45,13 @@ def _multiply(
     RIGHT_LANE: tl.constexpr,
     RIGHT_ROW: tl.constexpr,
     RIGHT_COLUMN: tl.constexpr,
-    BIAS_LANE: tl.constexpr,
-    BIASED: tl.constexpr,
     NUMBERED: tl.constexpr,  # which operand's rows are numbered: 0 (none), 1 (left), 2 (right)
+    BIAS_LANE: tl.constexpr,  # from one lane to the next; 0: there is no bias
+    MASKED: tl.constexpr,  # whether the result is 0 where ``positive`` is not that
+    CLIPPED: tl.constexpr,  # whether it is 0 where it is negative
+    PLACED: tl.constexpr,  # from one lane to the next of a result that lies in longer rows; 0: it does not
+    STEPS: tl.constexpr,  # whether it is what was there before, less a rate times the product
+    RATED: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -49,7 +59,6 @@ def _multiply(
 ):
     """result[row, column] = Σ left[row, k] · right[k, column] over a split's terms k, in every lane.
 
-    A bias is for a product that is not split.
     SHARE is a multiple of TILE_DEPTH or all of DEPTH, so that no tile reaches into the next split.
     """
     ROW_TILES: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
@@ -86,11 +95,101 @@ def _multiply(
         lefts = tl.load(left + left_at + (k * LEFT_COLUMN)[None, :], mask=left_there, other=0.0)
         rights = tl.load(right + (place * RIGHT_ROW)[:, None] + right_at, mask=right_there, other=0.0)
         total = tl.dot(lefts, rights, total, input_precision=PRECISION)
-    if BIASED:
-        total += tl.load(bias + lane * BIAS_LANE + column, mask=column_there, other=0.0)[None, :]
-    result += (split * lanes + lane) * (ROWS * COLUMNS)
+    if PLACED > 0:
+        result += lane * PLACED
+    else:
+        result += (split * lanes + lane) * (ROWS * COLUMNS)
     at = (row * COLUMNS)[:, None] + column[None, :]
-    tl.store(result + at, total, mask=row_there[:, None] & column_there[None, :])
+    there = row_there[:, None] & column_there[None, :]
+    if BIAS_LANE > 0:
+        total += tl.load(bias + lane * BIAS_LANE + column, mask=column_there, other=0.0)[None, :]
+    if MASKED:
+        allowed = tl.load(positive + lane * (ROWS * COLUMNS) + at, mask=there, other=0.0)
+        total = tl.where(allowed <= 0, 0.0, total)
+    if CLIPPED:
+        total = tl.where(total < 0, 0.0, total)
+    if STEPS:
+        rate = alpha
+        if RATED:
+            rate *= tl.load(rates + lane)
+        total = tl.load(before + lane * PLACED + at, mask=there, other=0.0) - rate * total
+    tl.store(result + at, total, mask=there)
+
+
+@triton.jit(do_not_specialize=["lanes", "size", "columns", "bias_lane"])
+def _complete(
+    parts,  # [part, lane, *, columns]
+    bias,  # [lane, columns]
+    positive,  # [lane, *, columns]
+    result,  # the same
+    lanes,
+    size,  # numbers of a lane
+    columns,
+    bias_lane,  # from one lane to the next
+    PARTS: tl.constexpr,
+    BIASED: tl.constexpr,
+    MASKED: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Parts of a product added up, and what follows."""
+    blocks = tl.cdiv(size, BLOCK)
+    lane = (tl.program_id(0) // blocks).to(tl.int64)
+    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    there = place < size
+    at = lane * size + place
+    total = tl.load(parts + at, mask=there, other=0.0)
+    for _ in tl.static_range(1, PARTS):
+        at += lanes.to(tl.int64) * size
+        total += tl.load(parts + at, mask=there, other=0.0)
+    at = lane * size + place
+    if BIASED:
+        total += tl.load(bias + lane * bias_lane + place % columns, mask=there, other=0.0)
+    if MASKED:
+        total = tl.where(tl.load(positive + at, mask=there, other=0.0) <= 0, 0.0, total)
+    if CLIPPED:
+        total = tl.where(total < 0, 0.0, total)
+    tl.store(result + at, total, mask=there)
+
+
+def completed(
+    left: Tensor,
+    right: Tensor,
+    numbers: Tensor | None,
+    of_right: bool,
+    terms: int,
+    bias: Tensor | None,
+    positive: Tensor | None,
+    clipped: bool,
+) -> Tensor:
+    """The product and what follows; see ``products.completed_product``."""
+    if bias is not None and (bias.stride(1) != 1 or bias.stride(0) == 0):
+        bias = bias.contiguous()
+    positive = None if positive is None else positive.contiguous()
+    if left.shape[-1] <= terms:
+        return multiply(left, right, numbers, of_right, terms, bias, positive, clipped)[0]
+    parts = multiply(left, right, numbers, of_right, terms)
+    many, lanes, rows, columns = parts.shape
+    result = parts.new_empty(lanes, rows, columns)
+    size = rows * columns
+    block = 256 if size * lanes < 2**18 else 1024
+    with torch.cuda.device_of(left):
+        _complete[(triton.cdiv(size, block) * lanes,)](
+            parts, parts if bias is None else bias, parts if positive is None else positive, result, lanes,
+            size, columns, 0 if bias is None else bias.stride(0),
+            many, bias is not None, positive is not None, clipped, block,
+        )  # fmt: skip
+    return result
+
+
+class Place(NamedTuple):
+    """Where a product [L, M, N] goes: into rows, from a number on, which may be a step from others there."""
+
+    rows: Tensor
+    start: int
+    before: Tensor | None
+    alpha: float
+    rates: Tensor | None
 
 
 def multiply(
@@ -100,8 +199,14 @@ def multiply(
     of_right: bool,
     terms: int,
     bias: Tensor | None = None,
+    positive: Tensor | None = None,
+    clipped: bool = False,
+    place: Place | None = None,
 ) -> Tensor:
-    """The product of every lane in parts of ``terms`` terms; see ``products.stacked_product``."""
+    """The product of every lane in parts of ``terms`` terms; see ``products.stacked_product``.
+
+    What follows it, and a place for it, are for a single part.
+    """
     left_strides, right_strides, numbered = left.stride(), right.stride(), 0
     lanes, rows = left.shape[:2]
     if numbers is not None:
@@ -113,17 +218,24 @@ def multiply(
             lanes, rows = numbers.shape
     depth, columns = left.shape[-1], right.shape[-1]
     parts = triton.cdiv(depth, terms)
-    result = left.new_empty(parts, lanes, rows, columns)
+    before, alpha, rates, ahead = None, 0.0, None, 0
+    if place is None:
+        result = left.new_empty(parts, lanes, rows, columns)
+    else:
+        whole, start, before, alpha, rates = place
+        result, ahead = whole[:, start:], whole.stride(0)
+        before = None if before is None else before[:, start:]
     tile_rows, tile_columns, tile_depth, warps = _tiles(rows, columns, depth, right_strides[-2] == 1)
     programs = triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
-    if bias is not None and bias.stride(1) != 1:
-        bias = bias.contiguous()
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
     with torch.cuda.device_of(left):
         _multiply[(programs * lanes * parts,)](
-            left, right, result, left if numbers is None else numbers, left if bias is None else bias, lanes,
-            rows, columns, depth, terms, *left_strides, *right_strides,
-            0 if bias is None else bias.stride(0), bias is not None, numbered, precision,
+            left, right, result, left if numbers is None else numbers,
+            left if bias is None else bias, left if positive is None else positive,
+            left if before is None else before, left if rates is None else rates, alpha, lanes,
+            rows, columns, depth, terms, *left_strides, *right_strides, numbered,
+            0 if bias is None else bias.stride(0), positive is not None, clipped,
+            ahead, before is not None, rates is not None, precision,
             tile_rows, tile_columns, tile_depth, num_warps=warps, num_stages=3,
         )  # fmt: skip
     return result

@@ -479,13 +479,16 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
         if not outputs.is_cuda and not outputs.requires_grad:
             # A CPU goes through many samples at once where those of a class lie side by side.
             return -F.log_softmax(outputs.T.contiguous(), dim=0).gather(0, targets[None])[0]
-        likelihood = F.log_softmax(outputs, dim=-1)
         if not outputs.is_cuda:
-            return -likelihood.gather(1, targets[:, None])[:, 0]
-        # On CUDA as a sum of which one term is not zero: a compiler can merge that with its gradient.
-        mine = targets[:, None] == torch.arange(outputs.shape[1], device=outputs.device)
-        return -likelihood.where(mine, 0.0).sum(1)
+            return -F.log_softmax(outputs, dim=-1).gather(1, targets[:, None])[:, 0]
+        return cross_entropies(outputs, targets)
     return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The same as sums of which one term is not zero: on CUDA that can be merged with its gradient."""
+    mine = targets[:, None] == torch.arange(outputs.shape[1], device=outputs.device)
+    return -F.log_softmax(outputs, dim=-1).where(mine, 0.0).sum(1)
 
 
 # What is counted ----------------------------------------------------------------------------------

@@ -17,15 +17,16 @@ import copy
 import hashlib
 import inspect
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import grad
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -38,6 +39,7 @@ from sartor.kernels.dense import Dense
 from sartor.kernels.norms import Norms, serves_lanes
 from sartor.model.draws import Keyed, dropped, inside_transform
 from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
+from sartor.model.placed import Placed
 from sartor.model.precision import half_precision
 from sartor.nests import Nest
 
@@ -137,6 +139,11 @@ class Part:
         return mask
 
 
+Reasons: TypeAlias = dict[Hashable, tuple[str | None, bool]]
+_REASONS: defaultdict[Hashable, Reasons] = defaultdict(dict)
+"""Those of networks that are built again and again."""
+
+
 class Task:
     """A module, what it is trained for and named parts, as functions of flat vectors.
 
@@ -208,7 +215,7 @@ class Task:
         fixed |= {key: value for key, value in module.named_parameters() if not value.requires_grad}
         self._constants = {key: value.detach().clone() for key, value in fixed.items()}
         self._constants_by_device: dict[torch.device, dict[str, Tensor]] = {}
-        self._reasons: dict[Hashable, tuple[str | None, bool]] = {}
+        self._reasons: Reasons = {}
         """Why the model cannot be stacked, if so, by the kind of samples."""
         self._parameters, self._buffers = _Layout(parameters), _Layout(floats)
         self.size, self.buffer_size = self._parameters.size, self._buffers.size
@@ -581,7 +588,7 @@ class Task:
         return (x,), {}
 
     def _call(self, w: Tensor, x: Nest, buffers: Tensor | None, mode: _Mode) -> Any:
-        # functional_call swaps tensors into the module while it runs, so every thread has modules of its own.
+        # Tensors are put into the module while it runs, so every thread has modules of its own.
         if not hasattr(self._local, "modules"):
             self._local.modules = {}
         if mode.training not in self._local.modules:
@@ -589,7 +596,7 @@ class Task:
             head = dict(module.named_modules()).get(self.head_path or "")
             if self.head_path and head is not None:
                 head.register_forward_pre_hook(_note_features)
-            self._local.modules[mode.training] = module
+            self._local.modules[mode.training] = Placed(module)
         module = self._local.modules[mode.training]
         named = self._parameters.views(w)
         if self.buffer_size:
@@ -602,7 +609,7 @@ class Task:
         half = self.precision == "bf16" and mode.training
         many = not mode.training and w.device.type == "cpu" and inside_transform()
         keyed = None if self._keyed is False else Keyed(mode)
-        stills = self._stilled(module, mode)
+        stills = self._stilled(module.module, mode)
         try:
             with (
                 half_precision(w.device.type) if half else nullcontext(),
@@ -611,7 +618,7 @@ class Task:
                 Norms() if serves_lanes(w) else nullcontext(),
                 _unbranched(),
             ):
-                result = functional_call(module, named, *self.arguments(x), strict=False)
+                result = module(named, *self.arguments(x))
         finally:
             _context.mode = previous
             for layer in stills:
@@ -801,6 +808,11 @@ class Task:
 
         return nests.mapped(others, x), nests.mapped(lambda leaf: leaf[:3].cpu()[few], y)
 
+    def alike(self, network: Hashable) -> None:
+        """Say that tasks of such a network differ in their numbers alone, so that one is tried for all."""
+        if _counted_by_us(self.objective):
+            self._reasons = _REASONS[network, repr(self.objective), self.dtype]
+
     def why_not_stackable(self, x: Nest, y: Nest) -> str | None:
         """The reason why this model cannot train many clients in one batch, or None.
 
@@ -863,13 +875,11 @@ class Task:
         # Not at the initial values: a layer of zeros hides what mixes samples before it, and where a unit
         # stands on the edge of being active rounding would decide about its gradient.
         noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=dtype)
-        with _FloatTypes() as used, torch.no_grad():
+        with torch.no_grad():
             for w in (initial + 0.02 * (noise - 0.5), initial):
                 outputs = self.outputs(w, real.x, buffers)
                 if self.loss_function(outputs, real.y).isfinite().all():  # some layers allow but few values
                     break
-        # Half of the digits: of those of the coarsest type, as a layer may have a type of its own.
-        tolerance = max(torch.finfo(kind).eps for kind in {dtype, *used.found}) ** 0.5
 
         def step(w: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             gradient, after = self.grad_and_buffers(w, batch, buffers)
@@ -886,11 +896,21 @@ class Task:
             torch.vmap(lambda *given: self.loss(w, Batch(*given), buffers))(*given)
         stacked = torch.vmap(lane)(w[None], buffers[None], *given)
         alone = (*step(w, buffers, real), outputs)
-        return all(
-            _close(value[0, : len(one)], one, tolerance)
-            for value, one in zip(nests.leaves(stacked), nests.leaves(alone), strict=True)
-            if one.is_floating_point()
-        )
+
+        def alike(types: set[torch.dtype]) -> bool:
+            """To half of the digits of the coarsest of these types."""
+            tolerance = max(torch.finfo(kind).eps for kind in types) ** 0.5
+            return all(
+                _close(value[0, : len(one)], one, tolerance)
+                for value, one in zip(nests.leaves(stacked), nests.leaves(alone), strict=True)
+                if one.is_floating_point()
+            )
+
+        if alike({dtype}):
+            return True
+        with _FloatTypes() as used, torch.no_grad():  # a layer may have a type of its own
+            self.loss_function(self.outputs(w, real.x, buffers), real.y)
+        return alike({dtype, *used.found})
 
     def require_stackable(self, x: Nest, y: Nest) -> None:
         """Raise :class:`NotStackable`, with the reason, for a model that only the loop engine can run."""

@@ -106,6 +106,8 @@ try:
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
     from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.requests import Request as HTTPRequest
+    from starlette.responses import Response as HTTPResponse
 except ImportError as error:
     raise SartorError(
         f"real federations need Flower, {VERSIONS}: {error}; install it with `pip install 'sartor[flower]'`"
@@ -230,6 +232,11 @@ class SuperLink:
         ]
         # The innermost: what it sees is authenticated.
         app.user_middleware.append(Middleware(BaseHTTPMiddleware, dispatch=self._door))
+        app.user_middleware = [
+            Middleware(_Layer, layer=layer) if issubclass(layer.cls, BaseHTTPMiddleware) else layer
+            for layer in app.user_middleware
+        ]
+        app.router.routes.sort(key=_is_for_others)
         app.state.enable_supernode_auth = keys is not None
         self._keys = None if keys is None else frozenset(keys)
         self._state = app.state.linkstate_factory.state()
@@ -760,6 +767,48 @@ class _FleetOnly:
         await self._app(scope, whole, send)
         if scope["path"] in STIRRING:
             self._stirred.set()
+
+
+class _Layer:
+    """A layer of Starlette's, around an application whose requests and answers are there as a whole.
+
+    Starlette itself starts tasks, so that they may come in parts, which takes longer than all that is done.
+    """
+
+    def __init__(self, app: Any, layer: Middleware) -> None:
+        self._app = app
+        made: Any = layer.cls(app, *layer.args, **layer.kwargs)
+        self._dispatch = made.dispatch_func
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = HTTPRequest(scope, receive)
+        waiting = [{"type": "http.request", "body": await request.body(), "more_body": False}]
+
+        async def whole() -> Any:
+            return waiting.pop() if waiting else await receive()
+
+        async def proceed(request: HTTPRequest) -> HTTPResponse:
+            said: list[Any] = []
+
+            async def note(message: Any) -> None:
+                said.append(message)
+
+            await self._app(scope, whole, note)
+            answer = HTTPResponse(b"".join(part.get("body", b"") for part in said), said[0]["status"])
+            answer.raw_headers = list(said[0]["headers"])
+            return answer
+
+        response = await self._dispatch(request, proceed)
+        await response(scope, whole, send)
+
+
+def _is_for_others(route: Any) -> bool:
+    """Whether a route, or all of a router, is for none of the nodes' paths."""
+    routes = getattr(getattr(route, "original_router", route), "routes", None) or (route,)
+    return not any(getattr(each, "path", "") in NODE_PATHS for each in routes)
 
 
 def _claimed_key(headers: Mapping[bytes, bytes]) -> bytes:

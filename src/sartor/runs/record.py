@@ -28,6 +28,7 @@ never read over.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -746,6 +747,7 @@ def _append(file: IO[bytes], content: bytes) -> None:
         raise
 
 
+@functools.cache
 def _version(package: str) -> str:
     """The installed version of a package."""
     try:
@@ -754,6 +756,7 @@ def _version(package: str) -> str:
         return str(getattr(sys.modules.get(package), "__version__", "unknown"))
 
 
+@functools.cache
 def _device_name(device: str) -> str:
     """The name of the device that trains."""
     if device == "cuda":

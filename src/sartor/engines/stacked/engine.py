@@ -27,7 +27,7 @@ from sartor.client.local import Batches
 from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.loop import LoopEngine
-from sartor.engines.schedule import Plan, Usual, bucket, plan, scan_table, usual
+from sartor.engines.schedule import Plan, Stretch, Usual, bucket, plan, scan_table, usual
 from sartor.engines.stacked.graphs import Graphs
 from sartor.engines.stacked.trace import Checked, Fixed, Kind, Program, Rows, Tracer
 from sartor.errors import NotStackable
@@ -102,6 +102,11 @@ class StackedEngine(LocalEngine):
     def narrows(self) -> bool:
         """Whether lanes without a client are dropped: each width is compiled, or captured, by itself."""
         return self.device.type == "cpu" and not (self.settings.compile or self.graphs.wanted)
+
+    @property
+    def keeps_lanes(self) -> bool:
+        """Whether every client has a lane of its own: steps are captured for a few widths."""
+        return self.graphs.wanted and not (self.settings.compile or self._tracer.apart)
 
     # A call, chunk by chunk -----------------------------------------------------------------------
 
@@ -353,7 +358,7 @@ class StackedEngine(LocalEngine):
             lanes = self._counting(clients).expand(shape.steps, clients)
             turns = self._counting(shape.steps)[:, None].expand(shape.steps, clients)
         else:
-            lanes, turns = table[0], table[1]
+            lanes, turns = table if plan.order is None else table[:, clients:]
         places = self._counting(shape.places)
         size = rows.counts[batches.split]
         number, seed = rows.origins or (None, self.settings.seed)
@@ -371,21 +376,25 @@ class StackedEngine(LocalEngine):
             turns,
             number,
         )
+        # For all steps at once, as a key takes many small operations.
+        keys = self._keys(rows, lanes.clamp(max=clients - 1), turns) if self._tracer.draws(batches) else turns
         kind = (shape.full, shape.common, shape.in_a_row, len(memo))
         run = partial(self._steps, program, batches=batches, plan=plan)
         if table is None:
             key = (position, clients, shape.width, *kind)
-            return run(key, (fixed, rows, memo), carry, (index, real, turns))
+            return run(key, (fixed, rows, memo), carry, (index, real, keys))
+        if plan.order is not None:
+            key, order = (position, clients, shape.width, *kind), table[:, :clients]
+            return self._in_order(
+                program, key, run, plan, order, (fixed, rows, memo), carry, (index, real, keys)
+            )
         # One more row, for idle lanes to work on.
         carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
         end = 0
         for stretch in plan.stretches:
             begin, end = end, end + stretch.steps * stretch.lanes
             there = slice(begin, end)
-            drawn, shared_out = index[there, : stretch.width].contiguous(), (stretch.steps, stretch.lanes)
-            turn = tuple(
-                part.view(*shared_out, *part.shape[1:]) for part in (drawn, real[there], turns[there])
-            )
+            turn = _laid_out((index[:, : stretch.width], real, keys), begin, stretch)
             whose, key = lanes[there][: stretch.lanes], (position, stretch.lanes, stretch.width, *kind)
             client = whose.clamp(max=clients - 1)
             their_rows, their_memo = self._tracer.some(program, key, fixed, (rows, memo), client)
@@ -394,6 +403,45 @@ class StackedEngine(LocalEngine):
             for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
                 whole.index_copy_(0, whose, part)
         return tree_map(lambda value: value[:clients], carry)
+
+    def _in_order(
+        self,
+        program: Program,
+        key: Kind,
+        run: Callable[..., Any],
+        plan: Plan,
+        order: Tensor,
+        given: tuple[Fixed, Rows, list[Any]],
+        carry: Any,
+        turns: tuple[Tensor, ...],
+    ) -> Any:
+        """A scan in which every client has its lane, and those who still train are the first ones."""
+        whose, back = order
+        fixed, *others = given
+        rows, memo = self._tracer.some(program, key, fixed, others, whose)
+        carry = tree_map(lambda value: value.index_select(0, whose), carry)
+        if self.graphs.pieces:
+            (fixed, rows, memo), carry = self.graphs.held((id(program), key), (fixed, rows, memo), carry)
+        ended = [tree_map(lambda value: value[plan.stretches[0].busy :].clone(), carry)]
+        begin = 0
+        for stretch in plan.stretches:
+            own = tree_map(lambda value: value[: stretch.lanes], (rows, memo, carry))  # noqa: B023
+            turn = _laid_out(turns, begin, stretch)
+            carry = run(
+                (key[0], stretch.lanes, *key[2:]), (fixed, *own[:2]), own[2], turn, held=self.graphs.pieces
+            )
+            # The next steps write over those who are done, as far as they are among the lanes.
+            ended.append(tree_map(lambda value: value[stretch.left : stretch.busy].clone(), carry))  # noqa: B023
+            begin += stretch.steps * stretch.lanes
+        return tree_map(lambda *parts: torch.cat(parts).index_select(0, back), *reversed(ended))
+
+    def _keys(self, rows: Rows, lanes: Tensor, turns: Tensor) -> Tensor:
+        """What is drawn from in the turns of these lanes."""
+        number, *seeds = (value[lanes] for value in rows.origins or (rows.number,))
+        seed = next(iter(seeds), self.settings.seed)
+        keys = random.stream(seed, "layers", rows.round[lanes], number, turns)
+        assert isinstance(keys, Tensor)
+        return keys
 
     def _steps(
         self,
@@ -404,12 +452,18 @@ class StackedEngine(LocalEngine):
         turns: tuple[Tensor, ...],
         batches: Batches,
         plan: Plan,
+        held: bool = False,
     ) -> Any:
-        """Some steps in which every lane keeps its client; all that is given has a row per lane."""
-        steps = partial(self._tracer.steps, program, key, batches, plan)
-        if self.graphs.pieces and (plan.shape.packed or plan.shape.steps > WHOLE):
-            return self.graphs.steps((id(program), key), steps, given, carry, turns)
-        return steps(given, carry, turns)
+        """Some steps in which every lane keeps its client; all that is given has a row per lane.
+
+        ``held``: what is given lies where graphs find it.
+        """
+        steps, place = partial(self._tracer.steps, program, key, batches, plan), (id(program), key)
+        if not (self.graphs.pieces and (plan.shape.packed or plan.shape.steps > WHOLE)):
+            return steps(given, carry, turns)
+        if not held:
+            given, carry = self.graphs.held(place, given, carry)
+        return self.graphs.steps(place, steps, given, carry, turns)
 
     # Plans ----------------------------------------------------------------------------------------
 
@@ -424,7 +478,16 @@ class StackedEngine(LocalEngine):
             expected, rounded = self._usual(batches, len(sizes)), self.graphs.wanted
             lanes = self.settings.lanes
             self._plans[key] = plan(
-                batches, sizes, lanes, rounded, epochs, expected, common, self.narrows, self._exact
+                batches,
+                sizes,
+                lanes,
+                rounded,
+                epochs,
+                expected,
+                common,
+                self.narrows,
+                self._exact,
+                own=self.keeps_lanes,
             )
         return self._plans[key]
 
@@ -442,6 +505,14 @@ class StackedEngine(LocalEngine):
             return law.epochs(seed, torch.from_numpy(work.rounds), torch.from_numpy(numbers)).numpy()
         seeds, own = (torch.from_numpy(part[numbers]) for part in (self.origins.seeds, self.origins.numbers))
         return law.epochs(seeds, torch.from_numpy(work.rounds), own).numpy()
+
+
+def _laid_out(turns: tuple[Tensor, ...], begin: int, stretch: Stretch) -> tuple[Tensor, ...]:
+    """What is the turns' of a stretch, [steps, lanes, …]."""
+    there = slice(begin, begin + stretch.steps * stretch.lanes)
+    return tuple(
+        part[there].contiguous().view(stretch.steps, stretch.lanes, *part.shape[1:]) for part in turns
+    )
 
 
 def _first(count: int, value: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sartor.engines.stacked.trace import Checked
 from sartor.kernels.device import to_device
@@ -81,24 +81,16 @@ class Part:
 class Steps:
     """A step of every lane, captured several times in a row.
 
-    What it reads lies in tensors of its own: arguments, the carry, and the samples of as many turns as a
-    graph has steps.
+    What it reads stays where it is: arguments and the carry, which are :meth:`~Graphs.held`, and the samples
+    of as many turns as a graph has steps.
     """
 
     def __init__(self, graphs: Graphs, step: Step, given: Any, carry: Any) -> None:
-        self._graphs, self._step = graphs, step
-        fixed, rows, memo = given
-        self._data = fixed.data
-        leaves, self._spec = tree_flatten((fixed._replace(data={}), rows, memo))
-        self._given = [leaf.clone() for leaf in leaves]
-        self._carry = tree_map(torch.clone, carry)
+        self._graphs, self._step, self._given, self._carry = graphs, step, given, carry
         self._captured: dict[int, tuple[Any, list[Tensor]]] = {}
 
-    def run(self, given: Any, carry: Any, turns: Sequence[Tensor]) -> Any:
+    def run(self, turns: Sequence[Tensor]) -> Any:
         """The carry after so many turns, which the next run will write over."""
-        fixed, rows, memo = given
-        _copy(self._given, tree_flatten((fixed._replace(data={}), rows, memo))[0])
-        _copy(tree_leaves(self._carry), tree_leaves(carry))
         first, left = 0, len(turns[0])
         for stride in STRIDES:
             for _ in range(left // stride):
@@ -116,8 +108,7 @@ class Steps:
 
     def _capture(self, turns: list[Tensor]) -> tuple[Any, list[Tensor]]:
         def take(turns: list[Tensor]) -> Any:
-            fixed, rows, memo = tree_unflatten(self._given, self._spec)
-            return self._step((fixed._replace(data=self._data), rows, memo), self._carry, turns)
+            return self._step(self._given, self._carry, turns)
 
         if not self._captured:  # whatever a first step brings with it, as a kernel that is compiled
             self._graphs.aside(lambda: take([turn[:1] for turn in turns]))
@@ -139,6 +130,8 @@ class Graphs:
         self.parts: dict[Hashable, Part | None] = {}
         self.taken: dict[Hashable, Steps] = {}
         """Steps by what they were traced for."""
+        self.places: dict[Hashable, list[Tensor]] = {}
+        """Where what is held lies."""
         self._device = device
         self._pool: Any = None
         self._whole = False
@@ -190,17 +183,32 @@ class Graphs:
             known = self.parts[key] = Part(graph, static, outputs)
         return known.replay(inputs)
 
+    def held(self, key: Hashable, given: Any, carry: Any) -> tuple[Any, Any]:
+        """What steps read, and what they change, copied to where graphs find it."""
+        fixed, rows, memo = given
+        leaves, spec = tree_flatten((fixed._replace(data={}), rows, memo, carry))
+        if key in self.places:
+            _copy(self.places[key], leaves)
+        else:
+            self.places[key] = [leaf.clone() for leaf in leaves]
+        there, rows, memo, carry = tree_unflatten(self.places[key], spec)
+        return (there._replace(data=fixed.data), rows, memo), carry
+
     def steps(self, key: Hashable, step: Step, given: Any, carry: Any, turns: Sequence[Tensor]) -> Any:
-        """The carry after some steps: ``given`` is what they read, ``turns`` have a row for each."""
+        """The carry after some steps: ``given`` is what they read, ``turns`` have a row for each.
+
+        What is given, and the carry, are held; for one key they always lie in the same place.
+        """
         if key not in self.taken:
             self.taken[key] = Steps(self, step, given, carry)
-        return self.taken[key].run(given, carry, turns)
+        return self.taken[key].run(turns)
 
     def forget(self) -> None:
         """Drop all graphs, and give their memory back."""
         self.captured.clear()
         self.parts.clear()
         self.taken.clear()
+        self.places.clear()
         self._pool = None
         gc.collect()
         if self._device.type == "cuda":

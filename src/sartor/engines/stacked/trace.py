@@ -8,9 +8,9 @@ client function has only vector algebra, which costs nothing to repeat.
 
 A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced
 once into a plain graph of tensor operations, which removes Python, vmap and autograd from every later step;
-it may be compiled, and so may what lies between scans. Tracing takes as long as some forty steps, so on the
-CPU the first ones are taken as they stand, by the same operations, and two widths are traced for all others
-(:mod:`~sartor.engines.stacked.widths`).
+it may be compiled, and so may what lies between scans. Tracing takes as long as some forty steps, so two
+widths are traced for all others (:mod:`~sartor.engines.stacked.widths`), and on the CPU the first steps are
+taken as they stand, by the same operations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from sartor import nests, random
+from sartor import nests
 from sartor.client.local import Batches, Client
 from sartor.engines.samples import batch_of
 from sartor.engines.schedule import Plan
@@ -45,7 +45,7 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import attention, layouts, pooling, products, rectified
+from sartor.kernels import attention, descent, fused, layouts, likelihood, pooling, products, rectified
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
@@ -129,6 +129,8 @@ class Program:
     hyper: Any
     round: int = 0
     """The server's round of the call under way, for messages."""
+    lanes: int = 0
+    """The most lanes of the scan under way."""
     scans: list[Batches] | None = None
     steps: dict[Kind, Traced] = field(default_factory=dict)
     taken: Counter[Kind] = field(default_factory=Counter)
@@ -199,6 +201,7 @@ class Tracer:
         The lanes take their steps together, or apart: one after the other, and side by side in a graph.
         """
         step = self._step_of(program, batches, plan)
+        program.lanes = plan.shape.lanes
 
         def taken(given: tuple[Any, ...], carry: Any, turns: Sequence[Tensor]) -> Any:
             every = list(zip(*turns, strict=True))
@@ -221,9 +224,13 @@ class Tracer:
         program.taken[key] += 1
         like = [kind for kind in program.taken if _but_lanes(kind) == _but_lanes(key)]
         traced = [kind for kind in like if kind in program.steps and kind[1] > 1]
+        if len(traced) > 1 and key not in program.unlike and not self.settings.compile:
+            result = self._widened(program, key, (traced[0], traced[1]), step, arguments)
+            if self.device.type == "cpu":
+                return result
+            if key in program.steps:  # which rounds as all later steps will
+                return program.steps[key](tree_leaves(arguments))
         if self.device.type == "cpu" and not self.settings.compile:
-            if len(traced) > 1 and key not in program.unlike:
-                return self._widened(program, key, (traced[0], traced[1]), step, arguments)
             # Steps of all widths count until two are traced, by which the others are known.
             counted = like if key[1] > 1 and len(traced) < 2 else [key]
             if sum(program.taken[kind] for kind in counted) <= UNTRACED:
@@ -246,11 +253,15 @@ class Tracer:
         step: Callable[..., Any],
         arguments: Any,
     ) -> Any:
-        """A step as it stands; its graph, by two of other widths, is kept if it gives the same to the bit."""
+        """A step as it stands; its graph, by two of other widths, is kept if it gives the same.
+
+        That is to the bit on a CPU; on CUDA a graph has kernels of its own, and rounds otherwise.
+        """
         result = self._as_it_stands(program, step, arguments)
         one, other = (program.steps[kind] for kind in known)
         graph = of_width((known[0][1], one.graph), (known[1][1], other.graph), key[1])
-        if graph is not None and _gives(graph, tree_leaves(arguments), tree_leaves(result)):
+        carry = None if self.device.type == "cpu" else tree_leaves(arguments[3])
+        if graph is not None and _gives(graph, tree_leaves(arguments), tree_leaves(result), carry):
             program.steps[key] = replace(one, run=_plain(graph), graph=graph)
         else:
             program.unlike.add(key)
@@ -269,9 +280,13 @@ class Tracer:
             spec,
         )
 
+    def draws(self, batches: Batches) -> bool:
+        """Whether anything is drawn for a step of such a scan, by a key of its own."""
+        return self.task.draws or batches.augmented or batches.anew
+
     def _step_of(self, program: Program, batches: Batches, plan: Plan) -> Callable[..., Any]:
         """A step as it stands: of every lane, or of one where they are apart."""
-        draws = self.task.draws or batches.augmented or batches.anew
+        draws = self.draws(batches)
 
         def lane(
             rows: Rows,
@@ -280,19 +295,17 @@ class Tracer:
             x: Nest,
             y: Nest,
             real: Tensor,
-            turn: Tensor,
+            key: Tensor,
             fixed: Fixed,
         ) -> Any:
             weight = None
             if not plan.shape.full:
                 weight = (torch.arange(plan.shape.width, device=real.device) < real).to(self.task.dtype)
-            number, seed = rows.origins or (rows.number, self.settings.seed)
-            key = random.stream(seed, "layers", rows.round, number, turn) if draws else 0
             try:
                 self._replay(program, fixed, rows, memo)
             except Suspended as reached:
                 with untouched(program.function, {**fixed.arguments, **rows.arguments}):
-                    return reached.body(carry, batch_of(x, y, weight, key))
+                    return reached.body(carry, batch_of(x, y, weight, key if draws else 0))
             raise SartorError(
                 f"{name_of(program.function)}: a client function must make the same scans each time"
             )
@@ -304,7 +317,7 @@ class Tracer:
             carry: Any,
             index: Tensor,
             real: Tensor,
-            turn: Tensor,
+            key: Tensor,
         ) -> Any:
             dims: tuple[int | None, ...] = (0, 0, 0, 0, 0, 0, 0)
             every = partial(lane, fixed=fixed)
@@ -312,7 +325,7 @@ class Tracer:
                 index, real, dims = index[0], real[0], (0, 0, 0, None, None, None, 0)
             pick = _laid_out if plan.shape.in_a_row else _picked
             x, y = nests.mapped(lambda leaf: pick(leaf, index), fixed.data[batches.split])
-            return (every if self.apart else torch.vmap(every, dims))(rows, memo, carry, x, y, real, turn)
+            return (every if self.apart else torch.vmap(every, dims))(rows, memo, carry, x, y, real, key)
 
         return step
 
@@ -335,8 +348,6 @@ class Tracer:
         except Exception as error:
             raise self._explained(program, error) from error
         straighten(graph)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
         for node in graph.graph.nodes:
             # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
             if node.op == "get_attr":
@@ -344,16 +355,20 @@ class Tracer:
         if self.device.type == "cuda" and not self.apart:
             rectified.specialise(graph)
         if self.device.type == "cuda" and not self.settings.compile:  # which finds these by itself
+            if HAS_TRITON:
+                fused.specialise(graph)
             layouts.gather(graph)
             if not self.apart:
                 layouts.settle(graph)
         if has_tensor_cores(self.device) and not self.apart:
             attention.specialise(graph)
-            products.specialise(graph)
+            products.specialise(graph, program.lanes)
         if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
+            merge(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
         if self.settings.compile:
+            graph.recompile()
             return Traced(self._compiled(graph), result_spec[0], reads, graph)
         if self.device.type == "cpu":
             quicken(graph)
@@ -443,14 +458,25 @@ class Tracer:
         return reply.sent, reply.kept, trained
 
 
+def merge(graph: fx.GraphModule) -> None:
+    """Have a traced step made of few operations, each a kernel on a GPU: small ones take as long as large."""
+    straighten(graph)
+    likelihood.specialise(graph)
+    descent.specialise(graph)
+    products.complete(graph)
+
+
 def _but_lanes(kind: Kind) -> tuple[Any, ...]:
     return kind[:1] + kind[2:]
 
 
-def _gives(graph: fx.GraphModule, inputs: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether a graph gives just this."""
+def _gives(
+    graph: fx.GraphModule, inputs: list[Tensor], expected: list[Tensor], before: list[Tensor] | None = None
+) -> bool:
+    """Whether a graph gives just this; or nearly, where it is told what there was before the step."""
     try:
-        return all(map(_same, graph.forward(*inputs), expected))
+        given = graph.forward(*inputs)
+        return all(map(_same, given, expected) if before is None else map(_near, given, expected, before))
     except (RuntimeError, IndexError, ValueError):  # a size that was another's
         return False
 
@@ -458,6 +484,15 @@ def _gives(graph: fx.GraphModule, inputs: list[Tensor], expected: list[Tensor]) 
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same numbers; lanes that idle may have none."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _near(one: Tensor, other: Tensor, before: Tensor) -> bool:
+    """Whether two tensors hold nearly the same, measured by how far one of them has come."""
+    if not one.is_floating_point():
+        return _same(one, other)
+    apart, moved = ((value - other).abs().nan_to_num(0.0) for value in (one, before))
+    most = 0.02 * moved.amax() if moved.numel() else 0.0
+    return bool(((one != one) == (other != other)).all()) and bool((apart <= most).all())
 
 
 def _plain(graph: fx.GraphModule) -> Callable[[list[Tensor]], list[Tensor]]:
