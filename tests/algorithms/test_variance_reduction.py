@@ -785,9 +785,9 @@ def left_behind(server: Any, federation: Federation) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["mime", "mimesvrg", "fsvrg", "losac", "moon"])
 def test_engines_are_equal(name: str) -> None:
-    """With batch statistics and dropout, on ragged clients, with plain SGD."""
+    """Where a batch is passed twice: the same is dropped, and statistics are counted once."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
     task, data = Task(module.double(), classes=4, head="4"), task_and_data()[1]
