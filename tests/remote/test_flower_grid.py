@@ -350,8 +350,13 @@ def test_a_grid_that_fails_does_not_hide_what_the_server_failed_of(
 # What is said of a run -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", ["auto", "yes"])
-@pytest.mark.parametrize("name", ["fedavg", "fedbn", "fedper", "ma-fsvrg"])
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        *(("fedavg", "auto"), ("fedbn", "auto"), ("fedbn", "yes")),
+        *(("fedper", "auto"), ("fedper", "yes"), ("ma-fsvrg", "yes")),
+    ],
+)
 def test_evaluation_is_that_of_a_simulation(name: str, asked: str) -> None:
     """Pooled results are sums over the clients' own test data, which together are the pooled data.
 
@@ -384,8 +389,10 @@ def test_evaluation_is_that_of_a_simulation(name: str, asked: str) -> None:
     assert real.updates == simulated.updates
 
 
-@pytest.mark.parametrize("name", ["separate", "fedper", "fedrod"])
-@pytest.mark.parametrize("buffers", ["auto", "local"])
+@pytest.mark.parametrize(
+    ("name", "buffers"),
+    [("separate", "auto"), ("separate", "local"), ("fedper", "auto"), ("fedrod", "local")],
+)
 def test_a_result_says_where_the_personal_models_are(name: str, buffers: str) -> None:
     """A model that is a vector, one with parts of the server's, one that is a function; with BatchNorm."""
     data, task = vectors(), network()
