@@ -73,6 +73,10 @@ class Meaning:
         return True
 
 
+ANY = Meaning("")
+"""Of a field that takes every value of its type."""
+
+
 def setting(
     default: Any,
     text: str,
@@ -104,7 +108,7 @@ def setting(
 
 def meaning(field: dataclasses.Field[Any]) -> Meaning:
     """The meaning of a field, empty for a field declared without :func:`setting`."""
-    return typing.cast(Meaning, field.metadata.get("meaning", Meaning("")))
+    return typing.cast(Meaning, field.metadata.get("meaning", ANY))
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -130,10 +134,16 @@ def hints_of(cls: type) -> Mapping[str, Any]:
     return types.MappingProxyType(typing.get_type_hints(cls))
 
 
+@functools.cache
+def fields_of(cls: type) -> Mapping[str, dataclasses.Field[Any]]:
+    """The fields of a dataclass that it is made with, by name."""
+    fields = dataclasses.fields(typing.cast(Any, cls))
+    return types.MappingProxyType({field.name: field for field in fields if field.init})
+
+
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """A dataclass from a mapping: all keys known, all values of their type and in range, or an error."""
-    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, cls)) if field.init}
-    hints = hints_of(typing.cast(Any, cls))
+    fields, hints = fields_of(typing.cast(Any, cls)), hints_of(typing.cast(Any, cls))
     checked = {}
     for key, value in values.items():
         if key not in fields:
@@ -167,9 +177,9 @@ def check(value: Any, hint: Any, meaning: Meaning, place: str) -> Any:
 
 def _convert(value: Any, hint: Any) -> Any:
     """``value`` as the annotated type: exact, but for whole numbers standing for floats. Else a TypeError."""
-    origin = typing.get_origin(hint)
     if hint is Any:
         return value
+    origin = None if isinstance(hint, type) else typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         for option in typing.get_args(hint):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -46,7 +47,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    unsearched = {**os.environ, "SARTOR_SITE_SEARCH": "false"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=unsearched)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -281,7 +281,13 @@ def make_task(
     known = outputs if objective is None else classes
     task = Task(module, objective=objective, classes=known, head=head, name=name)
     task.drawn = task.seeded = True
+    if _ours(settings):
+        task.alike(repr((settings, shape, outputs, adapters)))
     return task
+
+
+def _ours(settings: Any) -> bool:
+    return type(settings).__module__.startswith("sartor.")
 
 
 def adapted(made: Any, rank: int, head: str | None) -> Any:
@@ -295,7 +301,7 @@ def adapted(made: Any, rank: int, head: str | None) -> Any:
 
 def check_size(name: str, settings: Any, shape: Any, outputs: int) -> None:
     """Refuse a network of ours that does not fit into memory, before it is made."""
-    if not type(settings).__module__.startswith("sartor."):  # whoever adds a network may count on one call
+    if not _ours(settings):  # whoever adds a network may count on one call
         return
     with torch.device("meta"):
         module = settings.build(shape, outputs)

@@ -17,11 +17,12 @@ import copy
 import hashlib
 import inspect
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +137,11 @@ class Part:
         return mask
 
 
+Reasons: TypeAlias = dict[Hashable, tuple[str | None, bool]]
+_REASONS: defaultdict[Hashable, Reasons] = defaultdict(dict)
+"""Those of networks that are built again and again."""
+
+
 class Task:
     """A module, what it is trained for and named parts, as functions of flat vectors.
 
@@ -207,7 +213,7 @@ class Task:
         fixed |= {key: value for key, value in module.named_parameters() if not value.requires_grad}
         self._constants = {key: value.detach().clone() for key, value in fixed.items()}
         self._constants_by_device: dict[torch.device, dict[str, Tensor]] = {}
-        self._reasons: dict[Hashable, tuple[str | None, bool]] = {}
+        self._reasons: Reasons = {}
         """Why the model cannot be stacked, if so, by the kind of samples."""
         self._parameters, self._buffers = _Layout(parameters), _Layout(floats)
         self.size, self.buffer_size = self._parameters.size, self._buffers.size
@@ -798,6 +804,11 @@ class Task:
             return torch.stack(turned)
 
         return nests.mapped(others, x), nests.mapped(lambda leaf: leaf[:3].cpu()[few], y)
+
+    def alike(self, network: Hashable) -> None:
+        """Say that tasks of such a network differ in their numbers alone, so that one is tried for all."""
+        if _counted_by_us(self.objective):
+            self._reasons = _REASONS[network, repr(self.objective), self.dtype]
 
     def why_not_stackable(self, x: Nest, y: Nest) -> str | None:
         """The reason why this model cannot train many clients in one batch, or None.

@@ -44,10 +44,8 @@ def write_figures(figures: Sequence[Figure], folder: str | Path, format: str = "
                     axes = canvas.add_subplot()
                     draw(view.panel, canvas, axes)
                     path = folder / f"{_file_name(figure, key)}.{format}"
-                    if format == "png":  # as savefig does, which draws all of it a second time
-                        FigureCanvasAgg(canvas).print_png(path)
-                    else:
-                        FigureCanvasPdf(canvas).print_pdf(path)
+                    backend: Any = FigureCanvasAgg if format == "png" else FigureCanvasPdf
+                    getattr(backend(canvas), f"print_{format}")(path)  # savefig would draw it twice
                     written.append(path)
     except OSError as error:
         raise SartorError(f"{folder}: figures cannot be written: {error.strerror or error}") from None

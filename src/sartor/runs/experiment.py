@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import tomllib
@@ -57,7 +58,7 @@ from sartor.model.networks import CUSTOM, MODELS, ModelChoice
 from sartor.model.objectives import OBJECTIVES, OWN, ObjectiveChoice
 from sartor.privacy.settings import Privacy
 from sartor.runs.settings import Checkpoints, Evaluate, Stop, Tracking
-from sartor.settings import Meaning, build, check, meaning, setting, shown, type_words, unknown
+from sartor.settings import ANY, build, check, fields_of, meaning, setting, shown, type_words, unknown
 from sartor.transforms import TRANSFORMS
 
 Imports = str | Path | Sequence[str | Path]
@@ -287,7 +288,7 @@ def _names_code(entry: Any) -> bool:
 def code_named(mapping: Mapping[str, Any]) -> list[str]:
     """The files and modules of code that settings name."""
     imports = mapping.get("imports") or ()
-    imports = check(imports, tuple[str, ...], Meaning(""), "imports")
+    imports = check(imports, tuple[str, ...], ANY, "imports")
     named = [_table(mapping, section).get(key) for section, key in CODE]
     models = mapping.get("models")
     named += [entry["path"] for entry in models if _names_code(entry)] if isinstance(models, list) else []
@@ -647,7 +648,7 @@ def _name(value: Any, section: str) -> str:
         if section == "algorithm"
         else (_SECTIONS[section], "name", f"{section}.name")
     )
-    field = next(field for field in dataclasses.fields(cls) if field.name == key)
+    field = fields_of(cls)[key]
     name: str = check(field.default if value is None else value, str, meaning(field), place)
     known = _registry(section)
     if name not in known:
@@ -657,7 +658,7 @@ def _name(value: Any, section: str) -> str:
 
 def _common(cls: type) -> set[str]:
     """The keys of a chosen section that do not belong to what is chosen."""
-    return {field.name for field in dataclasses.fields(cls)} - {"settings"}
+    return set(fields_of(cls)) - {"settings"}
 
 
 def _refuse_unknown(
@@ -671,7 +672,7 @@ def _refuse_unknown(
     for section, cls in _SECTIONS.items():
         known[section] = _common(cls)
     for section, kind in kinds.items():
-        known[section] = known.get(section, set()) | {field.name for field in dataclasses.fields(kind)}
+        known[section] = known.get(section, set()) | set(fields_of(kind))
     for section, table in {"": mapping, **tables}.items():
         for key in table:
             if key in known[section]:
@@ -698,33 +699,33 @@ def _refuse_unknown(
 def _having(section: str, key: str) -> list[str]:
     """Which of what a section chooses from have a setting of that name."""
     kinds = _registry(section).items()
-    return [name for name, kind in kinds if key in {field.name for field in dataclasses.fields(kind)}]
+    return [name for name, kind in kinds if key in fields_of(kind)]
 
 
 def _values(instance: Any) -> dict[str, Any]:
     """Field -> value of a dataclass instance, without going into its values."""
-    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance) if field.init}
+    cls: type = type(instance)
+    return {name: getattr(instance, name) for name in fields_of(cls)}
 
 
 def _plain(value: Any, place: str) -> Any:
     """A setting's value in the types TOML and JSON share; an error where it has none."""
+    kind: type = type(value)
+    if kind is bool or (kind is float and math.isfinite(value)) or (kind is str and value.isascii()):
+        return value  # as most are
     try:
         if isinstance(value, Augmentation):
             value = written(value)
         if isinstance(value, (list, tuple)):
             return [_plain(entry, place) for entry in value]
         if isinstance(value, Mapping):
-            return {check(key, str, _FREE, place): _plain(entry, place) for key, entry in value.items()}
+            return {check(key, str, ANY, place): _plain(entry, place) for key, entry in value.items()}
     except RecursionError:
         raise SettingError(f"{place}: nested too deeply") from None
     if hasattr(value, "tolist"):  # an array
         return _plain(value.tolist(), place)
     kind = next((kind for kind in (bool, int, float) if isinstance(value, kind)), str)
-    return check(value, kind, _FREE, place)
-
-
-_FREE = Meaning("")
-"""Of what may have any value of its type."""
+    return check(value, kind, ANY, place)
 
 
 def _toml_key(key: str) -> str:

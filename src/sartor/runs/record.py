@@ -756,6 +756,7 @@ def _version(package: str) -> str:
         return str(getattr(sys.modules.get(package), "__version__", "unknown"))
 
 
+@functools.cache
 def _device_name(device: str) -> str:
     """The name of the device that trains."""
     if device == "cuda":
