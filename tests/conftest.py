@@ -35,6 +35,7 @@ TOGETHER = (
     "tests/model/test_hugging_face.py",
     "tests/report/test_report_browser.py",
     "tests/runs/test_survival.py",
+    "tests/runs/test_tracking.py",
 )
 """Files whose tests share what takes long to make, so that one worker runs all of them."""
 
