@@ -98,8 +98,8 @@ def _terms(graph: fx.Graph, piece: fx.Node, lanes: int) -> fx.Node:
         if axes == [1] and value.dim() == 3 and value.shape[1] <= MOST_TERMS:
             return cast(fx.Node, source)
         if axes == [0] and value.dim() > 3 and value.shape[1] == lanes and value.is_contiguous():
-            parts = graph.call_function(aten.view.default, (source, [*value.shape[:2], -1]))
-            return graph.call_function(aten.transpose.int, (parts, 0, 1))
+            flat = graph.call_function(aten.view.default, (source, [*value.shape[:2], -1]))
+            return graph.call_function(aten.transpose.int, (flat, 0, 1))
     return graph.call_function(aten.unsqueeze.default, (piece, 1))
 
 
