@@ -58,7 +58,7 @@ def test_graphs_equal_the_loop(name: str) -> None:
 )
 @pytest.mark.parametrize("sizes", [RAGGED, (32,) * 6])
 def test_convolutions_equal_the_loop(name: str, compiled: bool, sizes: tuple[int, ...]) -> None:
-    data = classification(sizes, shape=(3, 16, 16))
+    data = classification(sizes, shape=(3, 16, 16), seed=1)  # seed 0 has a unit on the edge of being active
     left = {}
     for device, engine in (("cpu", "loop"), ("cuda", "stacked")):
         settings = {"compile": compiled} if engine == "stacked" else {}
@@ -68,9 +68,7 @@ def test_convolutions_equal_the_loop(name: str, compiled: bool, sizes: tuple[int
         everyone = [[0, 1, 2, 3, 4, 5]]
         ended_with = ended(name, federation, everyone * 5)
         left[device] = {key: value.cpu() for key, value in ended_with.items()}
-    # One unit of these networks is on the edge of being active: a millionth of noise in the initial model
-    # moves fedavg's by 0.0018 of its largest weight.
-    assert_close(left["cpu"], left["cuda"], 3e-3)
+    assert_close(left["cpu"], left["cuda"], 1e-3)
 
 
 # A user's own model ----------------------------------------------------------------------------------------
