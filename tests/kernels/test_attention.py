@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_convolution import DEVICE, distance, draw, kernels
-from test_layouts import trace
+from test_laid_out import trace
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
