@@ -132,7 +132,7 @@ class Federation:
         self.reducer = Reducer(settings.aggregate, self)
         """What makes means of rows that clients sent."""
         self._streams: dict[str, int] = {}
-        """What keyed each client's last job of a function: it counts within a round, and is not stored."""
+        """What keyed each client's last job of a client function."""
         self._last: tuple[Call, Tensor | None] | None = None
         """The call of the last dispatch, and the float buffers at that time."""
 
@@ -909,6 +909,7 @@ class Federation:
             "traffic": [self.traffic.down, self.traffic.up],
             "updates": self.updates,
             "now": self.now,
+            "streams": dict(self._streams),
             "calls": [self._passage.name_of_call(call.function) for call, _ in calls],
             "jobs": jobs,
         }
@@ -942,6 +943,7 @@ class Federation:
         plain = saved["plain"]
         self.traffic = Traffic(*plain["traffic"])
         self.updates = plain["updates"]
+        self._streams = dict(plain["streams"])
         if self.protection is not None:
             self.protection.load(plain["privacy"])
         self.queue = EventQueue()
