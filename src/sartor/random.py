@@ -158,9 +158,9 @@ def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
 )
 def few_shuffled(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
     """What :func:`shuffled` gives for so few places that a GPU is quicker to count than to sort."""
-    from sartor.kernels import shuffle_triton as random_kernels
+    from sartor.kernels import shuffle_triton
 
-    result: Tensor = random_kernels.shuffled(keys, sizes, places)
+    result: Tensor = shuffle_triton.shuffled(keys, sizes, places)
     return result
 
 

@@ -228,9 +228,9 @@ def _kernels(tensor: Tensor) -> Any:
     """The kernels where they can run; elsewhere None, and the lanes are gone through one by one."""
     if not tensor.is_cuda:
         return None
-    from sartor.kernels import convolution_triton as convolution_kernels
+    from sartor.kernels import convolution_triton
 
-    return convolution_kernels
+    return convolution_triton
 
 
 def _one_by_one(role: str, left: Tensor, right: Tensor, bias: Tensor | None, shape: _Shape) -> Tensor:

@@ -1,7 +1,7 @@
 """Matrix products whose operands differ from client to client.
 
 A traced step of many clients multiplies stacks of matrices. On a GPU :func:`specialise` hands them to a
-kernel made for such stacks (``product_kernels.py``), which may also read a batch's samples where they lie in
+kernel made for such stacks (``products_triton.py``), which may also read a batch's samples where they lie in
 the data: then nobody copies them together first.
 """
 
@@ -197,10 +197,10 @@ def completed_product(
     What is negative is 0 if it is to be ``clipped``, and so is all where another tensor is not ``positive``.
     """
     if left.is_cuda:
-        from sartor.kernels import products_triton as product_kernels
+        from sartor.kernels import products_triton
 
         given = (left, right, numbers, of_right, terms)
-        result: Tensor = product_kernels.completed(*given, bias, positive, clipped)
+        result: Tensor = products_triton.completed(*given, bias, positive, clipped)
         return result
     parts = stacked_product(left, right, numbers, of_right, terms)
     total: Tensor = parts.sum(0) if len(parts) > 1 else parts[0].clone()
@@ -226,9 +226,9 @@ def stacked_product(
     no lanes, and a lane takes the rows with its numbers: [L, M] of the left one, or [L, K] of the right one.
     """
     if left.is_cuda:
-        from sartor.kernels import products_triton as product_kernels
+        from sartor.kernels import products_triton
 
-        result: Tensor = product_kernels.multiply(left, right, numbers, of_right, terms)
+        result: Tensor = products_triton.multiply(left, right, numbers, of_right, terms)
         return result
     if numbers is not None:
         left, right = (left, right[numbers]) if of_right else (left[numbers], right)

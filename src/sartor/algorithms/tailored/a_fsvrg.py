@@ -1,7 +1,7 @@
 """A-FSVRG (Zhao et al. 2024): FSVRG whose model the server accelerates by a third exchange.
 
 These are the rounds of MA-FSVRG and GA-FSVRG before their models part (``ma_fsvrg.py``, ``ga_fsvrg.py``), and
-what both share afterwards; what clients do is in ``tailored_exchanges.py``. Equation numbers are those of
+what both share afterwards; what clients do is in ``exchanges.py``. Equation numbers are those of
 "Tailored Federated Learning With Adaptive Central Acceleration on Diversified Global Models". The server's
 models are the rows of a matrix, here of one row.
 """
