@@ -17,28 +17,16 @@ This module needs Triton; ``convolution.py`` imports it when a convolution first
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sartor.kernels.convolution import Pair, room
-from sartor.kernels.laid import NOWHERE
-from sartor.kernels.moves_triton import lay, power
+from sartor.kernels.laid import NOWHERE, Tiles, power
+from sartor.kernels.moves_triton import lay
 
 _NOWHERE = tl.constexpr(NOWHERE)
-
-
-class Tiles(NamedTuple):
-    """How a product is cut: ``rows`` × ``columns`` of the result per program, ``depth`` terms at a time."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
 
 
 @triton.jit
