@@ -46,7 +46,7 @@ def test_a_card_says_what_a_method_does(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Federation, "dispatch", dispatched)
     federation = federation_of("loop", task, data, local={"batch": 32})
     algorithm = method(name, federation, lr=0.01)
-    server = play(algorithm, federation, [[0, 1, 2]] * 6)
+    server = play(algorithm, federation, [[0, 1, 2]] * 3)
     assert ("dispatch" in used) == card(name).asynchronous
     assert not (card(name).sums_only and "rows" in used)
     may = "| None" in str(inspect.signature(registered()[name].shared).return_annotation)

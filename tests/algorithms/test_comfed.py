@@ -303,11 +303,9 @@ OPTIMUM = (CURVATURES * CENTRES).sum(0) / CURVATURES.sum(0)
 
 
 def distance(algorithm: type[Algorithm], cohorts: list[list[int]], **hyper: Any) -> float:
-    """How far a method ends from the optimum of heterogeneous parabolas, with seven local steps."""
-    federation = federation_of(
-        "loop", *quadratics(CENTRES, CURVATURES), local={"batch": 0, "steps": 7}, workers=1
-    )
-    method = make(algorithm, lr=0.1, **hyper)
+    """How far a method ends from the optimum of heterogeneous parabolas, with four local steps."""
+    federation = federation_of("stacked", *quadratics(CENTRES, CURVATURES), local={"batch": 0, "steps": 4})
+    method = make(algorithm, lr=0.2, **hyper)
     federation.hyper = method.hyper
     return float((play(method, federation, cohorts).w - OPTIMUM).abs().max())
 
@@ -354,8 +352,8 @@ def test_with_weights_scaffold_reaches_the_weighted_optimum() -> None:
     sizes = (1, 2, 3, 4, 5)
     p = torch.tensor([[size / 15] for size in sizes], dtype=torch.float64)
     task, data = quadratics(CENTRES, CURVATURES, sizes)
-    federation = federation_of("loop", task, data, local={"batch": 0, "steps": 7}, workers=1)
-    algorithm = method("scaffold", federation, lr=0.1, option="II", weighted=True)
+    federation = federation_of("stacked", task, data, local={"batch": 0, "steps": 4})
+    algorithm = method("scaffold", federation, lr=0.2, option="II", weighted=True)
     w = play(algorithm, federation, 2 * TOGETHER).w
     assert close(w, (p * CURVATURES * CENTRES).sum(0) / (p * CURVATURES).sum(0))
 

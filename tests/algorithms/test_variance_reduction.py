@@ -72,7 +72,7 @@ def walk(
 
 CENTRES = torch.randn(5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
 CURVATURES = 1 + torch.rand(5, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-STEPS, LR = 7, 0.05
+STEPS, LR = 5, 0.15
 SIZES = (1, 3, 2, 4, 2)
 HYPER: dict[str, dict[str, Any]] = {
     "fsvrg": {"lr": STEPS * LR},
@@ -110,7 +110,7 @@ def error(
 
 
 ALL = [list(range(5))]
-NONE = 1e-7
+NONE = 1e-5
 """No distance worth the name: methods that miss the optimum miss it by 1e-2 or more."""
 EXACT = ["mime", "mimesvrg", "vrl-sgd", "feddc", "fsvrg", "losac"]
 
@@ -121,45 +121,40 @@ def pairs(rounds: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_with_all_clients_the_limit_is_the_optimum(name: str) -> None:
-    assert error(name, ALL * 70) < NONE
+def test_with_all_clients_the_limit_is_the_optimum_by_their_sizes(name: str) -> None:
+    assert error(name, ALL * 25, SIZES) < NONE
 
 
 @pytest.mark.parametrize("name", ["fedavg", "mimelite", "fedadc"])
 def test_methods_without_correction_stall(name: str) -> None:
     hyper = {"mimelite": {"optimizer": "sgd"}, "fedadc": {"beta_local": 0.5, "beta_global": 0.5}}
-    assert 1e-2 < error(name, ALL * 40, **hyper.get(name, {})) < 1
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_clients_of_unequal_size_are_weighted(name: str) -> None:
-    assert error(name, ALL * 70, SIZES) < NONE
+    assert 1e-2 < error(name, ALL * 20, **hyper.get(name, {})) < 1
 
 
 @pytest.mark.parametrize("name", ["vrl-sgd", "feddc", "fsvrg", "losac", "mimesvrg"])
 def test_unequal_work_does_not_tilt_the_limit(name: str) -> None:
     """K_i between 2 and 8."""
-    local = {"batch": 1, "epochs": 2}
-    assert error(name, ALL * 90, SIZES, local) < NONE
+    rounds = 45 if name == "vrl-sgd" else 30
+    assert error(name, ALL * rounds, SIZES, {"batch": 1, "epochs": 2}) < NONE
 
 
 def test_unequal_work_tilts_the_limit_of_fedavg() -> None:
-    assert error("fedavg", ALL * 40, SIZES, {"batch": 1, "epochs": 2}) > 1e-2
+    assert error("fedavg", ALL * 20, SIZES, {"batch": 1, "epochs": 2}) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["feddc", "losac"])
 def test_two_of_five_clients_are_enough(name: str) -> None:
-    assert error(name, pairs(120), SIZES) < NONE
+    assert error(name, pairs(70), SIZES) < NONE
 
 
 def test_mimesvrg_with_two_of_five_fluctuates() -> None:
-    assert error("mimesvrg", pairs(50)) > 1e-2
+    assert error("mimesvrg", pairs(30)) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["vrl-sgd", "feddc", "mimesvrg", "fsvrg", "fedadc"])
 def test_weight_decay_is_a_term_of_the_loss(name: str) -> None:
     """Under plain SGD. FedADC stalls as it does without: the drift's bias stays, the momentum adds none."""
-    found = error(name, ALL * 70, decay=0.3)
+    found = error(name, ALL * 25, decay=0.3)
     assert found < NONE if name != "fedadc" else 1e-3 < found < 1
 
 
@@ -200,9 +195,9 @@ class OwnWork(VRLSGD):
 
 def test_broken_variants_miss_the_optimum() -> None:
     """The tests above would notice."""
-    assert not error(SelectedDrift, pairs(100)) < 1e-1
-    assert not error(RoundEstimate, pairs(100), SIZES) < 1e-2
-    assert not error(OwnWork, ALL * 90, SIZES, {"batch": 1, "epochs": 2}) < 1e-2
+    assert not error(SelectedDrift, pairs(40)) < 1e-1
+    assert not error(RoundEstimate, pairs(50), SIZES) < 1e-2
+    assert not error(OwnWork, ALL * 40, SIZES, {"batch": 1, "epochs": 2}) < 1e-2
 
 
 # FedADC ----------------------------------------------------------------------------------------------------
@@ -790,9 +785,9 @@ def left_behind(server: Any, federation: Federation) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["mime", "mimesvrg", "fsvrg", "losac", "moon"])
 def test_engines_are_equal(name: str) -> None:
-    """With batch statistics and dropout, on ragged clients, with plain SGD."""
+    """Where a batch is passed twice: the same is dropped, and statistics are counted once."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
     task, data = Task(module.double(), classes=4, head="4"), task_and_data()[1]

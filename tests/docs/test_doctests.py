@@ -18,6 +18,9 @@ MODULES = ["sartor", *(module.name for module in walk_packages(sartor.__path__, 
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in NEEDS_TRITON | {"sartor.__main__"}])
 def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    failed, _ = doctest.testmod(import_module(name), raise_on_error=False)
-    assert failed == 0
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder().find(import_module(name)):
+        if test.examples:  # a run of none takes as long as one of a few
+            runner.run(test)
+    assert runner.summarize(verbose=False).failed == 0
     assert list(tmp_path.iterdir()) == []  # examples write elsewhere: they may be run from any folder

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flower_grid import HereGrid, experiment_of, federation_on, nodes_of
 from torch import Tensor, nn
 
 from helpers import METHODS, RAGGED, classification, federation_of, model_task, module_of, play, quadratics
@@ -52,10 +55,18 @@ def ended(name: str, federation: Federation, cohorts: Sequence[Sequence[int]] = 
 
 def as_allowed(name: str, make_federation: Callable[[dict[str, float]], Federation]) -> dict[str, Tensor]:
     """What a method leaves behind with local momentum and changing cohorts, or with as much as it takes."""
+    return tried(name, make_federation)[0]
+
+
+def tried(
+    name: str, make_federation: Callable[[dict[str, float]], Federation]
+) -> tuple[dict[str, Tensor], dict[str, float], list[list[int]]]:
+    """That, with the settings and the cohorts that it takes."""
     momentum, cohorts = 0.5, COHORTS
     while True:
         try:
-            return ended(name, make_federation({"momentum": momentum}), cohorts)
+            local = {"momentum": momentum}
+            return ended(name, make_federation(local), cohorts), local, cohorts
         except SartorError as error:
             if "local.momentum" in str(error) and momentum:
                 momentum = 0.0
@@ -79,10 +90,10 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(a[key], b[key]), key
 
 
-def network(dtype: torch.dtype = torch.float64, adapters: int = 0) -> Task:
+def network(dtype: torch.dtype = torch.float64, adapters: int = 0, drops: float = 0.2) -> Task:
     """Both kinds of layer that know more than their input, and a head; or adapters of that rank before it."""
     torch.manual_seed(0)
-    layers = (nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
+    layers = (nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(drops), nn.Linear(8, 4))
     module: nn.Module = nn.Sequential(*layers).to(dtype)
     return Task(with_adapters(module, adapters, ("4",)) if adapters else module, classes=4, head="4")
 
@@ -114,26 +125,37 @@ SAME = [name for names in SAME_CLIENTS.values() for name in names]
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in SAME])
-def test_engines_are_equal_for_every_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_is_the_same_on_both_engines_and_at_nodes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps of one kind are traced from the third on, so that a run goes over from one way to the other.
 
     One kind is enough here, and quick: all have as many lanes (those that narrow: ``test_narrowing.py``).
+
+    At nodes all methods but one, under which a client there begins again while others' answers are on their
+    way; in a simulation answers of one instant arrive together. What a real run of it gives is tested with
+    processes.
     """
     monkeypatch.setattr(trace, "UNTRACED", 2)
     monkeypatch.setattr(StackedEngine, "narrows", False)
-    data, task = vectors(), network()
-    policy = registered()[name].buffers
-    left = {}
-    for engine in ENGINES:
+    data, task, policy = vectors(), network(drops=0.0), registered()[name].buffers
 
-        def federation(local: dict[str, float], engine: str = engine) -> Federation:
-            return federation_of(engine, task, data, local={"batch": 8, **local}, buffers=policy)
+    def simulated(engine: str, local: dict[str, float], **settings: Any) -> Federation:
+        return federation_of(engine, task, data, local={"batch": 8, **local}, buffers=policy, **settings)
 
-        left[engine] = as_allowed(name, federation)
+    expected, local, cohorts = tried(name, partial(simulated, "loop", workers=1))
     start = task.initial()
-    models = [value for value in left["loop"].values() if value.shape[-1:] == start.shape]
+    models = [value for value in expected.values() if value.shape[-1:] == start.shape]
     assert any(float((value - start).abs().max()) > 1e-3 for value in models)  # something was learnt
-    assert_close(left["loop"], left["stacked"], 1e-9)
+    assert_close(expected, ended(name, simulated("stacked", local), cohorts), 1e-9)
+    if name == "fedbuff" or not registered()[name].deployable:
+        return
+    grid = HereGrid(nodes_of(data, task, [[0, 3], [1, 4], [2, 5]], tmp_path, sends_personal=True))
+    deployed = federation_on(grid, experiment_of(name, local={"batch": 8, **local}), task, buffers=policy)
+    found = ended(name, deployed, cohorts)
+    deployed.engine.farewell()  # type: ignore[attr-defined]
+    states = [key for key in expected if key.startswith("state.")]
+    assert_same(expected, {**found, **{key: grid.kept(key.removeprefix("state.")) for key in states}})
 
 
 def test_engines_are_equal_in_single_precision() -> None:
@@ -764,7 +786,8 @@ def test_the_loop_lays_channels_last(channels: int) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles for a CPU with g++")
 def test_a_compiled_run_equals_the_loop() -> None:
     """Steps, and what lies before, between and after them: a client of FedRep scans twice."""
-    data, task, cohorts = vectors(), network(), [[0, 1, 2, 3, 4, 5]] * 2
+    small = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.2), nn.Linear(8, 4)).double()
+    data, task, cohorts = vectors(), Task(small, classes=4, head="2"), [[0, 1, 2, 3, 4, 5]] * 2
     expected = ended("fedrep", federation_of("loop", task, data, local={"batch": 8}), cohorts)
     federation = federation_of("stacked", task, data, local={"batch": 8}, compile=True)
     assert_close(expected, ended("fedrep", federation, cohorts), 1e-8)

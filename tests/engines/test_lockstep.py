@@ -25,6 +25,7 @@ from sartor.commands.main import app
 from sartor.data.clients import ClientData, lazy_clients
 from sartor.engines.base import LocalEngine
 from sartor.engines.lockstep import Maker, fit_together, in_lockstep
+from sartor.engines.stacked import trace
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation, Reply
@@ -138,20 +139,22 @@ def assert_same_run(one: Result, other: Result) -> None:
 # A run among others is the run alone ------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
-    ("name", "given"),
+    ("name", "given", "untraced"),
     [
-        ("fedavg", {"replies": {"dropout": 0.4}, "local": {"batch": 0, "epochs": 2}}),
-        ("scaffold", {"local": {"batch": 8, "steps": 3}}),
-        ("ditto", {"local": {"batch": 8, "momentum": 0.5}}),
-        ("diversifed", {}),
-        pytest.param("ma-fsvrg", {}, marks=pytest.mark.slow),
-        pytest.param("fedrep", {}, marks=pytest.mark.slow),
-        pytest.param("fedproto", {}, marks=pytest.mark.slow),
+        ("fedavg", {"replies": {"dropout": 0.4}, "local": {"batch": 0, "epochs": 2}}, 0),
+        ("scaffold", {"local": {"batch": 8, "steps": 3}}, 0),
+        ("ditto", {"local": {"batch": 8, "momentum": 0.5}}, 0),
+        ("diversifed", {}, trace.UNTRACED),
+        pytest.param("ma-fsvrg", {}, trace.UNTRACED, marks=pytest.mark.slow),
+        pytest.param("fedrep", {}, trace.UNTRACED, marks=pytest.mark.slow),
+        pytest.param("fedproto", {}, trace.UNTRACED, marks=pytest.mark.slow),
     ],
 )
-def test_a_seed_among_others_is_what_it_is_alone(name: str, given: dict[str, Any], tmp_path: Path) -> None:
+def test_a_seed_among_others_is_what_it_is_alone(
+    name: str, given: dict[str, Any], untraced: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "UNTRACED", untraced)
     setups = [prepared(name, seed, sizes, **given) for seed, sizes in zip(SEEDS, SIZES, strict=True)]
     expected = alone(setups, tmp_path, "loop")
     for one, other in zip(expected, together(setups, tmp_path), strict=True):
@@ -167,17 +170,19 @@ def test_its_folder_says_nothing_of_the_others(tmp_path: Path) -> None:
         assert (one.folder / "config.toml").read_text() == (other.folder / "config.toml").read_text()
 
 
-@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
-    ("name", "buffers"),
+    ("name", "buffers", "untraced"),
     [
-        ("fedavg", "average"),
-        pytest.param("fedavg", "local", marks=pytest.mark.slow),
-        pytest.param("ditto", "auto", marks=pytest.mark.nightly),
-        pytest.param("fedrep", "auto", marks=pytest.mark.slow),
+        ("fedavg", "average", 0),
+        pytest.param("fedavg", "local", trace.UNTRACED, marks=pytest.mark.slow),
+        pytest.param("ditto", "auto", 0, marks=pytest.mark.nightly),
+        pytest.param("fedrep", "auto", trace.UNTRACED, marks=pytest.mark.slow),
     ],
 )
-def test_so_it_is_with_layers_that_keep_statistics_and_draw(name: str, buffers: str, tmp_path: Path) -> None:
+def test_so_it_is_with_layers_that_keep_statistics_and_draw(
+    name: str, buffers: str, untraced: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "UNTRACED", untraced)
     model = {"name": "custom", "buffers": buffers}
     setups = [
         prepared(name, seed, sizes, "layers", model=model) for seed, sizes in zip(SEEDS, SIZES, strict=True)

@@ -287,6 +287,8 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(named: None, name: str, tmp
         "data": "digits",
         "clients": 4,
         "seed": 1,
+        "local": {"steps": 2},
+        "evaluate": {"every": 0},
         "checkpoint": {"every": 1},
         "delay": {"name": "lognormal"},
         "experiment": {"transforms": transforms},
@@ -304,6 +306,8 @@ def test_seeds_that_run_together_have_transforms_of_their_own(named: None, tmp_p
     experiment = {
         "rounds": 3,
         "data": {"clients": 4},
+        "local": {"steps": 2},
+        "evaluate": {"every": 0},
         "engine": {"name": "stacked"},
         "transforms": transforms,
     }

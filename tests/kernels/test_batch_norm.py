@@ -158,8 +158,8 @@ def test_the_kernels_are_its_passes(name: str, relu: bool) -> None:
     expected = batch_norm.stacked_batch_norm(x, *others, gradient, EPS, relu)
     assert distance(batch_norm_triton.normalise(x32, *weights, gradient32, EPS, relu), expected) < 1e-5
     before, sums = batch_norm_triton.gradients(
-        gradient32, x32, weight32, bias32, real32, *found, share32, EPS, relu
+        gradient32, x32, weight32, bias32, real32, *found, share32, EPS, x32, relu
     )
-    wanted = batch_norm.stacked_batch_norm_gradient(gradient, x, *others, EPS, relu)
+    wanted = batch_norm.stacked_batch_norm_gradient(gradient, x, *others, x, EPS, relu)
     assert distance(before, wanted[0]) < 1e-5
     assert distance(sums, wanted[1]) < 1e-5

@@ -170,3 +170,15 @@ def test_what_is_changed_later_is_read_before() -> None:
     descent.specialise(graph)
     assert graph.graph.find_nodes(op="call_function", target=DESCENDED)
     assert torch.equal(graph(terms, others), step(terms, others))
+
+
+def test_parts_of_a_convolutions_bias_are_added_up_where_they_go() -> None:
+    parts, others = draw(5, 3, 30, dtype=torch.float32), draw(3, 40, dtype=torch.float32)
+    graph = make_fx(lambda parts, others: torch.cat([torch.ops.sartor.add_up(parts), others], 1))(
+        parts, others
+    )
+    descent.specialise(graph)
+    targets = [node.target for node in graph.graph.nodes]
+    assert DESCENDED in targets
+    assert torch.ops.sartor.add_up.default not in targets
+    assert torch.equal(graph(parts, others), torch.cat([parts.sum(0), others], 1))

@@ -176,6 +176,7 @@ def test_the_engine_computes_the_same_with_them(
     task = Task(Residual(data.classes).double(), classes=data.classes)
     left = {"loop": ended(name, federation_of("loop", task, data, local={"batch": 8}), [[0, 1, 2]])}
     found: list[Any] = []
+    sums: list[Any] = []
 
     def specialised(graph: fx.GraphModule) -> None:
         layouts.gather(graph)
@@ -184,6 +185,8 @@ def test_the_engine_computes_the_same_with_them(
         found.extend((node.target, *node.args[-1:]) for node in graph.graph.nodes)
         norm = torch.ops.sartor.stacked_norm.default
         found.extend(node.args[3] for node in graph.graph.find_nodes(op="call_function", target=norm))
+        norm = torch.ops.sartor.stacked_norm_gradient.default
+        sums.extend(node.args[4] for node in graph.graph.find_nodes(op="call_function", target=norm))
 
     for kind in (convolution, norms):
         monkeypatch.setattr(kind, "_kernels_serve", lambda *tensors: True)
@@ -193,6 +196,7 @@ def test_the_engine_computes_the_same_with_them(
     assert (torch.ops.sartor.stacked_norm.default, True) in found
     assert (torch.ops.sartor.stacked_norm_gradient.default, True) in found
     assert any(isinstance(beside, fx.Node) for beside in found)
+    assert any(isinstance(beside, fx.Node) for beside in sums)
     assert_close(left["loop"], left["stacked"], 1e-9)
 
 
@@ -220,8 +224,8 @@ def test_the_kernels_are_the_norm_and_its_gradients(name: str, relu: bool) -> No
     assert distance(norms_triton.normalise(x, weight, bias, None, *kind, relu), expected) < 1e-6
     expected = norms.stacked_norm(*doubles, gradient.double().cpu(), *kind, relu)
     assert distance(norms_triton.normalise(x, weight, bias, gradient, *kind, relu), expected) < 1e-6
-    before, sums = norms_triton.gradients(gradient, x, weight, bias, *kind, relu)
-    wanted = norms.stacked_norm_gradient(gradient.double().cpu(), *doubles, *kind, relu)
+    before, sums = norms_triton.gradients(gradient, x, weight, bias, x, *kind, relu)
+    wanted = norms.stacked_norm_gradient(gradient.double().cpu(), *doubles, doubles[0], *kind, relu)
     if SHAPES[name][2] // kind[0] * SHAPES[name][3] > 1:  # a single number is its own mean: nothing is left
         assert distance(before, wanted[0]) < 1e-5
     assert distance(sums, wanted[1]) < 1e-6

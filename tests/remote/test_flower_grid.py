@@ -1,4 +1,7 @@
-"""A federation of nodes gives what a simulation gives: real nodes and messages, in one process."""
+"""A federation of nodes gives what a simulation gives: real nodes and messages, in one process.
+
+That every method does is tested with the engines, in ``test_engines.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from flower_grid import HereGrid, experiment_of, federation_on, nodes_of
-from test_engines import COHORTS, SAME, as_allowed, network, plain, vectors
+from test_engines import COHORTS, network, plain, vectors
 from test_transforms import Carry, Noise, named
 from torch import Tensor
 
-from helpers import METHODS, federation_of, model_task
+from helpers import federation_of, model_task
 from sartor.algorithms import make, registered
 from sartor.errors import SartorError
 from sartor.federation import Federation
@@ -35,43 +38,6 @@ from sartor.transforms.norms import Clip, Scale
 __all__ = ["named"]  # a fixture of these tests too
 
 BLOCKS = [[0, 3], [1, 4], [2, 5]]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name for name in METHODS if name not in (*SAME, "fedbuff") and registered()[name].deployable],
-)
-def test_nodes_give_what_a_simulation_gives(name: str, tmp_path: Path) -> None:
-    """All methods but one, under which a client here begins again while others' answers are on their way; in
-    a simulation answers of one instant arrive together. What a real run of it gives is tested with processes.
-    """
-    data, task = vectors(), network()
-    policy = registered()[name].buffers
-    made: list[tuple[HereGrid, Federation]] = []
-
-    def simulated(local: dict[str, float]) -> Federation:
-        return federation_of("loop", task, data, local={"batch": 8, **local}, buffers=policy, workers=1)
-
-    def deployed(local: dict[str, float]) -> Federation:
-        grid = HereGrid(nodes_of(data, task, BLOCKS, tmp_path / str(len(made)), sends_personal=True))
-        experiment = experiment_of(name, local={"batch": 8, **local})
-        made.append((grid, federation_on(grid, experiment, task, buffers=policy)))
-        return made[-1][1]
-
-    expected = as_allowed(name, simulated)
-    found = as_allowed(name, deployed)
-    grid, federation = made[-1]
-    federation.engine.farewell()  # type: ignore[attr-defined]
-    found |= {key: kept(grid, key[len("state.") :]) for key in expected if key.startswith("state.")}
-    assert found.keys() == expected.keys()
-    for key in expected:
-        assert torch.equal(found[key], expected[key]), key
-
-
-def kept(grid: HereGrid, name: str) -> Tensor:
-    """A state of all clients, from their nodes, who are told first what counts."""
-    rows = {number: row for node in grid.at.values() for number, row in node.states(name).items()}
-    return torch.stack([rows[number] for number in sorted(rows)])
 
 
 # Faults: a reply that is not used has not been given -------------------------------------------------------
@@ -161,7 +127,7 @@ def test_a_node_whose_reply_cannot_be_used_has_not_moved(
         noted.append(federation.notes.get(kind, 0))
     federation.engine.farewell()  # type: ignore[attr-defined]
     assert torch.equal(server.w, expected.w)
-    assert torch.equal(kept(grid, "c_i"), gone.states["c_i"])
+    assert torch.equal(grid.kept("c_i"), gone.states["c_i"])
     # Bad replies are counted by clients; one without the secret may be another's, so the node is asked again.
     assert noted == [0, {"bad": 2, "forged": 1 + MOST_FORGED}.get(kind, 1), 0]
     assert caplog.text.count("round 2") == (2 if kind == "forged" else 1)
@@ -190,7 +156,7 @@ def test_a_reply_that_another_has_forged_costs_nothing(name: str, caplog: pytest
     federation.engine.farewell()  # type: ignore[attr-defined]
     assert torch.equal(server.w, expected.w)
     if name == "scaffold":
-        assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
+        assert torch.equal(grid.kept("c_i"), undisturbed.states["c_i"])
     assert len(asked) > 4
     assert "node 2 ('client 1', 'client 4'): forged: " in caplog.text
 
@@ -217,7 +183,7 @@ def test_a_node_started_anew_goes_on_with_what_it_has_stored(tmp_path: Path) -> 
     evaluate(make(registered()["scaffold"]), server, federation, Evaluate())
     federation.engine.farewell()  # type: ignore[attr-defined]
     assert torch.equal(server.w, expected.w)
-    assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
+    assert torch.equal(grid.kept("c_i"), undisturbed.states["c_i"])
 
 
 def test_nodes_that_train_one_client_on_the_fast_engine() -> None:
@@ -262,7 +228,7 @@ def test_nodes_that_live_for_one_request_give_the_same(tmp_path: Path, normalise
         federation = federation_on(grid, experiment, plain())
         server = rounds_on(federation, "scaffold")
         federation.engine.farewell()  # type: ignore[attr-defined]
-        left.append((server.w, kept(grid, "c_i")))
+        left.append((server.w, grid.kept("c_i")))
     assert torch.equal(left[0][0], left[1][0])
     assert torch.equal(left[0][1], left[1][1])
 
@@ -311,7 +277,7 @@ def test_a_node_goes_back_however_often_the_server_did_before_it_was_asked_again
         server = rounds_on(federation, name, cohorts, server)
     federation.engine.farewell()  # type: ignore[attr-defined]
     assert torch.equal(server.w, expected.w)
-    assert torch.equal(kept(grid, "c_i"), undisturbed.states["c_i"])
+    assert torch.equal(grid.kept("c_i"), undisturbed.states["c_i"])
 
 
 def test_a_refused_node_knows_why() -> None:
@@ -384,8 +350,13 @@ def test_a_grid_that_fails_does_not_hide_what_the_server_failed_of(
 # What is said of a run -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", ["auto", "yes"])
-@pytest.mark.parametrize("name", ["fedavg", "fedbn", "fedper", "ma-fsvrg"])
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        *(("fedavg", "auto"), ("fedbn", "auto"), ("fedbn", "yes")),
+        *(("fedper", "auto"), ("fedper", "yes"), ("ma-fsvrg", "yes")),
+    ],
+)
 def test_evaluation_is_that_of_a_simulation(name: str, asked: str) -> None:
     """Pooled results are sums over the clients' own test data, which together are the pooled data.
 
@@ -418,8 +389,10 @@ def test_evaluation_is_that_of_a_simulation(name: str, asked: str) -> None:
     assert real.updates == simulated.updates
 
 
-@pytest.mark.parametrize("name", ["separate", "fedper", "fedrod"])
-@pytest.mark.parametrize("buffers", ["auto", "local"])
+@pytest.mark.parametrize(
+    ("name", "buffers"),
+    [("separate", "auto"), ("separate", "local"), ("fedper", "auto"), ("fedrod", "local")],
+)
 def test_a_result_says_where_the_personal_models_are(name: str, buffers: str) -> None:
     """A model that is a vector, one with parts of the server's, one that is a function; with BatchNorm."""
     data, task = vectors(), network()

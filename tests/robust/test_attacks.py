@@ -261,6 +261,8 @@ def test_a_run_tells_who_attacked_and_how_the_others_fare(tmp_path: Path) -> Non
 def test_a_run_goes_on_as_if_it_had_not_been_stopped(name: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {
         "clients": 4,
+        "local": {"steps": 2},
+        "evaluate": {"every": 0},
         "experiment": {
             "attack": {"name": name, "share": 0.25},
             "aggregate": {"name": "centred-clipping"},

@@ -145,6 +145,8 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(name: str, tmp_path: Path) 
     settings: dict[str, Any] = {
         "data": "digits",
         "clients": 4,
+        "local": {"steps": 2},
+        "evaluate": {"every": 0},
         "checkpoint": {"every": 1},
         "delay": {"name": "lognormal"},
         "cohort": {"count": 3},
@@ -193,7 +195,8 @@ def test_it_stands_first_on_the_way_down() -> None:
 
 def test_seeds_that_run_together_have_differences_of_their_own(tmp_path: Path) -> None:
     tables = [{"name": "difference"}, {"name": "top-k", "place": "down", "share": 0.3}, {"name": "int8"}]
-    experiment = {"rounds": 3, "data": {"clients": 4}, "transforms": tables}
+    quick = {"local": {"steps": 4}, "evaluate": {"every": 0}}
+    experiment = {"rounds": 3, "data": {"clients": 4}, "transforms": tables, **quick}
     found = []
     for together in ("yes", "no"):
         settings: dict[str, Any] = {"seeds": [0, 1], "engine": "stacked", "references": False}

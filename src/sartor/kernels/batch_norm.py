@@ -130,7 +130,8 @@ class _BatchGradient(torch.autograd.Function):
         """The operation on lanes, or on one client's numbers."""
         if others[0].dim() == 1:
             return _plain_gradient(gradient, x, *others)
-        before, sums = stacked_batch_norm_gradient(gradient, x, *others, False)
+        *tensors, eps = others
+        before, sums = stacked_batch_norm_gradient(gradient, x, *tensors, None, eps, False)
         return before, sums[0], sums[1]
 
     @staticmethod
@@ -293,7 +294,7 @@ def stacked_batch_norm(
 @torch.library.custom_op(
     "sartor::stacked_batch_norm_gradient",
     mutates_args=(),
-    schema=f"(Tensor gradient, {_TENSORS}, float eps, bool rectified) -> (Tensor, Tensor)",
+    schema=f"(Tensor gradient, {_TENSORS}, Tensor? beside, float eps, bool rectified) -> (Tensor, Tensor)",
 )
 def stacked_batch_norm_gradient(
     gradient: Tensor,
@@ -304,20 +305,21 @@ def stacked_batch_norm_gradient(
     mean: Tensor,
     variance: Tensor,
     share: Tensor,
+    beside: Tensor | None,
     eps: float,
     rectified: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient for ``x``, and those for weights and biases one after the other: [2, L, c]."""
+    """The gradient for ``x``, plus ``beside``, and those for weights and biases together: [2, L, c]."""
     others = (weight, bias, counted, mean, variance, share, eps)
     if x.is_cuda:
         from sartor.kernels import batch_norm_triton
 
-        result: tuple[Tensor, Tensor] = batch_norm_triton.gradients(gradient, x, *others, rectified)
+        result: tuple[Tensor, Tensor] = batch_norm_triton.gradients(gradient, x, *others, beside, rectified)
         return result
     if rectified:
         gradient = torch.where(_plain(x, *others) <= 0, 0.0, gradient)
     before, *sums = _plain_gradient(gradient, x, *others)
-    return before, torch.stack(sums)
+    return finished(before, beside, False), torch.stack(sums)
 
 
 @stacked_moments.register_fake

@@ -155,6 +155,7 @@ def _differentiate(
     variance,
     share,  # [lane]
     sums,  # [2, lane, CHANNELS]
+    beside,  # like x, added to its gradient
     result,  # like x
     weight_lane,  # from one lane's weights to the next's
     bias_lane,
@@ -164,6 +165,7 @@ def _differentiate(
     eps,
     CHANNELS: tl.constexpr,
     PLACES: tl.constexpr,
+    ADDED: tl.constexpr,
     RECTIFIED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_PLACES: tl.constexpr,
@@ -191,7 +193,10 @@ def _differentiate(
         given = tl.load(gradient + at, mask=there, other=0.0)
         if RECTIFIED:
             given = tl.where(normal * weights + biases <= 0.0, 0.0, given)
-        tl.store(result + at, (given - level - normal * along) * scale * weights, mask=there)
+        before = (given - level - normal * along) * scale * weights
+        if ADDED:
+            before += tl.load(beside + at, mask=there, other=0.0)
+        tl.store(result + at, before, mask=there)
 
 
 def moments(x: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,11 +246,13 @@ def gradients(
     variance: Tensor,
     share: Tensor,
     eps: float,
+    beside: Tensor | None,
     rectified: bool,
 ) -> tuple[Tensor, Tensor]:
     """See ``batch_norm.stacked_batch_norm_gradient``."""
     gradient, x, weight, bias = gradient.contiguous(), x.contiguous(), in_rows(weight), in_rows(bias)
     counted, mean, variance, share = (value.contiguous() for value in (counted, mean, variance, share))
+    added = x if beside is None else beside.contiguous()
     lanes, samples, channels, places = _sizes(x)
     result, sums = torch.empty_like(x), x.new_empty(2, lanes, channels)
     rows, tile = lanes * samples * channels, _tile(places)
@@ -255,9 +262,9 @@ def gradients(
             lanes, samples, eps, channels, places, rectified, _block(samples * places), num_warps=4,
         )  # fmt: skip
         _differentiate[(triton.cdiv(rows, tile[0]),)](
-            gradient, x, weight, bias, counted, mean, variance, share, sums, result,
+            gradient, x, weight, bias, counted, mean, variance, share, sums, added, result,
             weight.stride(0), bias.stride(0), lanes, rows, samples * channels, eps,
-            channels, places, rectified, *tile, num_warps=4,
+            channels, places, beside is not None, rectified, *tile, num_warps=4,
         )  # fmt: skip
     return result, sums
 

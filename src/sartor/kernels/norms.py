@@ -140,7 +140,7 @@ class _Gradient(torch.autograd.Function):
         """The operation on lanes, or on one client's numbers."""
         if weight.dim() == 1:
             return _plain_gradient(gradient, x, weight, groups, places, eps)
-        before, sums = stacked_norm_gradient(gradient, x, weight, bias, groups, places, eps, False)
+        before, sums = stacked_norm_gradient(gradient, x, weight, bias, None, groups, places, eps, False)
         return before, sums[0], sums[1]
 
     @staticmethod
@@ -262,31 +262,32 @@ def finished(result: Tensor, beside: Tensor | None, rectified: bool) -> Tensor:
 @torch.library.custom_op(
     "sartor::stacked_norm_gradient",
     mutates_args=(),
-    schema="(Tensor gradient, Tensor x, Tensor weight, Tensor bias, int groups, int places, float eps, "
-    "bool rectified) -> (Tensor, Tensor)",
+    schema="(Tensor gradient, Tensor x, Tensor weight, Tensor bias, Tensor? beside, int groups, int places, "
+    "float eps, bool rectified) -> (Tensor, Tensor)",
 )
 def stacked_norm_gradient(
     gradient: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
+    beside: Tensor | None,
     groups: int,
     places: int,
     eps: float,
     rectified: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient for ``x``, and those for weights and biases one after the other: [2, L, c]."""
+    """The gradient for ``x``, plus ``beside``, and those for weights and biases together: [2, L, c]."""
     if x.is_cuda:
         from sartor.kernels import norms_triton
 
         result: tuple[Tensor, Tensor] = norms_triton.gradients(
-            gradient, x, weight, bias, groups, places, eps, rectified
+            gradient, x, weight, bias, beside, groups, places, eps, rectified
         )
         return result
     if rectified:
         gradient = torch.where(_plain(x, weight, bias, groups, places, eps) <= 0, 0.0, gradient)
     before, *sums = _plain_gradient(gradient, x, weight, groups, places, eps)
-    return before, torch.stack(sums)
+    return finished(before, beside, False), torch.stack(sums)
 
 
 @stacked_norm.register_fake
@@ -295,14 +296,5 @@ def _(x: Tensor, *others: Any) -> Tensor:
 
 
 @stacked_norm_gradient.register_fake
-def _(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    groups: int,
-    places: int,
-    eps: float,
-    rectified: bool,
-) -> tuple[Tensor, Tensor]:
+def _(gradient: Tensor, x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(2, *weight.shape)

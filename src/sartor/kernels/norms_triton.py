@@ -81,6 +81,7 @@ def _differentiate(
     x,  # [lane, sample, GROUPS, CHANNELS, PLACES]
     weight,  # [lane, GROUPS, CHANNELS]
     bias,
+    beside,  # like x, added to its gradient
     result,  # like x
     sums,  # [2, part, lane, GROUPS, CHANNELS]
     weight_lane,  # from one lane's weights to the next's
@@ -93,6 +94,7 @@ def _differentiate(
     GROUPS: tl.constexpr,
     CHANNELS: tl.constexpr,
     PLACES: tl.constexpr,
+    ADDED: tl.constexpr,
     RECTIFIED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
@@ -132,6 +134,8 @@ def _differentiate(
         mean = tl.sum(tl.sum(given, 2), 1) / SIZE
         along = tl.sum(tl.sum(given * normal, 2), 1) / SIZE
         before = scale * (given - mean[:, None, None] - normal * along[:, None, None])
+        if ADDED:
+            before += tl.load(beside + at, mask=there, other=0.0)
         tl.store(result + at, before, mask=there)
     sums += (part * lanes + lane) * (GROUPS * CHANNELS) + own
     tl.store(sums, tl.sum(of_weights, 0), mask=channel < CHANNELS)
@@ -168,6 +172,7 @@ def gradients(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
+    beside: Tensor | None,
     groups: int,
     places: int,
     eps: float,
@@ -176,6 +181,7 @@ def gradients(
     """See ``norms.stacked_norm_gradient``."""
     gradient, x = gradient.contiguous(), x.contiguous()
     weight, bias = in_rows(weight), in_rows(bias)
+    added = x if beside is None else beside.contiguous()
     lanes, channels = weight.shape
     samples = x.numel() // (lanes * channels * places)
     tile, warps = _tile(channels // groups, places)
@@ -184,9 +190,9 @@ def gradients(
     result, sums = torch.empty_like(x), x.new_empty(2, parts, lanes, channels)
     with torch.cuda.device_of(x):
         _differentiate[(lanes * parts * groups,)](
-            gradient, x, weight, bias, result, sums, weight.stride(0), bias.stride(0),
+            gradient, x, weight, bias, added, result, sums, weight.stride(0), bias.stride(0),
             lanes, samples, parts, share, eps,
-            groups, channels // groups, places, rectified, *tile, num_warps=warps,
+            groups, channels // groups, places, beside is not None, rectified, *tile, num_warps=warps,
         )  # fmt: skip
     return result, sums[:, 0] if parts == 1 else sums.sum(1)
 

@@ -1,4 +1,7 @@
-"""What follows a norm of many clients, a sum and a ReLU, done by its own kernels as they store its result."""
+"""What follows a norm of many clients, a sum and a ReLU, done by its own kernels as they store a result.
+
+The same goes for the sum of a norm's gradient and that of a shortcut.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from sartor.kernels.layouts import written
 aten = torch.ops.aten
 
 _NORMS = {norms.stacked_norm: 3, batch_norm.stacked_batch_norm: 7}
-"""Norms, and the place of what is added to them among their arguments."""
-_GRADIENTS = (norms.stacked_norm_gradient, batch_norm.stacked_batch_norm_gradient)
+_GRADIENTS = {norms.stacked_norm_gradient: 4, batch_norm.stacked_batch_norm_gradient: 8}
+"""Norms and their gradients, and the place of what is added to them among their arguments."""
 
 
 def specialise(module: fx.GraphModule) -> None:
@@ -41,6 +44,17 @@ def specialise(module: fx.GraphModule) -> None:
         gradient, result, threshold = cut.args
         if threshold == 0 and _source(result) is positive:
             node.args = (gradient, *node.args[1:-1], True)
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for operation, place in _GRADIENTS.items():
+        for node in _calls(graph, operation):
+            for part in (user for user in node.users if user.args[1] == 0):
+                total, beside = _sum(part)
+                if total is None or beside is None or beside in changing:
+                    continue
+                if order[beside] < order[node]:
+                    node.args = (*node.args[:place], beside, *node.args[place + 1 :])
+                    total.replace_all_uses_with(part)
+                    graph.erase_node(total)
     graph.eliminate_dead_code()
     module.recompile()
 
@@ -54,12 +68,8 @@ def _calls(graph: fx.Graph, operation: Any) -> list[fx.Node]:
 
 def _with_sum(graph: fx.Graph, norm: fx.Node, place: int) -> fx.Node:
     """The norm with what is added to it, if that is all that becomes of it."""
-    total = _only_user(norm, aten.add.Tensor, aten.add_.Tensor)
-    if total is None or total.kwargs or (total.target is aten.add_.Tensor and total.args[0] is not norm):
-        return norm
-    beside = next((node for node in total.all_input_nodes if node is not norm), None)
-    value = None if beside is None else beside.meta.get("val")
-    if value is None or value.shape != norm.meta["val"].shape or value.dtype != norm.meta["val"].dtype:
+    total, beside = _sum(norm)
+    if total is None:
         return norm
     with graph.inserting_before(total):
         arguments = (*norm.args[:place], beside, *norm.args[place + 1 :])
@@ -69,6 +79,17 @@ def _with_sum(graph: fx.Graph, norm: fx.Node, place: int) -> fx.Node:
     graph.erase_node(total)
     graph.erase_node(norm)
     return result
+
+
+def _sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The sum of this and a tensor like it, and that tensor, if nothing else becomes of this."""
+    total = _only_user(node, aten.add.Tensor, aten.add_.Tensor)
+    if total is None or total.kwargs or (total.target is aten.add_.Tensor and total.args[0] is not node):
+        return None, None
+    beside = next((other for other in total.all_input_nodes if other is not node), None)
+    value, own = None if beside is None else beside.meta.get("val"), node.meta["val"]
+    fits = value is not None and value.shape == own.shape and value.dtype == own.dtype
+    return (total, beside) if fits else (None, None)
 
 
 def _operands(nodes: Any) -> tuple[fx.Node, ...]:
