@@ -58,7 +58,8 @@ def test_graphs_equal_the_loop(name: str) -> None:
 )
 @pytest.mark.parametrize("sizes", [RAGGED, (32,) * 6])
 def test_convolutions_equal_the_loop(name: str, compiled: bool, sizes: tuple[int, ...]) -> None:
-    data = classification(sizes, shape=(3, 16, 16))
+    # Not seed 0: there two numbers of a window are so near each other that rounding decides which is larger.
+    data = classification(sizes, shape=(3, 16, 16), seed=1)
     left = {}
     for device, engine in (("cpu", "loop"), ("cuda", "stacked")):
         settings = {"compile": compiled} if engine == "stacked" else {}
