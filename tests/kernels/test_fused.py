@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from sartor.kernels import convolution, fused
+from sartor.kernels import convolution, descent, fused
 from sartor.kernels.convolution import conv2d
 
 Step = Callable[[Tensor], Tensor]
@@ -235,3 +235,23 @@ def test_an_image_that_changes_is_laid_anew() -> None:
     names, after, before = both(twice, *leaves()[:2])
     same(after, before)
     assert names["sartor.laid_images"] == 2
+
+
+def test_a_step_adds_up_the_parts() -> None:
+    x, weight, bias = (leaf.float() for leaf in leaves()[:3])
+    w = torch.cat([weight.flatten(1), bias], 1)
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        def value(w: Tensor, x: Tensor) -> Tensor:
+            weight, bias = torch.split(w, [weight_size, 6])
+            return pool(conv2d(x, weight.view(6, 3, 3, 3), bias, 1, 1).relu()).square().sum()
+
+        return torch.sub(w, vmap(grad(value))(w, x), alpha=0.5)
+
+    weight_size = weight[0].numel()
+    graph = make_fx(step)(w, x)
+    before = graph(w, x)
+    fused.specialise(graph)
+    assert any("add_up" in str(node.target) for node in graph.graph.nodes)
+    descent.specialise(graph)
+    assert torch.equal(graph(w, x), before)

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from sartor.kernels import laid_triton
 from sartor.kernels.convolution import Pair, room
-from sartor.kernels.laid_triton import Tiles, larger, precision, store
-from sartor.kernels.moves_triton import add_up, along, border, lay, power
+from sartor.kernels.laid import Tiles, split
+from sartor.kernels.laid_triton import larger, precision, store
+from sartor.kernels.moves_triton import add_up, along, border, lay
 
 
 @triton.jit(do_not_specialize=["zero"])
@@ -179,32 +180,26 @@ def input_gradient(weight: Tensor, gradient: Tensor, stride: Pair, padding: Pair
 def weight_gradient(x: Tensor, gradient: Tensor, stride: Pair, padding: Pair, kernel: Pair) -> Tensor:
     """What ``gradient`` [L, B, O, h, w] of the result says about weights of size ``kernel``."""
     bordered = border(x, None, x.shape[:2], 0, padding) if max(padding) > 0 else x
-    return correlate(bordered, gradient, stride, kernel)
+    parts = correlate(bordered, gradient, stride, kernel)
+    return parts[0] if len(parts) == 1 else add_up(parts)
 
 
 def correlate(x: Tensor, gradient: Tensor, stride: Pair, kernel: Pair, tiles: Tiles | None = None) -> Tensor:
-    """The weights' gradient from images with their border; see ``laid.first_weight_gradient``."""
+    """See ``laid.first_weight_gradient``."""
     x, gradient = x.contiguous(), gradient.contiguous()
     lanes, samples, channels, height, width = x.shape
     out, *area = gradient.shape[2:]
-    size = channels * kernel[0] * kernel[1]
-    tiles = tiles or _correlate_tiles(out, size)
-    line = power(area[1], 1, tiles.depth)
-    pieces = samples * triton.cdiv(area[0], tiles.depth // line) * triton.cdiv(area[1], line)
-    programs = triton.cdiv(out, tiles.rows) * triton.cdiv(size, tiles.columns)
-    # Enough programs per lane to fill the device, and at least a thousand positions for each of them.
-    splits = max(1, min(32, triton.cdiv(64, programs), pieces * tiles.depth // 1024))
-    share = triton.cdiv(pieces, splits)
-    splits = triton.cdiv(pieces, share)
-    result = x.new_empty(splits, lanes, out, channels, *kernel)
+    tiles, line, share, parts = split(gradient.shape, (out, channels, *kernel), tiles)
+    programs = triton.cdiv(out, tiles.rows) * triton.cdiv(channels * kernel[0] * kernel[1], tiles.columns)
+    result = x.new_empty(parts, lanes, out, channels, *kernel)
     with torch.cuda.device_of(x):
-        _correlate[(programs * lanes * splits,)](
+        _correlate[(programs * lanes * parts,)](
             x, gradient, result, lanes, samples, share, 0,
             channels, height, width, out, *area, *kernel, *stride, line,
             precision(), tiles.rows, tiles.columns, tiles.depth,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-    return result[0] if splits == 1 else add_up(result)
+    return result
 
 
 def direct(
@@ -235,7 +230,3 @@ def direct(
             bias is not None, relu, last, *tiles, num_warps=warps,
         )  # fmt: skip
     return result, places
-
-
-def _correlate_tiles(out: int, size: int) -> Tiles:
-    return Tiles(power(out, 16, 64), power(size, 16, 128), 32, warps=4, stages=3)

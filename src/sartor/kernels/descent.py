@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from sartor.kernels import laid  # noqa: F401  (its operations)
+from sartor.kernels import laid  # noqa: F401  (its operation)
 from sartor.kernels.products import stacked_product
 from sartor.kernels.views import behind_views, called, reads_late, shape_of, value_of
 
@@ -87,8 +87,8 @@ def _terms(graph: fx.Graph, piece: fx.Node, lanes: int) -> fx.Node:
     """A layer's gradient [lane, number] as terms [lane, term, number] that are to be added up."""
     node = behind_views(piece)
     source, axes, *_ = called(node, aten.sum.dim_IntList) or (None, None)
-    if (parts := called(node, torch.ops.sartor.add_up.default)) is not None:
-        source, axes = parts[0], [0]
+    if (added := called(node, torch.ops.sartor.add_up.default)) is not None:
+        source, axes = added[0], [0]
     value = value_of(source)
     if reads_late(graph, (source,)):
         axes = value = None

@@ -255,7 +255,7 @@ class _Rewriting:
         self.copies[node, shape, (0, 0)] = self._call(operator.getitem, parts, 1)
         for user, value in users:
             if _is_bias(user, value):
-                sums = self._call(sartor.add_up.default, self._call(operator.getitem, parts, 2))
+                sums = self._added_up(self._call(operator.getitem, parts, 2))
                 self._give(user, sums, True, _shape(user))
 
     def _image(self, node: fx.Node) -> None:
@@ -268,7 +268,8 @@ class _Rewriting:
     def _weight(self, node: fx.Node) -> None:
         x, gradient, stride, padding, kernel = cast(Any, node.args)
         arguments = (self._as_first(x, padding), self._as_first(gradient, (0, 0)), stride, kernel)
-        self._give(node, self._call(sartor.first_weight_gradient.default, *arguments), True, _shape(node))
+        parts = self._call(sartor.first_weight_gradient.default, *arguments)
+        self._give(node, self._added_up(parts), True, _shape(node))
 
     def _give(self, node: fx.Node, other: fx.Node, first: bool, shape: tuple[int, ...]) -> None:
         """Put a value of this shape in a node's place, or note where it lies laid."""
@@ -279,6 +280,11 @@ class _Rewriting:
             other = self._call(aten.view.default, other, list(_shape(node)))
         other.meta = dict(node.meta)
         node.replace_all_uses_with(other)
+
+    def _added_up(self, parts: fx.Node) -> fx.Node:
+        if _shape(parts)[0] == 1:
+            return self._call(aten.select.int, parts, 0, 0)
+        return self._call(sartor.add_up.default, parts)
 
     def _as_laid(self, images: fx.Node) -> fx.Node:
         """Images as they are known to lie, or laid here."""

@@ -8,6 +8,10 @@ the lanes are gone through one by one, which gives the same numbers.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,6 +20,33 @@ from sartor.kernels.convolution import Pair, _one_by_one, _Shape, _shape, room
 
 NOWHERE = 4
 """The place of a maximum that ReLU cuts off: no gradient goes there."""
+
+
+def power(number: int, low: int, high: int) -> int:
+    """The power of two that is not below the number, within these."""
+    return min(high, max(low, 1 << max(number - 1, 0).bit_length()))
+
+
+class Parts(NamedTuple):
+    """How positions are gone through: ``rows``, with ``columns`` channels, at a time; ``turns`` in a part."""
+
+    rows: int
+    columns: int
+    turns: int
+    parts: int
+
+
+def parts_of(positions: int, channels: int) -> Parts:
+    """The way to go through so many positions of a lane."""
+    columns = power(room(channels), 4, 64)
+    rows = 2048 // columns
+    turns = power(positions // (32 * rows), 1, 8)
+    return Parts(rows, columns, turns, -(-positions // (rows * turns)))
+
+
+def _in_parts(whole: Tensor, parts: int) -> Tensor:
+    """A sum as that of so many parts."""
+    return torch.cat([whole[None], whole.new_zeros(parts - 1, *whole.shape)])
 
 
 def _laid(images: Tensor) -> Tensor:
@@ -219,7 +250,8 @@ def spread_gradient(
     whole = windows.flatten(-4, -3).flatten(-2)
     whole = F.pad(whole, (0, size[1] - whole.shape[-1], 0, size[0] - whole.shape[-2]))
     nothing = whole.new_empty(0)
-    return _laid(whole) if laid else nothing, whole if first else nothing, whole.sum((1, 3, 4))[None]
+    sums = _in_parts(whole.sum((1, 3, 4)), parts_of(whole[0, :, 0].numel(), channels).parts)
+    return _laid(whole) if laid else nothing, whole if first else nothing, sums
 
 
 @spread_gradient.register_fake
@@ -237,7 +269,7 @@ def _(
     return (
         gradient.new_empty((lanes, samples, *size, room(channels)) if laid else (0,)),
         gradient.new_empty((lanes, samples, channels, *size) if first else (0,)),
-        gradient.new_empty(1, lanes, channels),
+        gradient.new_empty(parts_of(samples * size[0] * size[1], channels).parts, lanes, channels),
     )
 
 
@@ -283,6 +315,51 @@ def _(weight: Tensor, gradient: Tensor, stride: Pair, padding: Pair, image: Pair
     return gradient.new_empty(*gradient.shape[:2], *size)
 
 
+class Tiles(NamedTuple):
+    """How a product is cut: ``rows`` × ``columns`` of the result per program, ``depth`` terms at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+class Split(NamedTuple):
+    """How a weights' gradient is cut: tiles, columns of an image's row in one, tiles per part, and parts."""
+
+    tiles: Tiles
+    line: int
+    share: int
+    parts: int
+
+
+def split(gradient: torch.Size, weight: Sequence[int], tiles: Tiles | None = None) -> Split:
+    """The way to add up weights [O, C, h, w] from a gradient [L, B, O, h, w], however many lanes there are.
+
+    There are enough programs per lane to fill the device, and at least a thousand positions for each of them.
+    """
+    out, size = weight[0], math.prod(weight[1:])
+    tiles = tiles or _correlate_tiles(out, size)
+    line = power(gradient[4], 1, tiles.depth)
+    pieces = gradient[1] * -(-gradient[3] // (tiles.depth // line)) * -(-gradient[4] // line)
+    programs = -(-out // tiles.rows) * -(-size // tiles.columns)
+    share = -(-pieces // max(1, min(32, -(-64 // programs), pieces * tiles.depth // 1024)))
+    return Split(tiles, line, share, -(-pieces // share))
+
+
+def _correlate_tiles(out: int, size: int) -> Tiles:
+    """The tiles for which the least is loaded, by which an H200 takes its time.
+
+    An image's numbers are loaded one by one, once for every tile of rows; a gradient's by fours, once for
+    every tile of columns.
+    """
+    rows = power(out, 16, 128)
+    columns = min((128, 64, 32), key=lambda width: -(-size // width) * (width + rows // 4))
+    large = rows == columns == 128
+    return Tiles(rows, columns, 32, warps=8 if large else 4, stages=3)
+
+
 @torch.library.custom_op(
     "sartor::first_weight_gradient",
     mutates_args=(),
@@ -291,7 +368,7 @@ def _(weight: Tensor, gradient: Tensor, stride: Pair, padding: Pair, image: Pair
 def first_weight_gradient(x: Tensor, gradient: Tensor, stride: Pair, kernel: Pair) -> Tensor:
     """The gradient for weights of size ``kernel`` from images with their border and the result's gradient.
 
-    Both have their channels first.
+    Both have their channels first. It comes in parts, [parts, L, O, C, *kernel], that are to be added up.
     """
     if x.is_cuda:
         from sartor.kernels import convolution_triton
@@ -299,9 +376,11 @@ def first_weight_gradient(x: Tensor, gradient: Tensor, stride: Pair, kernel: Pai
         result: Tensor = convolution_triton.correlate(x, gradient, stride, kernel)
         return result
     shape = _Shape(stride, (0, 0), (x.shape[-2], x.shape[-1]), kernel)
-    return _one_by_one("weight", x, gradient, None, shape)
+    whole = _one_by_one("weight", x, gradient, None, shape)
+    return _in_parts(whole, split(gradient.shape, whole.shape[1:]).parts)
 
 
 @first_weight_gradient.register_fake
 def _(x: Tensor, gradient: Tensor, stride: Pair, kernel: Pair) -> Tensor:
-    return x.new_empty(x.shape[0], gradient.shape[2], x.shape[2], *kernel)
+    weight = (gradient.shape[2], x.shape[2], *kernel)
+    return x.new_empty(split(gradient.shape, weight).parts, x.shape[0], *weight)

@@ -17,28 +17,16 @@ This module needs Triton; ``convolution.py`` imports it when a convolution first
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sartor.kernels.convolution import Pair, room
-from sartor.kernels.laid import NOWHERE
-from sartor.kernels.moves_triton import lay, power
+from sartor.kernels.laid import NOWHERE, Tiles, power
+from sartor.kernels.moves_triton import lay
 
 _NOWHERE = tl.constexpr(NOWHERE)
-
-
-class Tiles(NamedTuple):
-    """How a product is cut: ``rows`` × ``columns`` of the result per program, ``depth`` terms at a time."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
 
 
 @triton.jit
@@ -291,4 +279,6 @@ def precision() -> str:
 def _convolve_tiles(out: int, positions: int) -> Tiles:
     """Measured on an H200: few positions of a lane leave room for more programs with fewer of them."""
     columns = power(out, 16, 128)
-    return Tiles(64 if positions < 2048 else 128, columns, 32, warps=4, stages=3 if columns == 128 else 4)
+    return Tiles(
+        64 if positions < 2048 else 128, columns, 32, warps=4, stages=3 if columns in (16, 128) else 4
+    )

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sartor.kernels.convolution import Pair, room
-from sartor.kernels.laid import NOWHERE
+from sartor.kernels.laid import NOWHERE, parts_of, power
 
 _NOWHERE = tl.constexpr(NOWHERE)
 
@@ -202,11 +202,7 @@ def spread(
         gradient.new_empty((lanes, samples, *size, last) if laid else 0),
         gradient.new_empty((lanes, samples, channels, *size) if first else 0),
     )
-    columns = power(last, 4, 64)
-    rows = 2048 // columns
-    positions = samples * size[0] * size[1]
-    turns = power(positions // (32 * rows), 1, 8)
-    parts = triton.cdiv(positions, rows * turns)
+    rows, columns, turns, parts = parts_of(samples * size[0] * size[1], channels)
     sums = gradient.new_empty(parts, lanes, channels)
     with torch.cuda.device_of(gradient):
         _spread[(triton.cdiv(last, columns) * lanes * parts,)](
@@ -242,8 +238,3 @@ def add_up(parts: Tensor) -> Tensor:
             parts.contiguous(), result, len(parts), result.numel(), rows, columns
         )
     return result
-
-
-def power(number: int, low: int, high: int) -> int:
-    """The power of two that is not below the number, within these."""
-    return min(high, max(low, triton.next_power_of_2(number)))

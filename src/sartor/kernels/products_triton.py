@@ -23,6 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 
+@triton.jit
+def _parts(numbers):
+    """Numbers as sums of two that tf32 holds: the nearest one and, but for the last digits, what is left."""
+    nearest = (numbers.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    high = nearest.to(tl.float32, bitcast=True)
+    return high, numbers - high
+
+
 @triton.jit(do_not_specialize=["lanes"])
 def _multiply(
     left,  # [lane, ROWS, DEPTH], or [*, DEPTH] where its rows are numbered
@@ -94,7 +102,14 @@ def _multiply(
             place = tl.load(numbers + k, mask=k < DEPTH, other=0)
         lefts = tl.load(left + left_at + (k * LEFT_COLUMN)[None, :], mask=left_there, other=0.0)
         rights = tl.load(right + (place * RIGHT_ROW)[:, None] + right_at, mask=right_there, other=0.0)
-        total = tl.dot(lefts, rights, total, input_precision=PRECISION)
+        if PRECISION == "parts":
+            left_high, left_low = _parts(lefts)
+            right_high, right_low = _parts(rights)
+            total = tl.dot(left_low, right_high, total, input_precision="tf32")
+            total = tl.dot(left_high, right_low, total, input_precision="tf32")
+            total = tl.dot(left_high, right_high, total, input_precision="tf32")
+        else:
+            total = tl.dot(lefts, rights, total, input_precision=PRECISION)
     if PLACED > 0:
         result += lane * PLACED
     else:
@@ -227,7 +242,7 @@ def multiply(
         before = None if before is None else before[:, start:]
     tile_rows, tile_columns, tile_depth, warps = _tiles(rows, columns, depth, right_strides[-2] == 1)
     programs = triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "parts"
     with torch.cuda.device_of(left):
         _multiply[(programs * lanes * parts,)](
             left, right, result, left if numbers is None else numbers,
