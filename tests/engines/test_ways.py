@@ -22,6 +22,16 @@ def net(**settings: Any) -> Task:
     return Task(module, classes=4)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.output = nn.GRU(8, 3, batch_first=True), nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.output(self.cells(x[:, 0])[0][:, -1])
+        return scores
+
+
 @pytest.mark.parametrize(
     ("task", "numbers", "way"),
     [
@@ -31,6 +41,7 @@ def net(**settings: Any) -> Task:
         (net(groups=2), 1 << 22, "together"),
         (net(groups=2), 1 << 24, "measured"),
         (net(groups=2), 1 << 25, "apart"),
+        (Task(Recurrent(), classes=4), 1 << 25, "apart"),
         (net().in_precision("bf16"), 1 << 25, "apart"),
         (net().in_precision("float64"), 1 << 24, "measured"),
     ],

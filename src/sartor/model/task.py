@@ -926,10 +926,10 @@ class Task:
     @property
     def has_kernels(self) -> bool:
         """Whether all layers have kernels for many clients on a GPU, each with weights of its own."""
-        convolutions = [
-            layer for layer in self._module.modules() if isinstance(layer, nn.modules.conv._ConvNd)
-        ]
-        known = all(isinstance(layer, _Conv2d) for layer in convolutions)
+        large = (nn.modules.conv._ConvNd, nn.RNNBase)
+        known = all(
+            isinstance(layer, _Conv2d) for layer in self._module.modules() if isinstance(layer, large)
+        )
         return known and self.dtype == torch.float32 and self.precision != "bf16"
 
     def activations(self, x: Nest) -> int:
