@@ -35,6 +35,7 @@ TOGETHER = (
     "tests/model/test_hugging_face.py",
     "tests/report/test_report_browser.py",
     "tests/runs/test_survival.py",
+    "tests/runs/test_tracking.py",
 )
 """Files whose tests share what takes long to make, so that one worker runs all of them."""
 
@@ -43,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what is marked ``nightly``, whatever else is asked for, unless that is."""
     if "nightly" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("nightly")]
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)
     items.sort(key=_turn)
 

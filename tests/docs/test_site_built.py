@@ -55,6 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_site_is_whole_and_needs_no_network(site: Path) -> None:
     pages = {page: Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
+    there = {str(path): path for path in [site, *site.rglob("*")]}
     assert len(pages) >= len(PAGES)
     for page, found in pages.items():
         for address in found.loaded:
@@ -63,9 +64,9 @@ def test_the_site_is_whole_and_needs_no_network(site: Path) -> None:
             parts = urlsplit(address)
             if parts.scheme or parts.netloc:
                 continue
-            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
-            target = target / "index.html" if target.is_dir() else target
-            assert target.exists(), f"{page.relative_to(site)} links to {address}"
+            target = there.get(os.path.normpath(page.parent / unquote(parts.path))) if parts.path else page
+            target = there.get(f"{target}/index.html", target)
+            assert target in pages or (target and target.is_file()), f"{page.relative_to(site)}: {address}"
             if parts.fragment and target in pages:
                 assert unquote(parts.fragment) in pages[target].places, f"{page.relative_to(site)}: {address}"
         text = page.read_text(encoding="utf-8")

@@ -158,6 +158,11 @@ def test_mlflow_holds_the_settings_and_every_number_of_every_round() -> None:
         assert history == {row["round"]: pytest.approx(numbers(row)[name]) for row in rows}, name
     best = run.data.metrics["best_on_test/shared_local/accuracy"]
     assert best == pytest.approx(result.summary["best_on_test"]["shared_local"]["accuracy"])
+    resume("run", rounds=4)  # which goes on in the same run
+    (run,) = client.search_runs([client.get_experiment_by_name("sartor").experiment_id])
+    steps = [point.step for point in client.get_metric_history(run.info.run_id, ACCURACY)]
+    assert sorted(steps) == [1, 2, 3, 4]
+    assert run.info.status == "FINISHED"
 
 
 @pytest.mark.slow
@@ -170,20 +175,6 @@ def test_mlflow_writes_where_its_variables_say(monkeypatch: pytest.MonkeyPatch) 
     go("mlflow", rounds=1)
     assert MlflowClient(database("other.db")).get_experiment_by_name("hospitals") is not None
     assert not Path("mlflow.db").exists()
-
-
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_in_the_same_mlflow_run() -> None:
-    pytest.importorskip("mlflow")
-    from mlflow import MlflowClient
-
-    go("mlflow", rounds=2)
-    resume("run", rounds=4)
-    client = MlflowClient(database("mlflow.db"))
-    (run,) = client.search_runs([client.get_experiment_by_name("sartor").experiment_id])
-    steps = [point.step for point in client.get_metric_history(run.info.run_id, ACCURACY)]
-    assert sorted(steps) == [1, 2, 3, 4]
-    assert run.info.status == "FINISHED"
 
 
 @pytest.mark.slow
