@@ -19,8 +19,14 @@ aten = torch.ops.aten
 _SAME_MEMORY = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 """Operations that give contiguous tensors another shape; ``expand`` only where there is nothing to expand."""
 
-_MOST_TERMS = 2**28
-"""Multiplications per lane: larger products fill the device by themselves."""
+_MOST_TERMS, _MOST_BY_WEIGHTS = 2**28, 2**30
+"""Multiplications per lane: larger products fill the device by themselves.
+
+Products with a model's weights, whose sums have fewer than ``_MANY`` terms, are served for longer: weights
+lie one after the other, seldom where a library's fast kernels want them.
+"""
+
+_MANY = 1024
 
 _PROGRAMS = 400
 """A product's terms are split among programs until there are about so many; measured on an H200."""
@@ -77,7 +83,8 @@ def _serves(left: Tensor | None, right: Tensor | None) -> bool:
         return False
     if not left.dtype == right.dtype == torch.float32 or 0 in left.shape or 0 in right.shape:
         return False
-    return left.shape[1:].numel() * right.shape[2] <= _MOST_TERMS
+    most = _MOST_BY_WEIGHTS if left.shape[2] < _MANY else _MOST_TERMS
+    return left.shape[1:].numel() * right.shape[2] <= most
 
 
 def _gathered(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
