@@ -279,6 +279,4 @@ def precision() -> str:
 def _convolve_tiles(out: int, positions: int) -> Tiles:
     """Measured on an H200: few positions of a lane leave room for more programs with fewer of them."""
     columns = power(out, 16, 128)
-    return Tiles(
-        64 if positions < 2048 else 128, columns, 32, warps=4, stages=3 if columns in (16, 128) else 4
-    )
+    return Tiles(64 if positions < 2048 else 128, columns, 32, warps=4, stages=3 if columns == 128 else 4)

@@ -25,10 +25,13 @@ from torch import Tensor
 
 @triton.jit
 def _parts(numbers):
-    """Numbers as sums of two that tf32 holds: the nearest one and, but for the last digits, what is left."""
-    nearest = (numbers.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-    high = nearest.to(tl.float32, bitcast=True)
-    return high, numbers - high
+    """Numbers as sums of two that tf32 holds: the nearest one, and the nearest one to what is left.
+
+    Tensor cores leave out the last 13 bits of what they are given: half of their range, added first, rounds.
+    """
+    high = ((numbers.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    low = ((numbers - high).to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+    return high, low
 
 
 @triton.jit(do_not_specialize=["lanes"])
