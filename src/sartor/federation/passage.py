@@ -23,6 +23,7 @@ from sartor.federation.transforms import (
     KNOWN,
     PLACES,
     TURN,
+    Key,
     Transforms,
     inner_function,
     plain_shapes,
@@ -47,6 +48,8 @@ class Passage:
         self._states: dict[str, Tensor] = {}
         self._likes: dict[tuple[Any, ...], dict[str, Tensor]] = {}
         """What one client replies to a function, as zeros; where transforms need it."""
+        self._names: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        """The states that clients keep for such replies."""
         self._seen: dict[str, set[str]] = {place: set() for place in PLACES}
         """The quantities that have passed each place."""
         self._told_of: set[str] = set()
@@ -85,10 +88,11 @@ class Passage:
             shared, after = transforms.down.apply(key, shared, own)
             self._states |= {first + name: value for name, value in after.items()}
             if each:
-                keys = torch.as_tensor(random.fold(key, federation.tensor(numbers)))
-                each = torch.vmap(self._row_down)(keys, each)
-        if transforms.at_clients:
-            shared = {**shared, TURN: federation.tensor(federation.exchange)}
+                drawn = transforms.down.draws
+                keys = random.fold(key, federation.tensor(numbers)) if drawn else 0
+                each = torch.vmap(self._row_down, (0 if drawn else None, 0))(keys, each)
+        if transforms.at_clients:  # filled in there: no number that a device has to be waited for
+            shared = {**shared, TURN: torch.full((), federation.exchange, device=federation.engine.device)}
         return made, shared, each
 
     def _differences(
@@ -121,13 +125,17 @@ class Passage:
 
     def _declare(self, name: str, initial: Tensor) -> None:
         """Give every client a state for transforms, unless it has it."""
-        elsewhere = isinstance(self._federation.engine, Distant)
-        if name not in (self._told_of if elsewhere else self._federation.states):
+        if not self._declared(name):
             self._federation.declare(**{name: initial})
             self._told_of.add(name)
 
-    def _row_down(self, key: Tensor, row: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.transforms.down.apply(key, row, self.transforms.down.initial(row))[0]
+    def _declared(self, name: str) -> bool:
+        """Whether every client has this state."""
+        elsewhere = isinstance(self._federation.engine, Distant)
+        return name in (self._told_of if elsewhere else self._federation.states)
+
+    def _row_down(self, key: Key, row: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.transforms.down.apply(key, row, self.transforms.down.initial(row, alone=True))[0]
 
     def _client_states(
         self,
@@ -149,10 +157,13 @@ class Passage:
             rounds = np.full(1, federation.round, dtype=np.int64)
             work = Work(function, chosen, numbers[:1], rounds, given, first, federation.buffers, keeps=False)
             self._likes[key] = federation.shapes(work)
-        states = transforms.states_for(function, self._likes[key])
-        for name, initial in states.items():
-            self._declare(name, initial)
-        return tuple(states)
+        names = self._names.get(key)
+        if names is None or not all(map(self._declared, names)):  # what is there is not made anew
+            states = transforms.states_for(function, self._likes[key])
+            for name, initial in states.items():
+                self._declare(name, initial)
+            self._names[key] = names = tuple(states)
+        return names
 
     def received(self, call: Call, each: dict[str, Tensor], client: int) -> dict[str, Tensor]:
         """What a client got: of what the server shared with all, and of what was its own.

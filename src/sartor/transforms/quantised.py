@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -126,13 +127,14 @@ class Sign(WithFeedback):
 
     parts = ("signs", "scale")
     sealed = ("scale",)
+    draws = False
 
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[dict[str, Tensor], State]:
         """Signs of value + what was left out; zero counts as positive."""
         wanted = self.wanted(value, state)
         scale, positive = wanted.abs().mean(), wanted >= 0
-        sent = torch.where(positive, scale, -scale)
-        return {"signs": packed(positive, 1), "scale": scale}, self.left(wanted, sent, value)
+        left = self.left(state, wanted, lambda: torch.where(positive, scale, -scale), value)
+        return {"signs": packed(positive, 1), "scale": scale}, left
 
     def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """±scale."""
@@ -149,6 +151,7 @@ class Majority(Transform):
     """
 
     place: str = setting("server", "where it is applied", choices=PLACES[2:])
+    draws: ClassVar[bool] = False
 
     def apply_all(self, key: Key, values: Tensor, state: State) -> tuple[Tensor, State]:
         """sign(Σ_i sign(x_i)) · mean_i(mean |x_i|)."""
