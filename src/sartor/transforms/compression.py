@@ -76,7 +76,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def as_word(key: Key, device: torch.device) -> Tensor:
     """A key as a tensor, which may be sent."""
-    return key if isinstance(key, Tensor) else torch.tensor(key, device=device)
+    return key if isinstance(key, Tensor) else torch.full((), key, dtype=torch.int64, device=device)
 
 
 def bits_for(codes: int) -> int:
