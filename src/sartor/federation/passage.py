@@ -31,6 +31,7 @@ from sartor.federation.transforms import (
     shapes_of,
     zeros_of,
 )
+from sartor.kernels.device import in_a_row, put_rows
 
 if TYPE_CHECKING:
     from sartor.federation.federation import Federation
@@ -113,10 +114,15 @@ class Passage:
                 self._states[FIRST + first + name] = one[name]
                 federation.traffic.down += one[name].nbytes * federation.clients
             self._declare(first + name, self._states[FIRST + first + name])
-        held = {name: value[federation.tensor(numbers)] for name, value in self._known(function).items()}
+        held = {name: self._of(value, numbers) for name, value in self._known(function).items()}
         rows = {name: shared[name] if name in shared else each[name] for name in names}
         each = each | {name: value - held[name] for name, value in rows.items()}
         return without(tuple(names), shared), each, tuple(first + name for name in names)
+
+    def _of(self, held: Tensor, clients: np.ndarray) -> Tensor:
+        """These clients' rows of a table, to be read."""
+        stretch = in_a_row(clients)
+        return held[self._federation.tensor(clients)] if stretch is None else held[stretch]
 
     def _known(self, function: ClientFunction) -> dict[str, Tensor]:
         """What each client has of the arguments of a function, a row each, where differences are sent."""
@@ -222,8 +228,9 @@ class Passage:
         federation, call = self._federation, Call(function, sent.shared)
         places = federation.tensor(np.flatnonzero(np.isin(sent.numbers, clients)))
         rows = {name: value[places] for name, value in sent.each.items()}
-        index = federation.tensor(clients)
-        known = {name: held[index] for name, held in self._known(inner_function(function)).items()}
+        known = {
+            name: self._of(held, clients) for name, held in self._known(inner_function(function)).items()
+        }
         if not rows:
             same = self._got(call, {}, {})
             return {name: value.expand(len(clients), *value.shape) for name, value in same.items()}
@@ -235,9 +242,9 @@ class Passage:
         inner = inner_function(function)
         known = self._known(inner) if len(clients) else {}
         if known:
-            index, received = self._federation.tensor(clients), self._rows(function, clients, sent)
+            received = self._rows(function, clients, sent)
             for name, held in known.items():
-                held.index_copy_(0, index, received[name])  # a table of all clients: not copied for a few
+                put_rows(clients, held, received[name])  # a table of all clients: not copied for a few
 
     def at_server(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
         """Replies after the transforms at the server."""

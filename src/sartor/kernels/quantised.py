@@ -1,8 +1,8 @@
 """Rows of numbers as codes of few bits and back, an operation each; ``transforms/quantised.py`` says which.
 
 A number is divided by its scale, rounded by chance and put into its place of a byte, which takes thirty
-operations one by one, each over all numbers. The kernels are in ``quantised_triton.py``; where there are none,
-transforms do without.
+operations one by one, each over all numbers. The kernels are in ``quantised_triton.py``; where there are
+none, transforms do without.
 """
 
 from __future__ import annotations
