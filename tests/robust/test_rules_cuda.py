@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import sartor.robust  # noqa: F401  # registers its rules
 from sartor.federation.exchange import Replies
 from sartor.federation.reduction import AGGREGATES, Reducer
 
