@@ -36,7 +36,7 @@ MOST_THREADS = 16
 _COMPILED: set[tuple[Any, ...]] = set()
 """Variants, with their device, that were compiled ahead; Triton keeps them as long as the process lives."""
 
-_NOTING = threading.Lock()
+_NOTING = threading.RLock()
 
 
 class Launch(NamedTuple):
@@ -53,11 +53,15 @@ class Launch(NamedTuple):
         kinds = (value if parameter.is_constexpr else _kind(parameter, value) for parameter, value in pairs)
         return self.kernel, *kinds, *sorted(self.options.items())
 
-    def compile(self, device: torch.device) -> None:
-        """Have the kernel compiled and loaded on this device, without launching it."""
+    def compile(self, device: torch.device) -> Any:
+        """The kernel compiled for this device."""
         with torch.cuda.device(device):
-            compiled = self.kernel.run(*self.arguments, grid=(1,), warmup=True, **self.options)
-            _ = compiled.run  # loads it, and compiles what launches it
+            return self.kernel.run(*self.arguments, grid=(1,), warmup=True, **self.options)
+
+    def load(self, device: torch.device) -> None:
+        """Have it compiled and loaded, and what launches it compiled; nobody may launch it meanwhile."""
+        with torch.cuda.device(device):
+            _ = self.compile(device).run
 
 
 def _kind(parameter: Any, value: Any) -> Any:
@@ -89,7 +93,8 @@ class Ahead:
 
     def _begin(self, samples: int) -> None:
         try:
-            compile_all(shuffles(samples, self.device), self.device)
+            for launch in shuffles(samples, self.device):
+                launch.compile(self.device)
         except Exception as error:  # which the first kernel will show
             log.debug("Triton is not made ready: %s", error)
 
@@ -128,7 +133,7 @@ def compile_all(launches: Sequence[Launch], device: torch.device) -> None:
     """Compile all of these at once; one that fails will fail again where it is launched."""
     threads = min(MOST_THREADS, len(launches), os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(launch.compile, device) for launch in launches]:
+        for done in [pool.submit(launch.load, device) for launch in launches]:
             if (error := done.exception()) is not None:
                 log.debug("a kernel is not compiled ahead: %s", error)
 
