@@ -133,7 +133,8 @@ def compile_all(launches: Sequence[Launch], device: torch.device) -> None:
     """Compile all of these at once; one that fails will fail again where it is launched."""
     threads = min(MOST_THREADS, len(launches), os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(launch.load, device) for launch in launches]:
+        # A step ends with its update, which takes longest to compile.
+        for done in [pool.submit(launch.load, device) for launch in reversed(launches)]:
             if (error := done.exception()) is not None:
                 log.debug("a kernel is not compiled ahead: %s", error)
 
