@@ -108,9 +108,10 @@ def _multiply(
         if PRECISION == "parts":
             left_high, left_low = _parts(lefts)
             right_high, right_low = _parts(rights)
-            total = tl.dot(left_low, right_high, total, input_precision="tf32")
-            total = tl.dot(left_high, right_low, total, input_precision="tf32")
-            total = tl.dot(left_high, right_high, total, input_precision="tf32")
+            # A sum of its own, as tensor cores do not round what they add to a larger number.
+            part = tl.dot(left_low, right_high, input_precision="tf32")
+            part = tl.dot(left_high, right_low, part, input_precision="tf32")
+            total += tl.dot(left_high, right_high, part, input_precision="tf32")
         else:
             total = tl.dot(lefts, rights, total, input_precision=PRECISION)
     if PLACED > 0:
