@@ -92,6 +92,10 @@ def _multiply(
     else:
         right += lane * RIGHT_LANE
     right_at = (column * RIGHT_COLUMN)[None, :]
+    at = (row * COLUMNS)[:, None] + column[None, :]
+    there = row_there[:, None] & column_there[None, :]
+    if STEPS:  # early, as the sum takes less time than memory
+        start = tl.load(before + lane * PLACED + at, mask=there, other=0.0)
     total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
     for begin in range(0, SHARE, TILE_DEPTH):
         k = split * SHARE + begin + tl.arange(0, TILE_DEPTH)
@@ -118,8 +122,6 @@ def _multiply(
         result += lane * PLACED
     else:
         result += (split * lanes + lane) * (ROWS * COLUMNS)
-    at = (row * COLUMNS)[:, None] + column[None, :]
-    there = row_there[:, None] & column_there[None, :]
     if BIAS_LANE > 0:
         total += tl.load(bias + lane * BIAS_LANE + column, mask=column_there, other=0.0)[None, :]
     if MASKED:
@@ -131,7 +133,7 @@ def _multiply(
         rate = alpha
         if RATED:
             rate *= tl.load(rates + lane)
-        total = tl.load(before + lane * PLACED + at, mask=there, other=0.0) - rate * total
+        total = start - rate * total
     tl.store(result + at, total, mask=there)
 
 
@@ -269,7 +271,7 @@ def _tiles(rows: int, columns: int, depth: int, along: bool) -> tuple[int, int, 
     tile_rows = _power(rows, 64)
     if along:
         return tile_rows, _power(columns, 64), _power(depth, 32), 2 if tile_rows < 32 else 4
-    return tile_rows, _power(columns, 32), 16 if depth < 256 else 32, 2
+    return tile_rows, _power(columns, 32 if depth < 256 else 64), 16 if depth < 256 else 32, 2
 
 
 def _power(number: int, high: int) -> int:
