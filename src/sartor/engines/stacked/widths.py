@@ -1,6 +1,6 @@
 """A traced step of any number of lanes, by those of two other numbers.
 
-Tracing takes as long as some forty steps, and clients of unlike size are stepped in many widths. The graphs
+Tracing takes as long as some sixteen steps, and clients of unlike size are stepped in many widths. The graphs
 of two of them are alike but for sizes, and a size is a number of its own or grows with the lanes: what it is
 for others follows.
 """
