@@ -3,15 +3,15 @@
 A call of the engine is captured as a whole, once per shape, when a shape comes the second time. Cohorts of
 ragged clients hardly ever have the shape of another, and long calls take long to capture. Those are made of
 pieces that any cohort can use: each part of a client function before, between and after its scans is a
-graph, and so are 1, 4, 16 and 64 steps in a row, whose samples and clients lie in tensors on the device. How
-many steps there are is how often these are replayed. All graphs share one pool of memory.
+graph, and so are 1, 4 and 16 steps in a row, whose samples and clients lie in tensors on the device. How many
+steps there are is how often these are replayed. All graphs share one pool of memory.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +23,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sartor.engines.stacked.trace import Checked
-from sartor.kernels.device import to_device
+from sartor.kernels.device import free_bytes, to_device
 
-STRIDES = (64, 16, 4, 1)
-"""How many steps are captured as one graph."""
+STRIDES = (16, 4, 1)
+"""How many steps are captured as one graph: 16 of the smallest take a GPU longer than a host their replay."""
+
+EARNED = 8
+"""How often a graph of several steps must have been wanted before it is captured.
+
+To capture a step takes as long as to take it without a graph, some milliseconds; a longer graph spares a host
+a few tenths of one. Steps that seldom come many in a row are not worth it.
+"""
 
 MOST_SHAPES = 1024
 """Shapes of calls that are remembered."""
@@ -88,16 +95,22 @@ class Steps:
     def __init__(self, graphs: Graphs, step: Step, given: Any, carry: Any) -> None:
         self._graphs, self._step, self._given, self._carry = graphs, step, given, carry
         self._captured: dict[int, tuple[Any, list[Tensor]]] = {}
+        self._wanted: Counter[int] = Counter()
 
     def run(self, turns: Sequence[Tensor]) -> Any:
         """The carry after so many turns, which the next run will write over."""
         first, left = 0, len(turns[0])
         for stride in STRIDES:
-            for _ in range(left // stride):
+            for _ in range(left // stride if self._earned(stride, left // stride) else 0):
                 self._replay(stride, [turn[first : first + stride] for turn in turns])
                 first += stride
-            left %= stride
+                left -= stride
         return self._carry
+
+    def _earned(self, stride: int, times: int) -> bool:
+        """Whether there is, or should be, a graph of so many steps, which is wanted so many times now."""
+        self._wanted[stride] += times
+        return stride in self._captured or stride == 1 or self._wanted[stride] >= EARNED
 
     def _replay(self, stride: int, turns: list[Tensor]) -> None:
         if stride not in self._captured:
@@ -125,8 +138,10 @@ class Graphs:
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
         self.wanted = wanted and device.type == "cuda"
-        self.captured: OrderedDict[Hashable, Graph | None] = OrderedDict()
-        """Calls by shape, the one used last at the end; None where the shape was met once."""
+        self.captured: OrderedDict[Hashable, Graph] = OrderedDict()
+        """Calls by shape, the one used last at the end."""
+        self._met: OrderedDict[Hashable, None] = OrderedDict()
+        """Shapes that came once."""
         self.parts: dict[Hashable, Part | None] = {}
         self.taken: dict[Hashable, Steps] = {}
         """Steps by what they were traced for."""
@@ -134,6 +149,7 @@ class Graphs:
         """Where what is held lies."""
         self._device = device
         self._pool: Any = None
+        self._side: Any = None
         self._whole = False
 
     @property
@@ -159,14 +175,16 @@ class Graphs:
 
         if not self.wanted:
             return call(inputs())
-        if shape is None or shape not in self.captured:
+        captured = None if shape is None else self.captured.get(shape)
+        if captured is None and (shape is None or shape not in self._met):
             if shape is not None:
-                self.captured[shape] = None
-                self._drop(MOST_SHAPES, lambda entry: entry is None)
+                _put(self._met, shape, None, MOST_SHAPES)
             sent, kept, after, norms = call(inputs())
             return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
-        captured = self.captured[shape] or self._captured_call(shape, call, inputs())
-        self.captured.move_to_end(shape)
+        if captured is None:
+            del self._met[shape]
+            captured = self._captured_call(call, inputs())
+        _put(self.captured, shape, captured, MOST_GRAPHS)
         return captured.replay(numbers, rounds, others)
 
     def part(self, key: Hashable, part: Callable[..., Any], arguments: Any) -> Any:
@@ -206,6 +224,7 @@ class Graphs:
     def forget(self) -> None:
         """Drop all graphs, and give their memory back."""
         self.captured.clear()
+        self._met.clear()
         self.parts.clear()
         self.taken.clear()
         self.places.clear()
@@ -214,9 +233,7 @@ class Graphs:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _captured_call(
-        self, shape: Hashable, call: Callable[[list[Tensor]], Checked], inputs: list[Tensor]
-    ) -> Graph:
+    def _captured_call(self, call: Callable[[list[Tensor]], Checked], inputs: list[Tensor]) -> Graph:
         """Capture a call. Whatever it touched is kept: a graph finds its tensors by address."""
         static = [value.clone() for value in inputs]
         self._whole = True
@@ -225,23 +242,23 @@ class Graphs:
             graph, outputs = self.capture(lambda: call(static))
         finally:
             self._whole = False
-        captured = self.captured[shape] = Graph(graph, static, outputs, call)
-        self._drop(MOST_GRAPHS, lambda entry: entry is not None)
-        return captured
-
-    def _drop(self, most: int, kind: Callable[[Graph | None], bool]) -> None:
-        """Keep at most so many shapes of this kind, those that were used last."""
-        known = [shape for shape, entry in self.captured.items() if kind(entry)]
-        for old in known[: max(0, len(known) - most)]:
-            del self.captured[old]
+        return Graph(graph, static, outputs, call)
 
     def aside(self, work: Callable[[], Any]) -> None:
-        """Do something on a stream of its own, as what will be captured must have been done once."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        """Do something beside what else is done, as what will be captured must have been done once."""
+        with self._beside():
             work()
-        torch.cuda.current_stream().wait_stream(side)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """A stream of one's own, always the same: what one capture no longer needs serves the next."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        main = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            yield
+        main.wait_stream(self._side)
 
     def capture(self, work: Callable[[], Any], into: Sequence[Tensor] = ()) -> tuple[Any, Any]:
         """A graph of what is done, and the tensors that it gives: each replay writes them anew.
@@ -251,20 +268,28 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings(), _no_collection():
+        self._make_room()
+        with warnings.catch_warnings(), _no_collection(), self._beside():
             # A function may have nothing to do before its first scan.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            with torch.cuda.graph(graph, pool=self._pool):
+            graph.capture_begin(pool=self._pool)
+            try:
                 given = work()
                 if into:
                     _copy(into, tree_leaves(given))
+            finally:
+                graph.capture_end()
         return graph, given
+
+    def _make_room(self) -> None:
+        """Give back memory that lies idle, if it is most of what is free: a capture gets none of it."""
+        if 2 * torch.cuda.mem_get_info(self._device)[0] < free_bytes(self._device):
+            torch.cuda.empty_cache()
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Keep the garbage collector away: a graph of an earlier federation that it frees ends a capture."""
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -272,6 +297,14 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _put(entries: OrderedDict[Hashable, Any], key: Hashable, entry: Any, most: int) -> None:
+    """Have an entry as the last of at most so many; those unused for longest go."""
+    entries[key] = entry
+    entries.move_to_end(key)
+    while len(entries) > most:
+        entries.popitem(last=False)
 
 
 def _cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:
