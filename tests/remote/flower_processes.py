@@ -2,7 +2,7 @@
 
 Importing takes longer than training here, so one process, the stem, imports everything and every other is
 forked from it: a process of its own all the same, in a session of its own. Run as a script this is the stem,
-or, for shells, ``sartor`` or ``torchrun``.
+or, for shells, ``sartor``, ``torchrun`` or a program of Flower's.
 """
 
 from __future__ import annotations
@@ -41,6 +41,15 @@ EVERYTHING = (
     *("sartor.runs.resume", "typer.main"),
 )
 """What runs, servers and nodes import sooner or later."""
+FLOWER = {
+    "flower-superlink": "flwr.superlink.cli:flower_superlink",
+    "flower-supernode": "flwr.supernode.cli:flower_supernode",
+    "flower-superexec": "flwr.supercore.cli:flower_superexec",
+    "flwr-serverapp": "flwr.superlink.cli:flwr_serverapp",
+    "flwr-clientapp": "flwr.supernode.cli:flwr_clientapp",
+    "flwr": "flwr.cli.app:app",
+}
+"""Programs of Flower's, which start each other by name, and what each of them calls."""
 
 
 class Child:
@@ -111,7 +120,7 @@ class Nursery:
 
 
 def program(folder: Path, name: str = "sartor") -> Path:
-    """``sartor`` or ``torchrun`` for a shell, as an executable file in a folder."""
+    """``sartor``, ``torchrun`` or one of ``FLOWER`` for a shell, as an executable file in a folder."""
     file = folder / name
     words = (sys.executable, "-SE", __file__, name, _stem())
     file.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
@@ -291,6 +300,10 @@ def _run(told: Mapping[str, Any], files: Sequence[int]) -> int:
 
             sys.argv = ["sartor", *words]
             main()
+        elif script in FLOWER:
+            sys.argv = [script, *words]
+            module, function = FLOWER[script].split(":")
+            sys.exit(getattr(importlib.import_module(module), function)())
         else:
             importlib.import_module(script).main(words)
     except SystemExit as end:
