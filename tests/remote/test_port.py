@@ -25,8 +25,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 
 from sartor.remote import flower
-from sartor.remote.flower import FleetLink, SuperLink
+from sartor.remote.flower import FleetLink, Lost, SuperLink
 from sartor.remote.flower_content import RECORD, SMALL, TENSORS, from_content, to_content
+from sartor.remote.messages import encode
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,22 @@ def test_a_signature_serves_for_a_while_and_no_longer(
         assert flower._signature_fault(headers, None) == fault, apart
     headers[b"flwr-timestamp"] = now.isoformat().encode()  # another time than was signed
     assert flower._signature_fault(headers, None) == 401
+
+
+def test_no_other_run_than_the_servers_own_goes_on(link: SuperLink) -> None:
+    """Flower looks up whether a run does; of its own the server knows."""
+    assert link._state.get_run_status({link._run})[link._run].status == "running"
+    assert link._state.get_run_status({link._run + 1}) == {}
+    node = FleetLink(f"127.0.0.1:{link.port}", key(), insecure=True)
+    node.connect()
+    message = link.send(node.known, encode({"n": 1}), 30, 0)
+    request = node.receive()
+    assert request is not None
+    request.message.metadata.__dict__["_run_id"] = link._run + 1
+    with pytest.raises(Lost, match="500"):
+        node.reply(request, encode({"n": 2}))
+    assert link.poll(message) is None
+    node.close()
 
 
 def test_small_parts_travel_together_and_large_ones_by_themselves() -> None:

