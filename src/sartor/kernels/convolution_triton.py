@@ -26,7 +26,7 @@ from sartor.kernels.laid_triton import biases, larger, precision, store
 from sartor.kernels.moves_triton import add_up, along, border, lay
 
 
-@triton.jit(do_not_specialize=["zero"])
+@triton.jit(do_not_specialize=["lanes", "zero"])
 def _correlate(
     image,  # [lane, sample, CHANNELS, HEIGHT, WIDTH], with its border
     gradient,  # [lane, sample, OUT, OUT_HEIGHT, OUT_WIDTH]

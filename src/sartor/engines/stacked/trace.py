@@ -44,10 +44,12 @@ from sartor.federation.exchange import (
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels import attention, descent, fused, layouts, likelihood, pooling, products, rectified
+from sartor.kernels.ahead import Ahead
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
 from sartor.nests import Nest
+from sartor.random import FEW
 
 Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 """What a function gives, one row per client: replies, new states and, if it trained, buffers."""
@@ -149,6 +151,8 @@ class Tracer:
         self.task, self.settings, self.most, self.norms = task, settings, most, norms
         self.device = torch.device(settings.device)
         self.apart = settings.way == "apart"
+        self.ahead = Ahead(self.device, wanted=not settings.compile)
+        self.ahead.begin(min(most.get("train", 0), FEW))
 
     def advance(
         self, program: Program, fixed: Fixed, rows: Rows, memo: list[Any]
@@ -233,6 +237,8 @@ class Tracer:
             counted = like if key[1] > 1 and len(traced) < 2 else [key]
             if sum(program.taken[kind] for kind in counted) <= UNTRACED:
                 return self._as_it_stands(program, step, arguments)
+        if all(kind[0] != key[0] for kind in program.steps):  # steps of other widths have the same kernels
+            self.ahead.step(lambda: step(*arguments))
         inputs, spec = tree_flatten(arguments)
         program.steps[key] = self._traced(program, step, inputs, spec)
         return program.steps[key](inputs)
@@ -258,6 +264,8 @@ class Tracer:
         result = self._as_it_stands(program, step, arguments)
         one, other = (program.steps[kind] for kind in known)
         graph = of_width((known[0][1], one.graph), (known[1][1], other.graph), key[1])
+        if graph is not None:
+            self.ahead.graph(graph, tree_leaves(arguments))
         carry = None if self.device.type == "cpu" else tree_leaves(arguments[3])
         if graph is not None and _gives(graph, tree_leaves(arguments), tree_leaves(result), carry):
             program.steps[key] = replace(one, run=_plain(graph), graph=graph)
@@ -365,6 +373,7 @@ class Tracer:
         if self.device.type == "cpu" and not self.settings.compile:
             quicken(graph)
         graph.recompile()
+        self.ahead.graph(graph, inputs)
         run = self._compiled(graph) if self.settings.compile else _plain(graph)
         return Traced(run, result_spec[0], reads, graph)
 
