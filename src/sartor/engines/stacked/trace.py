@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -200,10 +201,12 @@ class Tracer:
     ) -> Any:
         """The carry of every lane after some turns in which it keeps its client.
 
-        The lanes take their steps together, or apart: one after the other, and side by side in a graph.
+        Turns are samples, how many are real and, where anything is drawn, keys. The lanes take their steps
+        together, or apart: one after the other, and side by side in a graph.
         """
         step = self._step_of(program, batches, plan)
         program.lanes = plan.shape.lanes
+        turns = [*turns, turns[-1]][:3]  # a key that is not read
 
         def taken(given: tuple[Any, ...], carry: Any, turns: Sequence[Tensor]) -> Any:
             every = list(zip(*turns, strict=True))
@@ -276,8 +279,7 @@ class Tracer:
     def some(self, program: Program, key: Kind, fixed: Fixed, every: Any, rows: Tensor) -> Any:
         """These rows of what there is for every client; of what a step does not read, any so many."""
         leaves, spec = tree_flatten(every)
-        traced, skipped = program.steps.get(key), len(tree_leaves(fixed))
-        reads = [True] * len(leaves) if traced is None else traced.reads[skipped:]
+        reads = self.reads(program, key, fixed)
         return tree_unflatten(
             [
                 leaf.index_select(0, rows) if read else leaf[: len(rows)]
@@ -285,6 +287,11 @@ class Tracer:
             ],
             spec,
         )
+
+    def reads(self, program: Program, key: Kind, fixed: Fixed) -> Iterable[bool]:
+        """Which leaves of what there is for every client a step reads: all, as long as that is not known."""
+        traced = program.steps.get(key)
+        return repeat(True) if traced is None else traced.reads[len(tree_leaves(fixed)) :]
 
     def draws(self, batches: Batches) -> bool:
         """Whether anything is drawn for a step of such a scan, by a key of its own."""
