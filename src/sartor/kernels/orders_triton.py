@@ -17,7 +17,7 @@ from torch import Tensor
 
 MOST = 128
 """Rows that one program holds."""
-NUMBERS = 4096
+NUMBERS = 2048
 """Numbers that it holds, of all rows."""
 EPSILON = tl.constexpr(1e-6)
 """Weights that add up to a half within this are taken to do so exactly."""

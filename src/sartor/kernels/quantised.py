@@ -38,6 +38,8 @@ def restored(codes: Tensor, scale: Tensor, size: int, most: int, block: int, bit
     """The numbers [L, size] of which these are the codes; with ``most`` 0 the scale with a sign."""
     from sartor.kernels import quantised_triton
 
+    if codes.shape[1] != -(-size * min(bits, 8) // 8) or scale.shape[1] != -(-size // block):
+        raise ValueError(f"no codes and scales of {size} numbers: {list(codes.shape)}, {list(scale.shape)}")
     result: Tensor = quantised_triton.restored(codes, scale, size, most, block, bits)
     return result
 

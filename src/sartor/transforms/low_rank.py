@@ -96,10 +96,10 @@ class LowRank(WithFeedback):
             "right": _joined(rights, wanted).to(value.dtype),
             "rest": self._rest(wanted, matrices).to(value.dtype),
         }
-        left = self.left(state, wanted, lambda: self.receive(told, value).to(wanted.dtype).flatten(), value)
+        kept = self.left(state, wanted, lambda: self.receive(told, value).to(wanted.dtype).flatten(), value)
         both = zip(rights, starts, strict=True)
         nexts = [torch.where(right.norm(dim=0) > 0, right, start) for right, start in both]
-        return told, {**left, "right": _joined(nexts, wanted)}
+        return told, {**kept, "right": _joined(nexts, wanted)}
 
     def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """P Qᵀ in the place of every matrix."""

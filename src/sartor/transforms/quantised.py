@@ -90,7 +90,7 @@ class Quantised(Compressor):
         size, scale = like.numel(), parts["scale"]
         if by_kernel(scale):
             rows = parts["codes"][None], scale.view(1, -1)
-            values = restored(*rows, size, self.most, self.sharing(size), self.bits)
+            values: Tensor = restored(*rows, size, self.most, self.sharing(size), self.bits)
         else:
             codes = unpacked(parts["codes"], self.bits, size) - self.most
             values = codes.to(scale.dtype) * self.spread(scale, size) / self.most
@@ -175,7 +175,7 @@ class Sign(WithFeedback):
         """±scale."""
         size, scale = like.numel(), parts["scale"]
         if by_kernel(scale):
-            values = restored(parts["signs"][None], scale.view(1, 1), size, 0, size, 1)
+            values: Tensor = restored(parts["signs"][None], scale.view(1, 1), size, 0, size, 1)
         else:
             values = torch.where(unpacked(parts["signs"], 1, size) > 0, scale, -scale)
         return values.to(like.dtype).view(like.shape)
