@@ -15,15 +15,16 @@ from __future__ import annotations
 import hashlib
 import math
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sartor.kernels.gpu import HAS_TRITON
 
 Word: TypeAlias = Any
-"""A 64-bit word: a Python integer or a tensor of them. Both wrap in the same way."""
+"""A 64-bit word: a Python integer, or a tensor or an array of them. All wrap in the same way."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -87,6 +88,18 @@ def stream(seed: int | Tensor, purpose: str, *values: int | Tensor) -> int | Ten
     for value in values:
         key = fold(key, value)
     return key
+
+
+def keys(seed: int | np.ndarray, purpose: str, rounds: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """What :func:`stream` gives for clients in their rounds, on the host: a key each.
+
+    >>> found = keys(0, "batch", np.array([3, 3]), np.array([0, 7]))
+    >>> found.tolist() == [stream(0, "batch", 3, 0), stream(0, "batch", 3, 7)]
+    True
+    """
+    same = len(set(rounds.tolist())) == 1  # as a rule, and one number is folded faster than many
+    folded: Word = fold(stream(cast(Any, seed), purpose), cast(Any, int(rounds[0]) if same else rounds))
+    return np.asarray(fold(folded, cast(Any, numbers)))
 
 
 def words(key: int | Tensor, index: Tensor) -> Tensor:

@@ -214,20 +214,12 @@ class LoopEngine(LocalEngine):
         turns = torch.arange(shape.steps, device=self.device)
         places = torch.arange(shape.places, device=self.device)
         rows = torch.zeros_like(turns)
-        table, real = scan_table(
-            batches,
-            random.stream(seed, batches.stream),
-            shape.width,
-            places,
-            client.round,
-            torch.tensor([place], device=self.device),
-            start,
-            size,
-            rows,
-            turns,
-            client.number[None],
-        )
-        keys: Any = repeat(0, shape.steps)
+        keys: Any = None
+        if batches.shuffled:
+            keys = random.stream(seed, batches.stream, client.round, client.number[None])
+        number = torch.tensor([place], device=self.device)
+        table, real = scan_table(batches, keys, shape.width, places, number, start, size, rows, turns)
+        keys = repeat(0, shape.steps)
         if self.task.draws or batches.augmented or batches.anew:
             keys = random.stream(seed, "layers", client.round, client.number, turns)
         for index, count, key in zip(table, real.tolist(), keys, strict=True):

@@ -39,20 +39,20 @@ class Samples:
         self.x, self.y = nests.mapped(lambda leaf: leaf.to(device), (split.x, split.y))
         self.weight = None if split.weight is None else split.weight.to(device)
         self.counts = np.array(split.count, dtype=np.int64)
-        self._starts = np.array(split.start, dtype=np.int64)
-        self.start, self.count = (torch.from_numpy(of).to(device) for of in (self._starts, self.counts))
+        self.starts = np.array(split.start, dtype=np.int64)
+        self.start, self.count = (torch.from_numpy(of).to(device) for of in (self.starts, self.counts))
         self._asked: set[int] = set()
         self._laid_out: dict[tuple[int, bytes], tuple[Nest, Nest]] = {}
 
     def common(self, numbers: np.ndarray) -> bool:
         """Whether several clients have the very same samples, as of the pooled test data."""
-        starts, counts = self._starts[numbers], self.counts[numbers]
+        starts, counts = self.starts[numbers], self.counts[numbers]
         return len(numbers) > 1 and bool((starts == starts[0]).all() and (counts == counts[0]).all())
 
     def in_a_row(self, numbers: np.ndarray, each: int) -> int | None:
         """Where the samples of these clients begin, if they have so many each, one client after the other."""
-        first = int(self._starts[numbers[0]])
-        there = self._starts[numbers] == first + each * np.arange(len(numbers))
+        first = int(self.starts[numbers[0]])
+        there = self.starts[numbers] == first + each * np.arange(len(numbers))
         return first if (there & (self.counts[numbers] == each)).all() else None
 
     def laid_out(self, numbers: np.ndarray, width: int) -> tuple[Nest, Nest] | None:
@@ -72,7 +72,7 @@ class Samples:
             self._asked = {*self._asked, hash(key)} if len(self._asked) < MOST_ASKED else {hash(key)}
             return None
         place, counts = np.arange(width), self.counts[numbers, None]
-        index = np.where(counts > 0, self._starts[numbers, None] + np.where(place < counts, place, 0), 0)
+        index = np.where(counts > 0, self.starts[numbers, None] + np.where(place < counts, place, 0), 0)
         there = to_device(index.reshape(-1), self.start.device)
         self._laid_out = {key: _both(nests.rows((self.x, self.targets), there))}
         return self._laid_out[key]
@@ -143,9 +143,8 @@ class LazySamples(Samples):
             fetched = nests.joined([self._split.of(number) for number in numbers.tolist()])
             for window, part in zip(nests.leaves((self.x, self.y)), nests.leaves(fetched), strict=True):
                 window[:total] = to_device(part.numpy(), window.device)
-        self.start[to_device(numbers, self.start.device)] = to_device(
-            np.cumsum(counts) - counts, self.start.device
-        )
+        self.starts[numbers] = np.cumsum(counts) - counts
+        self.start[to_device(numbers, self.start.device)] = to_device(self.starts[numbers], self.start.device)
         self._held = numbers
         return grown
 

@@ -75,12 +75,14 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One scan over one chunk of clients.
+    """One scan over one chunk of clients with so many samples.
 
     ``rows`` and ``turns`` say whose turn it is and its which step, lane by lane, one step after the other;
     None where every lane keeps its client.
     """
 
+    batches: Batches
+    sizes: np.ndarray
     shape: Shape
     rows: np.ndarray | None
     turns: np.ndarray | None
@@ -91,13 +93,17 @@ class Plan:
 
     @cached_property
     def table(self) -> np.ndarray | None:
-        """Rows and turns in one array; before them the order of clients, and each one's place in it."""
+        """What is known of every turn: rows, turns, and what :func:`turn_table` gives, a row each."""
         if self.rows is None or self.turns is None:
             return None
-        table = np.stack([self.rows, self.turns])
-        if self.order is None:
-            return table
-        return np.concatenate([np.stack([self.order, np.argsort(self.order)]), table], axis=1)
+        sizes, rows, turns = (torch.from_numpy(part) for part in (self.sizes, self.rows, self.turns))
+        places, real = turn_table(self.batches, sizes, rows, turns, self.shape.width, self.shape.places)
+        return np.stack([self.rows, self.turns, places.numpy(), real.numpy()])
+
+    @cached_property
+    def lanes(self) -> np.ndarray | None:
+        """The order of clients, and each one's place in it."""
+        return None if self.order is None else np.stack([self.order, np.argsort(self.order)])
 
 
 @dataclass(frozen=True)
@@ -185,15 +191,17 @@ def plan(
         if lanes == clients and counts.min(initial=longest) == longest:
             full, together = expected.alike and expected.most % width == 0, common and not batches.shuffled
             shape = Shape(clients, longest, width, places, False, full, together)
-            return Plan(shape, None, None, (Stretch(longest, clients, width),))
+            stretch = Stretch(longest, clients, width)
+            return Plan(batches, sizes, shape, None, None, (stretch,))
         if own:
             shape = Shape(clients, longest, width, places, packed=True, full=False)
-            return _in_order(shape, counts, FEW_WIDTHS if rounded else WIDTHS)
+            grain = FEW_WIDTHS if rounded else WIDTHS
+            return Plan(batches, sizes, shape, *_in_order(shape, counts, grain))
     rows, turns = pack(counts, lanes)
     widths = narrowed(rows < clients) if narrows else np.full(len(rows), lanes)
     kept = np.arange(lanes) < widths[:, None]
     shape = Shape(lanes, len(rows), width, places, packed=True, full=False)
-    return Plan(shape, rows[kept], turns[kept], stretches(rows, widths, width))
+    return Plan(batches, sizes, shape, rows[kept], turns[kept], stretches(rows, widths, width))
 
 
 def exactly(
@@ -224,23 +232,24 @@ def exactly(
         taken[who] += steps
     shape = Shape(clients, sum(part.steps for part in parts), width, places, packed=True, full=True)
     whose, which = (np.concatenate([np.zeros(0, dtype=np.int64), *tables]) for tables in (rows, turns))
-    return Plan(shape, whose, which, tuple(parts))
+    return Plan(batches, sizes, shape, whose, which, tuple(parts))
 
 
-def _in_order(shape: Shape, counts: np.ndarray, grain: int) -> Plan:
-    """A plan by which every client has a lane, those with most steps first."""
-    order = np.argsort(-counts, kind="stable")
-    found, rows, turns, begin = [], [], [], 0
-    for end in np.unique(counts[counts > 0]).tolist():
-        busy, left = int((counts >= end).sum()), int((counts > end).sum())
-        stretch = Stretch(end - begin, min(shape.lanes, bucket(busy, grain)), shape.width, busy, left)
-        whose = np.where(np.arange(stretch.lanes) < busy, order[: stretch.lanes], len(counts))
-        rows.append(np.tile(whose, stretch.steps))
-        turns.append(np.repeat(np.arange(begin, end), stretch.lanes))
-        found.append(stretch)
-        begin = end
-    empty = [np.zeros(0, dtype=np.int64)]
-    return Plan(shape, np.concatenate(rows or empty), np.concatenate(turns or empty), tuple(found), order)
+def _in_order(
+    shape: Shape, counts: np.ndarray, grain: int
+) -> tuple[np.ndarray, np.ndarray, tuple[Stretch, ...], np.ndarray]:
+    """Rows, turns, stretches and the order where every client has a lane, those with most steps first."""
+    order, rising = np.argsort(-counts, kind="stable"), np.sort(counts)
+    ends = np.unique(counts[counts > 0])
+    steps = np.diff(ends, prepend=0)
+    busy, left = (len(counts) - np.searchsorted(rising, ends, side) for side in ("left", "right"))
+    lanes = [min(shape.lanes, bucket(number, grain)) for number in busy.tolist()]
+    found = zip(steps.tolist(), lanes, itertools.repeat(shape.width), busy.tolist(), left.tolist())
+    wide = np.repeat(np.array(lanes, dtype=np.int64), steps)
+    turns = np.repeat(np.arange(len(wide)), wide)
+    lane = np.arange(len(turns)) - np.repeat(np.cumsum(wide) - wide, wide)
+    rows = np.where(lane < np.repeat(busy, steps)[turns], order[lane], len(counts))
+    return rows, turns, tuple(itertools.starmap(Stretch, found)), order
 
 
 def narrowed(busy: np.ndarray) -> np.ndarray:
@@ -289,59 +298,71 @@ def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
     return rows, turns
 
 
-def sample_order(
-    batches: Batches, key: int | Tensor, round: Tensor, numbers: Tensor, sizes: Tensor, places: Tensor
-) -> Tensor:
+def sample_order(batches: Batches, keys: Tensor | None, sizes: Tensor, places: Tensor) -> Tensor:
     """Every client's samples in the order a scan visits them, [clients, places].
 
-    ``places`` counts 0, 1, 2, …
+    ``places`` counts 0, 1, 2, …; shuffled ones have a key for every client.
     """
-    if batches.shuffled:
-        keys = random.fold(random.fold(key, round), numbers)
-        assert isinstance(keys, Tensor)
+    if keys is not None:
         return random.shuffled(keys, sizes, places)
     return places[None, :] % sizes[:, None].clamp(min=1)
+
+
+def turn_table(
+    batches: Batches, sizes: Tensor, rows: Tensor, turns: Tensor, width: int, places: int
+) -> tuple[Tensor, Tensor]:
+    """Where in an order of [clients, places] the samples of each turn begin, and how many are real.
+
+    A spare row uses none.
+    """
+    client = rows.clamp(max=len(sizes) - 1)
+    size = sizes[client]
+    in_turn = batches.in_turn(size, width).clamp(min=1)
+    offset = (turns % in_turn) * width
+    real = torch.where(rows < len(sizes), (size - offset).clamp(min=0, max=width), 0)
+    return client * places + (turns // in_turn) * size + offset, real
+
+
+def samples_at(order: Tensor, begin: Tensor, real: Tensor, start: Tensor, width: int) -> Tensor:
+    """Which samples each turn uses, [..., width], by what :func:`turn_table` gives and each turn's start.
+
+    Where no sample is real the client may have none, and ``start`` must be that of some sample.
+    """
+    column = torch.arange(width, device=order.device)
+    sample = order.view(-1)[(begin[..., None] + column).clamp(max=order.numel() - 1)]
+    return start[..., None] + torch.where(column < real[..., None], sample, 0)
 
 
 def sample_table(
     batches: Batches, order: Tensor, start: Tensor, sizes: Tensor, rows: Tensor, turns: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Which samples each turn uses, [..., width], and how many of them are real, [...].
-
-    A spare row uses none.
-    """
-    clients, places = order.shape
-    client = rows.clamp(max=clients - 1)
-    size = sizes[client]
-    in_turn = batches.in_turn(size, width).clamp(min=1)
-    offset = (turns % in_turn) * width
-    first = (turns // in_turn) * size + offset
-    real = torch.where(rows < clients, (size - offset).clamp(min=0, max=width), 0)
-    place = (first[..., None] + torch.arange(width, device=order.device)).clamp(max=places - 1)
-    sample = order.view(-1)[client[..., None] * places + place]
-    inside = torch.arange(width, device=order.device) < real[..., None]
-    # Where no sample is real the client may have none, and its place may lie behind the last sample of all.
-    first = torch.where(real > 0, start[client], 0)
-    return first[..., None] + torch.where(inside, sample, 0), real
+    """Which samples each turn uses, [..., width], and how many of them are real, [...]."""
+    begin, real = turn_table(batches, sizes, rows, turns, width, order.shape[1])
+    first = torch.where(real > 0, start[rows.clamp(max=len(sizes) - 1)], 0)
+    return samples_at(order, begin, real, first, width), real
 
 
 def scan_table(
     batches: Batches,
-    key: int | Tensor,
+    keys: Tensor | None,
     width: int,
     places: Tensor,
-    round: Tensor,
     numbers: Tensor,
     start: Tensor,
     sizes: Tensor,
     rows: Tensor,
     turns: Tensor,
-    own: Tensor | None = None,
+    full: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The samples of every turn of a scan and how many are real.
 
-    ``start`` holds all clients, ``sizes`` these ones. Where runs share the samples' tables, a client's
-    randomness is keyed by its ``own`` number in its run.
+    ``start`` holds all clients, ``sizes`` and ``keys`` these ones. ``full``: every client has its lane, and
+    so many samples that all batches are full.
     """
-    order = sample_order(batches, key, round, numbers if own is None else own, sizes, places)
+    order = sample_order(batches, keys, sizes, places)
+    if full and not batches.anew:  # batch after batch, as the order has them
+        steps, clients = turns.shape
+        index = start[numbers, None] + order[:, : steps * width]
+        index = index.view(clients, steps, width).transpose(0, 1).contiguous()
+        return index, torch.full_like(turns, width)
     return sample_table(batches, order, start[numbers], sizes, rows, turns, width)

@@ -3,16 +3,16 @@
 A call of the engine is captured as a whole, once per shape, when a shape comes the second time. Cohorts of
 ragged clients hardly ever have the shape of another, and long calls take long to capture. Those are made of
 pieces that any cohort can use: each part of a client function before, between and after its scans is a
-graph, and so are 1, 4, 16 and 64 steps in a row, whose samples and clients lie in tensors on the device. How
-many steps there are is how often these are replayed. All graphs share one pool of memory.
+graph, and so are 1, 4 and 16 steps in a row, whose samples and clients lie in tensors on the device. How many
+steps there are is how often these are replayed. All graphs share one pool of memory.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sartor.engines.stacked.trace import Checked
-from sartor.kernels.device import to_device
+from sartor.kernels.device import free_bytes, to_device
 
-STRIDES = (64, 16, 4, 1)
-"""How many steps are captured as one graph."""
+STRIDES = (16, 4, 1)
+"""How many steps are captured as one graph: 16 of the smallest take a GPU longer than a host their replay."""
+
+EARNED = 8
+"""How often a graph of several steps must have been wanted before it is captured.
+
+To capture a step takes as long as to take it without a graph, some milliseconds; a longer graph spares a host
+a few tenths of one. Steps that seldom come many in a row are not worth it.
+"""
 
 MOST_SHAPES = 1024
 """Shapes of calls that are remembered."""
@@ -43,21 +50,13 @@ class Graph:
     inputs: list[Tensor]
     outputs: Checked
     keep: Any
-    numbers: Tensor | None = None
-    """The client numbers it holds: such a tensor never changes, and is not copied twice."""
 
-    def replay(self, numbers: Tensor, rounds: np.ndarray, others: list[Tensor]) -> Checked:
+    def replay(self, numbers: np.ndarray, others: list[Tensor]) -> Checked:
         """Put the inputs where the graph reads them, and make the call again."""
-        to_numbers, to_rounds, *rest = self.inputs
-        if numbers is not self.numbers:
-            to_numbers.copy_(numbers)
-            self.numbers = numbers
-        if len(set(rounds.tolist())) == 1:  # one number, as a rule, which travels faster than an array
-            to_rounds.fill_(int(rounds[0]))
-        else:
-            to_rounds.copy_(to_device(rounds, to_rounds.device))
-        for static, value in zip(rest, others, strict=True):
-            static.copy_(value, non_blocking=True)
+        to_numbers, *rest = self.inputs
+        there = torch.from_numpy(numbers)
+        to_numbers.copy_(there.pin_memory() if to_numbers.is_cuda else there, non_blocking=True)
+        _copy(rest, others)
         self.graph.replay()
         sent, kept, after, norms = self.outputs
         return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
@@ -78,42 +77,81 @@ class Part:
         return self.outputs
 
 
-class Steps:
-    """A step of every lane, captured several times in a row.
+class Held:
+    """What steps read, and what they change, where graphs find it."""
 
-    What it reads stays where it is: arguments and the carry, which are :meth:`~Graphs.held`, and the samples
-    of as many turns as a graph has steps.
+    def __init__(self, given: Any, carry: Any) -> None:
+        fixed, rows, memo = given
+        self._data = fixed.data
+        common, self._common_form = tree_flatten(fixed._replace(data={}))
+        own, self._own_form = tree_flatten((rows, memo, carry))
+        self._common, self._own = [leaf.clone() for leaf in common], [leaf.clone() for leaf in own]
+        self.carry = self._own[len(own) - len(tree_leaves(carry)) :]
+
+    def take(self, given: Any, carry: Any, order: Tensor | None = None, reads: Iterable[bool] = ()) -> None:
+        """Copy here what is given; in another order, what is read of it."""
+        fixed, rows, memo = given
+        _copy(self._common, tree_leaves(fixed._replace(data={})))
+        own = tree_leaves((rows, memo, carry))
+        if order is None:
+            _copy(self._own, own)
+            return
+        changed = len(own) - len(self.carry)
+        for number, (place, leaf, read) in enumerate(zip(self._own, own, reads, strict=False)):
+            if read or number >= changed:
+                torch.index_select(leaf, 0, order, out=place)
+
+    def first(self, lanes: int) -> tuple[Any, Any]:
+        """What is given to these lanes, and what they change."""
+        fixed = tree_unflatten(self._common, self._common_form)
+        rows, memo, carry = tree_unflatten([leaf[:lanes] for leaf in self._own], self._own_form)
+        return (fixed._replace(data=self._data), rows, memo), carry
+
+
+class Steps:
+    """A step of so many lanes, captured several times in a row.
+
+    What it reads stays where it is: what is :class:`Held`, and the samples of as many turns as a graph has
+    steps.
     """
 
-    def __init__(self, graphs: Graphs, step: Step, given: Any, carry: Any) -> None:
-        self._graphs, self._step, self._given, self._carry = graphs, step, given, carry
+    def __init__(self, graphs: Graphs, step: Step, held: Held, lanes: int) -> None:
+        self._graphs, self._step, self._lanes = graphs, step, lanes
+        self._given, self._carry = held.first(lanes)
         self._captured: dict[int, tuple[Any, list[Tensor]]] = {}
+        self._wanted: Counter[int] = Counter()
 
-    def run(self, turns: Sequence[Tensor]) -> Any:
-        """The carry after so many turns, which the next run will write over."""
-        first, left = 0, len(turns[0])
+    def run(self, turns: Sequence[Tensor], begin: int, left: int) -> None:
+        """Take so many steps, from where their turns begin: a row for each lane, step after step."""
         for stride in STRIDES:
-            for _ in range(left // stride):
-                self._replay(stride, [turn[first : first + stride] for turn in turns])
-                first += stride
-            left %= stride
-        return self._carry
+            for _ in range(left // stride if self._earned(stride, left // stride) else 0):
+                end = begin + stride * self._lanes
+                self._replay(stride, [turn[begin:end] for turn in turns])
+                begin = end
+                left -= stride
+
+    def _earned(self, stride: int, times: int) -> bool:
+        """Whether there is, or should be, a graph of so many steps, which is wanted so many times now."""
+        self._wanted[stride] += times
+        return stride in self._captured or stride == 1 or self._wanted[stride] >= EARNED
 
     def _replay(self, stride: int, turns: list[Tensor]) -> None:
         if stride not in self._captured:
-            self._captured[stride] = self._capture([turn.clone() for turn in turns])
+            self._captured[stride] = self._capture(stride, [turn.clone() for turn in turns])
         graph, places = self._captured[stride]
         _copy(places, turns)
         graph.replay()
 
-    def _capture(self, turns: list[Tensor]) -> tuple[Any, list[Tensor]]:
+    def _capture(self, stride: int, places: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        turns = [place.view(stride, self._lanes, *place.shape[1:]) for place in places]
+
         def take(turns: list[Tensor]) -> Any:
             return self._step(self._given, self._carry, turns)
 
         if not self._captured:  # whatever a first step brings with it, as a kernel that is compiled
             self._graphs.aside(lambda: take([turn[:1] for turn in turns]))
         graph, _ = self._graphs.capture(lambda: take(turns), into=tree_leaves(self._carry))
-        return graph, turns
+        return graph, places
 
 
 Step = Callable[[Any, Any, Sequence[Tensor]], Any]
@@ -125,15 +163,18 @@ class Graphs:
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
         self.wanted = wanted and device.type == "cuda"
-        self.captured: OrderedDict[Hashable, Graph | None] = OrderedDict()
-        """Calls by shape, the one used last at the end; None where the shape was met once."""
+        self.captured: OrderedDict[Hashable, Graph] = OrderedDict()
+        """Calls by shape, the one used last at the end."""
+        self._met: OrderedDict[Hashable, None] = OrderedDict()
+        """Shapes that came once."""
         self.parts: dict[Hashable, Part | None] = {}
         self.taken: dict[Hashable, Steps] = {}
         """Steps by what they were traced for."""
-        self.places: dict[Hashable, list[Tensor]] = {}
-        """Where what is held lies."""
+        self.places: dict[Hashable, Held] = {}
+        """What steps read and change, by what it is held for."""
         self._device = device
         self._pool: Any = None
+        self._side: Any = None
         self._whole = False
 
     @property
@@ -145,29 +186,30 @@ class Graphs:
         self,
         shape: Hashable | None,
         call: Callable[[list[Tensor]], Checked],
-        numbers: Tensor,
-        rounds: np.ndarray,
+        numbers: np.ndarray,
         others: list[Tensor],
     ) -> Checked:
-        """Make a call with these inputs: client numbers, their rounds and all others.
+        """Make a call with these inputs: whole numbers, which lie on the host, and tensors.
 
         One without a shape is not captured as a whole: what it will do is not known yet, or too much.
         """
 
         def inputs() -> list[Tensor]:
-            return [numbers, to_device(rounds, self._device), *others]
+            return [to_device(numbers, self._device), *others]
 
         if not self.wanted:
             return call(inputs())
-        if shape is None or shape not in self.captured:
+        captured = None if shape is None else self.captured.get(shape)
+        if captured is None and (shape is None or shape not in self._met):
             if shape is not None:
-                self.captured[shape] = None
-                self._drop(MOST_SHAPES, lambda entry: entry is None)
+                _put(self._met, shape, None, MOST_SHAPES)
             sent, kept, after, norms = call(inputs())
             return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
-        captured = self.captured[shape] or self._captured_call(shape, call, inputs())
-        self.captured.move_to_end(shape)
-        return captured.replay(numbers, rounds, others)
+        if captured is None:
+            del self._met[shape]
+            captured = self._captured_call(call, inputs())
+        _put(self.captured, shape, captured, MOST_GRAPHS)
+        return captured.replay(numbers, others)
 
     def part(self, key: Hashable, part: Callable[..., Any], arguments: Any) -> Any:
         """What a part of a client function gives for these arguments, as plain values and tensors."""
@@ -183,29 +225,22 @@ class Graphs:
             known = self.parts[key] = Part(graph, static, outputs)
         return known.replay(inputs)
 
-    def held(self, key: Hashable, given: Any, carry: Any) -> tuple[Any, Any]:
-        """What steps read, and what they change, copied to where graphs find it."""
-        fixed, rows, memo = given
-        leaves, spec = tree_flatten((fixed._replace(data={}), rows, memo, carry))
-        if key in self.places:
-            _copy(self.places[key], leaves)
-        else:
-            self.places[key] = [leaf.clone() for leaf in leaves]
-        there, rows, memo, carry = tree_unflatten(self.places[key], spec)
-        return (there._replace(data=fixed.data), rows, memo), carry
+    def held(self, key: Hashable, given: Any, carry: Any) -> Held:
+        """Where what is given to steps, and what they change, is held for a key."""
+        if key not in self.places:
+            self.places[key] = Held(given, carry)
+        return self.places[key]
 
-    def steps(self, key: Hashable, step: Step, given: Any, carry: Any, turns: Sequence[Tensor]) -> Any:
-        """The carry after some steps: ``given`` is what they read, ``turns`` have a row for each.
-
-        What is given, and the carry, are held; for one key they always lie in the same place.
-        """
+    def steps(self, key: Hashable, step: Step, held: Held, lanes: int) -> Steps:
+        """Steps of so many lanes, whose key always has the same place."""
         if key not in self.taken:
-            self.taken[key] = Steps(self, step, given, carry)
-        return self.taken[key].run(turns)
+            self.taken[key] = Steps(self, step, held, lanes)
+        return self.taken[key]
 
     def forget(self) -> None:
         """Drop all graphs, and give their memory back."""
         self.captured.clear()
+        self._met.clear()
         self.parts.clear()
         self.taken.clear()
         self.places.clear()
@@ -214,9 +249,7 @@ class Graphs:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _captured_call(
-        self, shape: Hashable, call: Callable[[list[Tensor]], Checked], inputs: list[Tensor]
-    ) -> Graph:
+    def _captured_call(self, call: Callable[[list[Tensor]], Checked], inputs: list[Tensor]) -> Graph:
         """Capture a call. Whatever it touched is kept: a graph finds its tensors by address."""
         static = [value.clone() for value in inputs]
         self._whole = True
@@ -225,23 +258,23 @@ class Graphs:
             graph, outputs = self.capture(lambda: call(static))
         finally:
             self._whole = False
-        captured = self.captured[shape] = Graph(graph, static, outputs, call)
-        self._drop(MOST_GRAPHS, lambda entry: entry is not None)
-        return captured
-
-    def _drop(self, most: int, kind: Callable[[Graph | None], bool]) -> None:
-        """Keep at most so many shapes of this kind, those that were used last."""
-        known = [shape for shape, entry in self.captured.items() if kind(entry)]
-        for old in known[: max(0, len(known) - most)]:
-            del self.captured[old]
+        return Graph(graph, static, outputs, call)
 
     def aside(self, work: Callable[[], Any]) -> None:
-        """Do something on a stream of its own, as what will be captured must have been done once."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        """Do something beside what else is done, as what will be captured must have been done once."""
+        with self._beside():
             work()
-        torch.cuda.current_stream().wait_stream(side)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """A stream of one's own, always the same: what one capture no longer needs serves the next."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        main = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            yield
+        main.wait_stream(self._side)
 
     def capture(self, work: Callable[[], Any], into: Sequence[Tensor] = ()) -> tuple[Any, Any]:
         """A graph of what is done, and the tensors that it gives: each replay writes them anew.
@@ -251,20 +284,28 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings(), _no_collection():
+        self._make_room()
+        with warnings.catch_warnings(), _no_collection(), self._beside():
             # A function may have nothing to do before its first scan.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            with torch.cuda.graph(graph, pool=self._pool):
+            graph.capture_begin(pool=self._pool)
+            try:
                 given = work()
                 if into:
                     _copy(into, tree_leaves(given))
+            finally:
+                graph.capture_end()
         return graph, given
+
+    def _make_room(self) -> None:
+        """Give back memory that lies idle, if it is most of what is free: a capture gets none of it."""
+        if 2 * torch.cuda.mem_get_info(self._device)[0] < free_bytes(self._device):
+            torch.cuda.empty_cache()
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Keep the garbage collector away: a graph of an earlier federation that it frees ends a capture."""
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -274,8 +315,22 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _put(entries: OrderedDict[Hashable, Any], key: Hashable, entry: Any, most: int) -> None:
+    """Have an entry as the last of at most so many; those unused for longest go."""
+    entries[key] = entry
+    entries.move_to_end(key)
+    while len(entries) > most:
+        entries.popitem(last=False)
+
+
 def _cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in values.items()}
+
+
+def put_rows(places: Sequence[Tensor], values: Sequence[Tensor], first: int, end: int) -> None:
+    """Copy some rows of values to where they belong."""
+    if first < end:
+        _copy([place[first:end] for place in places], [value[first:end] for value in values])
 
 
 def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -285,5 +340,7 @@ def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for place, value in zip(places, values, strict=True)
         if place is not value and place.numel()
     ]
-    if pairs:
+    if len(pairs) == 1:
+        pairs[0][0].copy_(pairs[0][1], non_blocking=True)
+    elif pairs:
         torch._foreach_copy_([place for place, _ in pairs], [value for _, value in pairs])
