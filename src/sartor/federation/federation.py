@@ -818,7 +818,7 @@ class Federation:
             self._distant.settle(answered, numbers)
         for name, value in outcome.kept.items():
             self.states.write(name, numbers, value)
-        self._passage.delivered(function, numbers, sent)
+        self._passage.delivered(function, numbers, sent, outcome.kept if self.states.whole else {})
         self.traffic.up += size * len(numbers)
         self.updates += len(numbers)
         self.notes["updates"] = self.updates

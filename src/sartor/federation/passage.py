@@ -7,6 +7,7 @@ The way down begins here and the way up ends here; what clients do about it is
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from sartor.federation.transforms import (
     PLACES,
     TURN,
     Key,
+    Shapes,
+    State,
     Transforms,
     inner_function,
     plain_shapes,
@@ -51,6 +54,8 @@ class Passage:
         """What one client replies to a function, as zeros; where transforms need it."""
         self._names: dict[tuple[Any, ...], tuple[str, ...]] = {}
         """The states that clients keep for such replies."""
+        self._first: dict[Shapes, State] = {}
+        """The states with which rows of such shapes go down."""
         self._seen: dict[str, set[str]] = {place: set() for place in PLACES}
         """The quantities that have passed each place."""
         self._told_of: set[str] = set()
@@ -91,9 +96,11 @@ class Passage:
             if each:
                 drawn = transforms.down.draws
                 keys = random.fold(key, federation.tensor(numbers)) if drawn else 0
-                each = torch.vmap(self._row_down, (0 if drawn else None, 0))(keys, each)
-        if transforms.at_clients:  # filled in there: no number that a device has to be waited for
-            shared = {**shared, TURN: torch.full((), federation.exchange, device=federation.engine.device)}
+                each = torch.vmap(self._row_down, (0 if drawn else None, 0, None))(
+                    keys, each, self._alone(each)
+                )
+        if transforms.at_clients:
+            shared = {**shared, TURN: _turn(federation.exchange, federation.engine.device)}
         return made, shared, each
 
     def _differences(
@@ -140,8 +147,16 @@ class Passage:
         elsewhere = isinstance(self._federation.engine, Distant)
         return name in (self._told_of if elsewhere else self._federation.states)
 
-    def _row_down(self, key: Key, row: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.transforms.down.apply(key, row, self.transforms.down.initial(row, alone=True))[0]
+    def _row_down(self, key: Key, row: dict[str, Tensor], state: State) -> dict[str, Tensor]:
+        return self.transforms.down.apply(key, row, state)[0]
+
+    def _alone(self, each: dict[str, Tensor]) -> State:
+        """The states with which a row goes down: always the same, as nothing is kept of them."""
+        shapes = shapes_of({}, each)
+        if shapes not in self._first:
+            one = {name: value[0] for name, value in each.items()}
+            self._first[shapes] = self.transforms.down.initial(one, alone=True)
+        return self._first[shapes]
 
     def _client_states(
         self,
@@ -237,14 +252,20 @@ class Passage:
         found: dict[str, Tensor] = torch.vmap(lambda row, known: self._got(call, row, known))(rows, known)
         return found
 
-    def delivered(self, function: ClientFunction, clients: np.ndarray, sent: Sent) -> None:
-        """These clients have what they were sent: the next differences are to it."""
+    def delivered(
+        self, function: ClientFunction, clients: np.ndarray, sent: Sent, kept: Mapping[str, Tensor]
+    ) -> None:
+        """These clients have what they were sent: the next differences are to it.
+
+        ``kept`` is what they keep, where all are here to say so.
+        """
         inner = inner_function(function)
         known = self._known(inner) if len(clients) else {}
-        if known:
-            received = self._rows(function, clients, sent)
-            for name, held in known.items():
-                put_rows(clients, held, received[name])  # a table of all clients: not copied for a few
+        first = name_of(inner) + JOINT + KNOWN
+        if any(first + name not in kept for name in known):
+            kept = {first + name: value for name, value in self._rows(function, clients, sent).items()}
+        for name, held in known.items():
+            put_rows(clients, held, kept[first + name])  # a table of all clients: not copied for a few
 
     def at_server(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
         """Replies after the transforms at the server."""
@@ -303,6 +324,12 @@ class Passage:
         if entry["shapes"] is None:
             return function
         return self.transforms.around(function, read_shapes(entry["shapes"]), tuple(entry["states"]))
+
+
+@lru_cache(maxsize=256)
+def _turn(exchange: int, device: torch.device) -> Tensor:
+    """The number of an exchange, there; they are the same in every round."""
+    return torch.full((), exchange, device=device)
 
 
 def without(names: tuple[str, ...], given: dict[str, Tensor]) -> dict[str, Tensor]:

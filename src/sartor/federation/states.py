@@ -145,6 +145,11 @@ class StateStore:
         for part in (here[first : first + step] for first in range(0, len(here), step)):
             table.write(self._homes.rows(numbers[part]), rows_at(part, rows))
 
+    @property
+    def whole(self) -> bool:
+        """Whether all clients are at home here."""
+        return self._homes.ranks == 1
+
     def table_of(self, name: str, numbers: np.ndarray) -> str:
         """The name of the table that holds a state of these clients, all of one group."""
         if name in self._tables or self._groups is None or not len(numbers):
