@@ -15,10 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST = 128
-"""Rows that one program holds."""
 NUMBERS = 2048
-"""Numbers that it holds, of all rows."""
+"""Numbers of one program, of all rows."""
 EPSILON = tl.constexpr(1e-6)
 """Weights that add up to a half within this are taken to do so exactly."""
 
