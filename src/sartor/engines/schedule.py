@@ -100,11 +100,6 @@ class Plan:
         places, real = turn_table(self.batches, sizes, rows, turns, self.shape.width, self.shape.places)
         return np.stack([self.rows, self.turns, places.numpy(), real.numpy()])
 
-    @cached_property
-    def lanes(self) -> np.ndarray | None:
-        """The order of clients, and each one's place in it."""
-        return None if self.order is None else np.stack([self.order, np.argsort(self.order)])
-
 
 @dataclass(frozen=True)
 class Usual:
@@ -189,8 +184,8 @@ def plan(
     if not lanes or lanes >= clients:
         lanes = expected.lanes
         if lanes == clients and counts.min(initial=longest) == longest:
-            full, together = expected.alike and expected.most % width == 0, common and not batches.shuffled
-            shape = Shape(clients, longest, width, places, False, full, together)
+            full = expected.alike and expected.most % width == 0
+            shape = Shape(clients, longest, width, places, False, full, common and not batches.shuffled)
             stretch = Stretch(longest, clients, width)
             return Plan(batches, sizes, shape, None, None, (stretch,))
         if own:
