@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -106,8 +106,11 @@ class Ahead:
         Where they do matter after all, it is traced again with those that the kernels give.
         """
         if self.wanted:
-            with suppress(Exception), Unlaunched():
-                return trace()
+            try:
+                with Unlaunched():
+                    return trace()
+            except Exception as error:
+                log.debug("a step is traced with its kernels: %s", error)
         return trace()
 
     def graph(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
