@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sartor.algorithms.server.similarity import inner_products
 from sartor.errors import SettingError
 from sartor.federation.reduction import Selection, register_aggregate
-from sartor.kernels.device import to_device
 from sartor.robust.orders import attackers_of, distances_from, median
 from sartor.settings import setting
 
@@ -105,12 +103,12 @@ def bulyan_choice(rows: Tensor, share: float) -> tuple[Tensor, int]:
     f = attackers_of(share, n, (n - 3) // 4)
     if not f:
         return torch.arange(n, device=rows.device), 0
-    squared = apart_squared(inner_products(rows)).cpu()  # one choice after the other: a host is sooner done
-    left = torch.arange(n)
+    squared, left, chosen = apart_squared(inner_products(rows)), torch.arange(n, device=rows.device), []
     while len(left) > 2 * f:
-        left = left[left != ranked(squared, left, f)[0]]
-    chosen = np.setdiff1d(np.arange(n), left.numpy())
-    return to_device(chosen, rows.device), f
+        order = ranked(squared, left, f)
+        chosen.append(order[:1])
+        left = order[1:].sort().values
+    return torch.cat(chosen).sort().values, f
 
 
 @register_aggregate("norm-filter")

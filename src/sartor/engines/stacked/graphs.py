@@ -12,9 +12,10 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,9 @@ EARNED = 8
 To capture a step takes as long as to take it without a graph, some milliseconds; a longer graph spares a host
 a few tenths of one. Steps that seldom come many in a row are not worth it.
 """
+
+LARGE = 1 << 16
+"""Numbers that a launch for several tensors has one multiprocessor copy."""
 
 MOST_SHAPES = 1024
 """Shapes of calls that are remembered."""
@@ -87,18 +91,19 @@ class Held:
         own, self._own_form = tree_flatten((rows, memo, carry))
         self._common, self._own = [leaf.clone() for leaf in common], [leaf.clone() for leaf in own]
         self.carry = self._own[len(own) - len(tree_leaves(carry)) :]
+        self.reads: list[bool] | None = None
+        """Which leaves of what is each client's own steps read, once that is known."""
 
-    def take(self, given: Any, carry: Any, order: Tensor | None = None, reads: Iterable[bool] = ()) -> None:
-        """Copy here what is given; in another order, what is read of it."""
+    def take(self, given: Any, carry: Sequence[Tensor], order: Tensor | None = None) -> None:
+        """Copy here what is given and what is changed; in another order, what is read of it."""
         fixed, rows, memo = given
-        _copy(self._common, tree_leaves(fixed._replace(data={})))
-        own = tree_leaves((rows, memo, carry))
+        _copy(self._common, fixed.leaves)
+        own = [*rows.leaves, *tree_leaves(memo), *carry]
         if order is None:
             _copy(self._own, own)
             return
-        changed = len(own) - len(self.carry)
-        for number, (place, leaf, read) in enumerate(zip(self._own, own, reads, strict=False)):
-            if read or number >= changed:
+        for place, leaf, read in zip(self._own, own, self.reads or repeat(True), strict=False):
+            if read:
                 torch.index_select(leaf, 0, order, out=place)
 
     def first(self, lanes: int) -> tuple[Any, Any]:
@@ -211,19 +216,20 @@ class Graphs:
         _put(self.captured, shape, captured, MOST_GRAPHS)
         return captured.replay(numbers, others)
 
-    def part(self, key: Hashable, part: Callable[..., Any], arguments: Any) -> Any:
-        """What a part of a client function gives for these arguments, as plain values and tensors."""
+    def part(self, key: Hashable, part: Callable[..., Any], given: Any) -> Any:
+        """What a part of a client function gives for what it is given, as plain values and tensors."""
+        fixed, rows, memo = given
         if key not in self.parts:
             self.parts[key] = None
-            return part(*arguments)
-        inputs, spec = tree_flatten(arguments)
+            return part(*given)
         known = self.parts[key]
         if known is None:
+            inputs, spec = tree_flatten(given)
             static = [value.clone() for value in inputs]
             self.aside(lambda: part(*tree_unflatten(static, spec)))
             graph, outputs = self.capture(lambda: part(*tree_unflatten(static, spec)))
             known = self.parts[key] = Part(graph, static, outputs)
-        return known.replay(inputs)
+        return known.replay([*fixed.leaves, *rows.leaves, *tree_leaves(memo)])
 
     def held(self, key: Hashable, given: Any, carry: Any) -> Held:
         """Where what is given to steps, and what they change, is held for a key."""
@@ -327,20 +333,14 @@ def _cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in values.items()}
 
 
-def put_rows(places: Sequence[Tensor], values: Sequence[Tensor], first: int, end: int) -> None:
-    """Copy some rows of values to where they belong."""
-    if first < end:
-        _copy([place[first:end] for place in places], [value[first:end] for value in values])
-
-
 def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Put values in their places, in as few launches as it takes."""
-    pairs = [
-        (place, value)
-        for place, value in zip(places, values, strict=True)
-        if place is not value and place.numel()
-    ]
-    if len(pairs) == 1:
-        pairs[0][0].copy_(pairs[0][1], non_blocking=True)
-    elif pairs:
-        torch._foreach_copy_([place for place, _ in pairs], [value for _, value in pairs])
+    """Put values in their places: large ones each by itself, small ones in as few launches as it takes."""
+    small: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for place, value in zip(places, values, strict=True):
+        if place.numel() > LARGE:
+            place.copy_(value, non_blocking=True)
+        elif place is not value and place.numel():
+            small[0].append(place)
+            small[1].append(value)
+    if small[0]:
+        torch._foreach_copy_(*small)

@@ -113,6 +113,18 @@ class Rows(NamedTuple):
     origins: tuple[Tensor, ...] = ()
     """Where clients are not those of one run in order: a client's number in its run, and that run's seed."""
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All tensors, in the order of the fields."""
+        return [
+            self.number,
+            self.round,
+            *self.counts.values(),
+            *self.arguments.values(),
+            *self.buffers,
+            *self.origins,
+        ]
+
 
 class Fixed(NamedTuple):
     """What is the same for all clients of a call."""
@@ -120,6 +132,11 @@ class Fixed(NamedTuple):
     arguments: dict[str, Tensor]
     buffers: tuple[Tensor, ...]
     data: dict[str, tuple[Nest, Nest]]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All tensors but the data's, in the order of the fields."""
+        return [*self.arguments.values(), *self.buffers]
 
 
 @dataclass
