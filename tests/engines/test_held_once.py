@@ -184,7 +184,7 @@ def test_room_takes_memory_while_something_is_in_it() -> None:
     assert not room[::7, ::4097].any()
     room[:32] = 1
     assert resident() - before > 20 * MEGABYTE
-    taken = rows_at(torch.arange(40, 8, -1), room)
+    taken = rows_at(np.arange(40, 8, -1), room)
     assert taken[:, 0].tolist() == [0] * 9 + [1] * 23
     full = room_for((64, MEGABYTE), torch.uint8, CPU).fill_(2)
     assert full.sum().item() == 2 * full.numel()

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flower_processes import Child, Nursery, free_port
+from flower_processes import Child, Nursery, free_port, program
 from safetensors.torch import load_file, save_file
 from test_engines import assert_close, assert_same, ended, network, plain, vectors
 from test_transforms import Carry
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import sartor
-from helpers import PATIENCE, classification, federation_of, model_task, process, wait_until
+from helpers import PATIENCE, classification, federation_of, model_task
 from sartor.client.local import Client
 from sartor.commands.main import app
 from sartor.engines import sharded as distributed
@@ -368,12 +367,6 @@ def ranks(nursery: Nursery, *words: Any, count: int = RANKS) -> list[Child]:
     return [nursery.start(*words, script="sartor", env={**world, **number}) for number in numbers]
 
 
-def command(*arguments: str) -> list[str]:
-    """The program under torchrun itself."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    return [sys.executable, *launcher, "-m", "sartor", *arguments]
-
-
 def sha_of(folder: Path) -> str:
     sha: str = json.loads((folder / "summary.json").read_text())["model_sha256"]
     return sha
@@ -391,18 +384,28 @@ def rank_pids(launcher: int) -> dict[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_killed_rank_ends_the_run_which_any_number_of_ranks_resume_to_the_same_numbers(
-    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture, anew: bool
 ) -> None:
+    """Under torchrun itself; at night its ranks are processes that start anew."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     assert CliRunner().invoke(app, ["run", *EXPERIMENT, "--rounds", "64", "--out", str(alone)]).exit_code == 0
-    with process(command("run", *EXPERIMENT, "--rounds", "60", "--out", str(shared))) as run:
-        wait_until(lambda: (shared / "rounds.jsonl").exists() and len(read_lines(shared)) >= 3, run)
-        os.kill(rank_pids(run.pid)[1], signal.SIGKILL)
-        output, errors = run.communicate(timeout=PATIENCE)
-    assert run.returncode != 0
-    assert "sartor: another process of this run has ended or does not answer" in errors
-    assert "run folder" not in output
+    launched = ("-m", "sartor") if anew else ("--no-python", program(tmp_path))
+    run = nursery.start(
+        *("--standalone", "--nproc-per-node", RANKS, *launched),
+        *("run", *EXPERIMENT, "--rounds", "60", "--out", shared),
+        script="torch.distributed.run",
+    )
+    end = time.monotonic() + PATIENCE
+    while not (shared / "rounds.jsonl").exists() or len(read_lines(shared)) < 3:
+        assert run.code() is None, run.output
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(rank_pids(run.pid)[1], signal.SIGKILL)
+    assert run.wait() != 0
+    assert "sartor: another process of this run has ended or does not answer" in run.output
+    assert "run folder" not in run.output
     assert len(read_lines(shared)) < 60
     resumed = ranks(nursery, "resume", shared, count=3)
     assert [rank.wait() for rank in resumed] == [0, 0, 0], resumed[0].output

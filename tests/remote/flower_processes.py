@@ -2,12 +2,13 @@
 
 Importing takes longer than training here, so one process, the stem, imports everything and every other is
 forked from it: a process of its own all the same, in a session of its own. Run as a script this is the stem,
-or, for shells, ``sartor`` or ``torchrun``.
+or, for shells, ``sartor``, ``torchrun`` or a program of Flower's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -41,6 +42,15 @@ EVERYTHING = (
     *("sartor.runs.resume", "typer.main"),
 )
 """What runs, servers and nodes import sooner or later."""
+FLOWER = {
+    "flower-superlink": "flwr.superlink.cli:flower_superlink",
+    "flower-supernode": "flwr.supernode.cli:flower_supernode",
+    "flower-superexec": "flwr.supercore.cli:flower_superexec",
+    "flwr-serverapp": "flwr.superlink.cli:flwr_serverapp",
+    "flwr-clientapp": "flwr.supernode.cli:flwr_clientapp",
+    "flwr": "flwr.cli.app:app",
+}
+"""Programs of Flower's, which start each other by name, and what each of them calls."""
 
 
 class Child:
@@ -111,7 +121,7 @@ class Nursery:
 
 
 def program(folder: Path, name: str = "sartor") -> Path:
-    """``sartor`` or ``torchrun`` for a shell, as an executable file in a folder."""
+    """``sartor``, ``torchrun`` or one of ``FLOWER`` for a shell, as an executable file in a folder."""
     file = folder / name
     words = (sys.executable, "-SE", __file__, name, _stem())
     file.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
@@ -206,24 +216,60 @@ def _grow(address: str, parent: int) -> None:
     typer.main.get_command = functools.cache(typer.main.get_command)  # the same for all
     typer.main.get_command(app)
     gc.freeze()  # what is here already is never garbage, and so stays shared
-    over, alive = os.pipe()  # it can be read when the stem has ended
+    ended, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(told)
+    started: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
         os.write(1, b"ready\n")
         while _is_there(parent):
-            if select.select([listener], [], [], 1.0)[0]:
+            ready = select.select([listener, ended, *started.values()], [], [], 1.0)[0]
+            if ended in ready:
+                os.read(ended, 4096)
+            for pid in [pid for pid, connection in started.items() if connection in ready]:
+                _end(pid)  # nobody waits for it any more
+            _tell_ends(started)
+            if listener in ready:
                 connection, _ = listener.accept()
-                _fork(functools.partial(_keep, connection, over, alive))
-                connection.close()
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-    os.close(alive)
+                started[_start(connection, [listener, *started.values()])] = connection
+    for pid in started:
+        _end(pid)
     shutil.rmtree(Path(address).parent)
     with contextlib.suppress(ChildProcessError):
         while os.wait():
             pass
+
+
+def _end(pid: int) -> None:
+    """End a process, and all of its session."""
+    for end in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError):
+            end(pid, signal.SIGKILL)
+
+
+def _tell_ends(started: dict[int, socket.socket]) -> None:
+    """Tell those who wait for them how processes have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            with contextlib.suppress(OSError):
+                os.killpg(found[0], signal.SIGKILL)  # what it has left
+            with started.pop(found[0]) as connection, contextlib.suppress(OSError):
+                connection.sendall(f"{os.waitstatus_to_exitcode(found[1])}\n".encode())
+
+
+def _start(connection: socket.socket, others: Sequence[socket.socket]) -> int:
+    """Start what is asked for; the process's number."""
+    _, files, *_ = socket.recv_fds(connection, 1, 3)
+    told = json.loads(connection.makefile("rb").readline())
+    pid = _fork(lambda: _run(told, files, [connection, *others]))
+    for file in files:
+        os.close(file)
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{pid}\n".encode())
+    return pid
 
 
 def _is_there(pid: int) -> bool:
@@ -251,30 +297,15 @@ def _fork(work: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def _keep(connection: socket.socket, stem_over: int, stem_alive: int) -> int:
-    """Start a process and tell how it ends; it ends when nobody waits for that, and with the stem."""
-    os.close(stem_alive)
-    _, files, *_ = socket.recv_fds(connection, 1, 3)
-    told = json.loads(connection.makefile("rb").readline())
-    over, alive = os.pipe()
-    pid = _fork(lambda: _run(told, files))
-    os.close(alive)
-    for file in files:
-        os.close(file)
-    connection.sendall(f"{pid}\n".encode())
-    select.select([over, connection, stem_over], [], [])  # it has ended, or it is not wanted any more
-    for end in (os.kill, os.killpg):
-        with contextlib.suppress(ProcessLookupError):
-            end(pid, signal.SIGKILL)
-    status = os.waitpid(pid, 0)[1]
-    with contextlib.suppress(OSError):
-        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-    return 0
-
-
-def _run(told: Mapping[str, Any], files: Sequence[int]) -> int:
-    """What a forked process does."""
+def _run(told: Mapping[str, Any], files: Sequence[int], others: Sequence[socket.socket]) -> int:
+    """What a forked process does; it ends with the stem, where the system has a way to see to that."""
     os.setsid()
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for connection in others:
+        connection.close()
     for old, new in zip(files, (0, 1, 2), strict=True):
         os.dup2(old, new)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
@@ -291,6 +322,10 @@ def _run(told: Mapping[str, Any], files: Sequence[int]) -> int:
 
             sys.argv = ["sartor", *words]
             main()
+        elif script in FLOWER:
+            sys.argv = [script, *words]
+            module, function = FLOWER[script].split(":")
+            sys.exit(getattr(importlib.import_module(module), function)())
         else:
             importlib.import_module(script).main(words)
     except SystemExit as end:

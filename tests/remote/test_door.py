@@ -100,7 +100,7 @@ def test_a_node_cannot_spoil_the_next_request(link: SuperLink) -> None:
     own = link.send(hostile.known, encode({"n": 1}), 30, 1_000)
     request = hostile.receive()
     assert request is not None
-    model = encode({"n": 2}, {"shared": {"w": torch.arange(1000.0)}})
+    model = encode({"n": 2}, {"shared": {"w": torch.arange(5_000.0)}})
     guessed = list(get_all_nested_objects(to_content(model)["sartor.tensors"]))
     announce(
         hostile, request, encode({"n": 3}), [piece("a", _named(name, piece("b"))) for name in guessed[:1]]
@@ -108,7 +108,7 @@ def test_a_node_cannot_spoil_the_next_request(link: SuperLink) -> None:
     message = link.send(honest.known, model, 30, 1_000)
     got = honest.receive()
     assert got is not None
-    assert torch.equal(decode(got.parts)[1]["shared"]["w"], torch.arange(1000.0))
+    assert torch.equal(decode(got.parts)[1]["shared"]["w"], torch.arange(5_000.0))
     honest.reply(got, encode({"n": 4}))
     parts = link.poll(message)
     assert parts is not None

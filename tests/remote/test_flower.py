@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from flower_processes import Child, Nursery, free_port
+from flower_processes import FLOWER, Child, Nursery, free_port, program
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -1223,10 +1223,12 @@ def listening(port: int) -> bool:
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_the_application_runs_on_a_stock_flower(nursery: Nursery, folder: Path, nodes: int) -> None:
-    """Flower's own programs, a process for every message."""
+    """Flower's own programs, a process for every message; at night as they are installed."""
     place = folder / f"stock-{nodes}"
     place.mkdir()
-    port, scripts = free_port(), Path(sys.executable).parent
+    port, scripts = free_port(), Path(sys.executable).parent if nodes > 1 else place
+    for name in FLOWER if scripts == place else ():
+        program(place, name)
     (place / "config.toml").write_text(
         f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )

@@ -33,7 +33,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(everything(folder / "runs"), folder / "report.html")
 
 
+# Drawing a page takes longer than looking at it: claims that leave each other alone share one.
+
+
 def test_every_figure_is_drawn_without_an_error_and_without_the_network(browser: Browser, page: Path) -> None:
+    """Names of clients are text and nothing else; what comes from elsewhere is refused."""
     browser.driver.get_log("performance")
     browser.driver.get_log("browser")
     browser.open(page)
@@ -54,10 +58,11 @@ def test_every_figure_is_drawn_without_an_error_and_without_the_network(browser:
     ]
     assert page.as_uri() in asked  # the log does see requests
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    names_are_text(browser)
+    foreign_things_are_refused(browser)
 
 
-def test_the_policy_of_the_page_refuses_requests_and_foreign_scripts(browser: Browser, page: Path) -> None:
-    browser.open(page)
+def foreign_things_are_refused(browser: Browser) -> None:
     script = (
         "const done = arguments[0];"
         "fetch('http://127.0.0.1:9/').then(() => done('sent'), (error) => done(error.message))"
@@ -72,8 +77,7 @@ def test_the_policy_of_the_page_refuses_requests_and_foreign_scripts(browser: Br
     assert sum("Content Security Policy" in message for message in refused) >= 2
 
 
-def test_names_of_clients_are_text_and_nothing_else(browser: Browser, page: Path) -> None:
-    browser.open(page)
+def names_are_text(browser: Browser) -> None:
     assert browser.run("return window.hurt === undefined")
     ticks = browser.texts("[data-figure=partition] .xtick text")
     assert ticks[:2] == ["north", "south"]
@@ -84,6 +88,7 @@ def test_names_of_clients_are_text_and_nothing_else(browser: Browser, page: Path
 
 
 def test_one_switch_turns_accuracy_and_loss_to_bytes(browser: Browser, page: Path) -> None:
+    """Or to a time that was not recorded, which is said."""
     from selenium.webdriver.support.ui import Select
 
     browser.open(page)
@@ -100,24 +105,19 @@ def test_one_switch_turns_accuracy_and_loss_to_bytes(browser: Browser, page: Pat
     label = browser.find("[data-figure=accuracy] .plot").get_attribute("aria-label")
     assert label == browser.find(caption).text
     assert "90.0 %" in label
-
-
-def test_what_was_not_recorded_is_said(browser: Browser, page: Path) -> None:
-    from selenium.webdriver.support.ui import Select
-
-    browser.open(page)
     Select(browser.find("[data-figure=accuracy] [data-choice=axis]")).select_by_value("time")
-    Select(browser.find("[data-figure=accuracy] [data-choice=cell]")).select_by_value("personal_local")
-    caption = "[data-figure=accuracy] figcaption"
     browser.until(lambda: browser.find(caption).text == "Nothing was recorded for this choice.")
     Select(browser.find("[data-figure=accuracy] [data-choice=axis]")).select_by_value("round")
     browser.until(lambda: browser.count(f"[data-figure=accuracy] {MARKS['accuracy']}") > 0)
 
 
-def test_the_slider_walks_through_the_rounds_by_keyboard(browser: Browser, page: Path) -> None:
+def test_the_table_sorts_and_the_slider_walks_through_the_rounds(browser: Browser, page: Path) -> None:
+    """By keyboard, the table by mouse too."""
     from selenium.webdriver.common.keys import Keys
 
     browser.open(page)
+    for by in ("mouse", "keyboard"):
+        sorts(browser, by)
     caption = "[data-figure=similarity] figcaption"
     assert "round 2" in browser.find(caption).text
     browser.find("[data-figure=similarity] input").send_keys(Keys.ARROW_LEFT)
@@ -125,11 +125,9 @@ def test_the_slider_walks_through_the_rounds_by_keyboard(browser: Browser, page:
     assert browser.find("[data-figure=similarity] output").text == "1"
 
 
-@pytest.mark.parametrize("by", ["mouse", "keyboard"])
-def test_the_table_sorts(browser: Browser, page: Path, by: str) -> None:
+def sorts(browser: Browser, by: str) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    browser.open(page)
     table = "#table-0 table"
     heads = browser.texts(f"{table} thead th")
     column = heads.index("shared model, own test data") + 1
@@ -162,7 +160,16 @@ def test_the_table_sorts(browser: Browser, page: Path, by: str) -> None:
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_the_page_never_scrolls_sideways(browser: Browser, page: Path, width: int) -> None:
+    """Figures follow a change of width."""
     browser.open(page, width=width)
+    never_scrolls_sideways(browser, width)
+    svg = "return document.querySelector('[data-figure=accuracy] svg').clientWidth"
+    other = 1680 - width
+    browser.size(other)
+    browser.until(lambda: browser.run(svg) <= 400 if other == 400 else browser.run(svg) > 800)
+
+
+def never_scrolls_sideways(browser: Browser, width: int) -> None:
     browser.run("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
     assert browser.run("return innerWidth") == width
     assert browser.run("return document.documentElement.scrollWidth") <= width
@@ -170,14 +177,6 @@ def test_the_page_never_scrolls_sideways(browser: Browser, page: Path, width: in
         "return [...document.querySelectorAll('.plot')].map((plot) => plot.querySelector('svg').clientWidth)"
     )
     assert all(150 < found <= width for found in widths)
-
-
-def test_figures_follow_a_change_of_width(browser: Browser, page: Path) -> None:
-    browser.open(page, width=1280)
-    svg = "return document.querySelector('[data-figure=accuracy] svg').clientWidth"
-    assert browser.run(svg) > 800
-    browser.size(400)
-    browser.until(lambda: browser.run(svg) <= 400)
 
 
 def test_dark_and_light_follow_the_reader(browser: Browser, page: Path) -> None:
@@ -205,33 +204,28 @@ def test_dark_and_light_follow_the_reader(browser: Browser, page: Path) -> None:
 
 
 def test_everything_is_reached_by_keyboard_and_seen_to_be(browser: Browser, page: Path) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
     browser.open(page)
-    reached = set()
-    wanted = browser.run(
-        "return [...document.querySelectorAll('a, button, select, input, summary')]"
-        ".filter((element) => !element.closest('[hidden], details:not([open]) > :not(summary)')).length"
-    )
-    browser.run("document.activeElement.blur(); scrollTo(0, 0)")
-    for _ in range(wanted + 40):
-        browser.find("body").send_keys(
-            Keys.TAB
-        ) if not reached else browser.driver.switch_to.active_element.send_keys(Keys.TAB)
-        place, outline = browser.run(
-            "const here = document.activeElement, every = [...document.querySelectorAll('*')];"
-            "return [every.indexOf(here), getComputedStyle(here).outlineStyle]"
-        )
-        if place in reached:
-            break
-        tag = browser.run("return document.activeElement.tagName")
-        if tag in ("HTML", "BODY"):
-            break
-        assert outline != "none", tag
-        reached.add(place)
-    controls = browser.run(
-        "return [...document.querySelectorAll('a, button, select, input, summary')]"
+    controls = (
+        "[...document.querySelectorAll('a, button, select, input, summary')]"
         ".filter((element) => !element.closest('[hidden], details:not([open]) > :not(summary)'))"
-        ".map((element) => [...document.querySelectorAll('*')].indexOf(element))"
     )
-    assert set(controls) <= reached
+    wanted = browser.run(
+        "window.reached = new Map(); document.activeElement.blur(); scrollTo(0, 0);"
+        "document.addEventListener('focusin', ({target}) => {"
+        "  window.reached.set(target, getComputedStyle(target).outlineStyle); });"
+        f"return {controls}.length"
+    )
+    ActionChains(browser.driver).send_keys(Keys.TAB * (wanted + 40)).perform()
+    unseen = browser.run(
+        "return [...window.reached].filter(([, outline]) => outline === 'none').map(([{tagName}]) => tagName)"
+    )
+    assert unseen == []
+    left = browser.run(
+        f"return {controls}.filter((element) => !window.reached.has(element))"
+        ".map(({outerHTML}) => outerHTML)"
+    )
+    assert wanted > 20
+    assert left == []

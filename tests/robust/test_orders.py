@@ -87,13 +87,3 @@ def test_a_row_without_weight_is_not_there(rule: Median) -> None:
     found = Reducer(rule).sum("x", rows, weights)
     assert torch.equal(found, Reducer(rule).sum("x", rows[others], weights[others]))
     assert not Reducer(rule).sum("x", rows, torch.zeros(6)).any()
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 10, 16])
-def test_weights_go_with_their_numbers_through_the_network(n: int) -> None:
-    rows, weights = torch.stack([torch.randperm(n) for _ in range(50)], dim=1).float(), shares(n)
-    values, up_to = orders.compared_with(rows, weights)
-    for place in range(rows.shape[1]):
-        order = rows[:, place].argsort()
-        assert torch.equal(values[:, place], rows[order, place])
-        assert torch.allclose(up_to[:, place], weights[order].cumsum(0), atol=1e-6)

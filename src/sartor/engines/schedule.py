@@ -293,6 +293,19 @@ def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
     return rows, turns
 
 
+def pieces(batches: Batches, size: int, epochs: int | None = None) -> list[slice]:
+    """Where the steps of one client with so many samples lie in the order in which it visits them.
+
+    >>> pieces(Batches("train", size=4, epochs=2), 6)
+    [slice(0, 4, None), slice(4, 6, None), slice(6, 10, None), slice(10, 12, None)]
+    """
+    width = batches.width(size)
+    in_turn = batches.in_turn(size, width)
+    turns = (divmod(turn, in_turn) for turn in range(int(batches.count(size, epochs))))
+    begins = ((done * size + at * width, size - at * width) for done, at in turns)
+    return [slice(begin, begin + min(width, left)) for begin, left in begins]
+
+
 def sample_order(batches: Batches, keys: Tensor | None, sizes: Tensor, places: Tensor) -> Tensor:
     """Every client's samples in the order a scan visits them, [clients, places].
 

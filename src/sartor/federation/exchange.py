@@ -132,19 +132,26 @@ class Replies:
         """
         if weights is None and name in self.folded:
             return self.folded[name][1]
-        values = self[name]
         if weights is None:
-            weights = torch.ones(len(self), device=self.device, dtype=self.dtype)
-        order = _by_number(self.clients.tobytes(), self.device)
+            ones = torch.ones(len(self), device=self.device, dtype=self.dtype)
+            return self._sum(name, ones, np.ones(len(self)))
+        return self._sum(name, weights)
+
+    def _sum(self, name: str, weights: Tensor, known: np.ndarray | None = None) -> Tensor:
+        """Σ weight_i · value_i; ``known`` is what the host knows of the weights."""
+        values, order = self[name], _by_number(self.clients.tobytes(), self.device)
         if order is not None:
             values, weights = values[order], weights[order]
-        return self.reducer.sum(name, values, weights)
+            known = None if known is None else known[np.argsort(self.clients, kind="stable")]
+        return self.reducer.sum(name, values, weights, known)
 
     def mean(self, name: str, weights: Tensor | None = None) -> Tensor:
         """The mean over those who answered, by default with the weights p'_i; zero if nobody answered."""
         if weights is None and name in self.folded:
             return self.folded[name][0]
-        return self.sum(name, self.weights if weights is None else weights / weights.sum())
+        if weights is None:
+            return self._sum(name, self.weights, self.counts)
+        return self._sum(name, weights / weights.sum())
 
     def trusted(self, name: str) -> Tensor:
         """Which replies the experiment's rule would use, a boolean each: all, unless it selects.

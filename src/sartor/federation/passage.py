@@ -23,6 +23,7 @@ from sartor.federation.transforms import (
     KNOWN,
     PLACES,
     TURN,
+    Key,
     Transforms,
     inner_function,
     plain_shapes,
@@ -30,6 +31,7 @@ from sartor.federation.transforms import (
     shapes_of,
     zeros_of,
 )
+from sartor.kernels.device import in_a_row, put_rows
 
 if TYPE_CHECKING:
     from sartor.federation.federation import Federation
@@ -47,6 +49,8 @@ class Passage:
         self._states: dict[str, Tensor] = {}
         self._likes: dict[tuple[Any, ...], dict[str, Tensor]] = {}
         """What one client replies to a function, as zeros; where transforms need it."""
+        self._names: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        """The states that clients keep for such replies."""
         self._seen: dict[str, set[str]] = {place: set() for place in PLACES}
         """The quantities that have passed each place."""
         self._told_of: set[str] = set()
@@ -85,10 +89,11 @@ class Passage:
             shared, after = transforms.down.apply(key, shared, own)
             self._states |= {first + name: value for name, value in after.items()}
             if each:
-                keys = torch.as_tensor(random.fold(key, federation.tensor(numbers)))
-                each = torch.vmap(self._row_down)(keys, each)
-        if transforms.at_clients:
-            shared = {**shared, TURN: federation.tensor(federation.exchange)}
+                drawn = transforms.down.draws
+                keys = random.fold(key, federation.tensor(numbers)) if drawn else 0
+                each = torch.vmap(self._row_down, (0 if drawn else None, 0))(keys, each)
+        if transforms.at_clients:  # filled in there: no number that a device has to be waited for
+            shared = {**shared, TURN: torch.full((), federation.exchange, device=federation.engine.device)}
         return made, shared, each
 
     def _differences(
@@ -109,10 +114,15 @@ class Passage:
                 self._states[FIRST + first + name] = one[name]
                 federation.traffic.down += one[name].nbytes * federation.clients
             self._declare(first + name, self._states[FIRST + first + name])
-        held = {name: value[federation.tensor(numbers)] for name, value in self._known(function).items()}
+        held = {name: self._of(value, numbers) for name, value in self._known(function).items()}
         rows = {name: shared[name] if name in shared else each[name] for name in names}
         each = each | {name: value - held[name] for name, value in rows.items()}
         return without(tuple(names), shared), each, tuple(first + name for name in names)
+
+    def _of(self, held: Tensor, clients: np.ndarray) -> Tensor:
+        """These clients' rows of a table, to be read."""
+        stretch = in_a_row(clients)
+        return held[self._federation.tensor(clients)] if stretch is None else held[stretch]
 
     def _known(self, function: ClientFunction) -> dict[str, Tensor]:
         """What each client has of the arguments of a function, a row each, where differences are sent."""
@@ -121,13 +131,17 @@ class Passage:
 
     def _declare(self, name: str, initial: Tensor) -> None:
         """Give every client a state for transforms, unless it has it."""
-        elsewhere = isinstance(self._federation.engine, Distant)
-        if name not in (self._told_of if elsewhere else self._federation.states):
+        if not self._declared(name):
             self._federation.declare(**{name: initial})
             self._told_of.add(name)
 
-    def _row_down(self, key: Tensor, row: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.transforms.down.apply(key, row, self.transforms.down.initial(row))[0]
+    def _declared(self, name: str) -> bool:
+        """Whether every client has this state."""
+        elsewhere = isinstance(self._federation.engine, Distant)
+        return name in (self._told_of if elsewhere else self._federation.states)
+
+    def _row_down(self, key: Key, row: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.transforms.down.apply(key, row, self.transforms.down.initial(row, alone=True))[0]
 
     def _client_states(
         self,
@@ -149,10 +163,13 @@ class Passage:
             rounds = np.full(1, federation.round, dtype=np.int64)
             work = Work(function, chosen, numbers[:1], rounds, given, first, federation.buffers, keeps=False)
             self._likes[key] = federation.shapes(work)
-        states = transforms.states_for(function, self._likes[key])
-        for name, initial in states.items():
-            self._declare(name, initial)
-        return tuple(states)
+        names = self._names.get(key)
+        if names is None or not all(map(self._declared, names)):  # what is there is not made anew
+            states = transforms.states_for(function, self._likes[key])
+            for name, initial in states.items():
+                self._declare(name, initial)
+            self._names[key] = names = tuple(states)
+        return names
 
     def received(self, call: Call, each: dict[str, Tensor], client: int) -> dict[str, Tensor]:
         """What a client got: of what the server shared with all, and of what was its own.
@@ -211,8 +228,9 @@ class Passage:
         federation, call = self._federation, Call(function, sent.shared)
         places = federation.tensor(np.flatnonzero(np.isin(sent.numbers, clients)))
         rows = {name: value[places] for name, value in sent.each.items()}
-        index = federation.tensor(clients)
-        known = {name: held[index] for name, held in self._known(inner_function(function)).items()}
+        known = {
+            name: self._of(held, clients) for name, held in self._known(inner_function(function)).items()
+        }
         if not rows:
             same = self._got(call, {}, {})
             return {name: value.expand(len(clients), *value.shape) for name, value in same.items()}
@@ -224,9 +242,9 @@ class Passage:
         inner = inner_function(function)
         known = self._known(inner) if len(clients) else {}
         if known:
-            index, received = self._federation.tensor(clients), self._rows(function, clients, sent)
+            received = self._rows(function, clients, sent)
             for name, held in known.items():
-                held.index_copy_(0, index, received[name])  # a table of all clients: not copied for a few
+                put_rows(clients, held, received[name])  # a table of all clients: not copied for a few
 
     def at_server(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
         """Replies after the transforms at the server."""

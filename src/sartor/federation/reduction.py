@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sartor import random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry
+from sartor.kernels.device import to_device
 from sartor.settings import setting
 
 if TYPE_CHECKING:
@@ -139,8 +141,12 @@ class Reducer:
         """How often each quantity was asked for in the round under way."""
         self._round = -1
 
-    def sum(self, name: str, rows: Tensor, weights: Tensor) -> Tensor:
-        """Σ weight_i · row_i, or what the rule has in its place."""
+    def sum(self, name: str, rows: Tensor, weights: Tensor, known: np.ndarray | None = None) -> Tensor:
+        """Σ weight_i · row_i, or what the rule has in its place.
+
+        ``known`` are the weights, or multiples of them, where the host knows them: it has to ask a device
+        for others, and to wait for it.
+        """
         weights = weights.to(rows.dtype)
         if not self._concerns(name, rows):
             if rows.dim() == 2:
@@ -151,7 +157,8 @@ class Reducer:
         first = f"{slot}{JOINT}"
         initial = self.rule.init(rows[:1, None].flatten(1)[0])
         state = {part: self._states.get(first + part, held) for part, held in initial.items()}
-        value, after = self._of_group(key, rows[:, None].flatten(1), weights, state)
+        held = weights.cpu().numpy() if known is None else known
+        value, after = self._of_group(key, rows[:, None].flatten(1), weights, held, state)
         self._states |= {first + part: held for part, held in after.items()}
         return value.view(rows.shape[1:])
 
@@ -175,8 +182,8 @@ class Reducer:
         _, key = self._turn(name)
         state = self.rule.init(rows[0]) if len(rows) else {}
         groups = [
-            self._of_group(random.fold(key, place), rows, weights, state)[0]
-            for place, weights in enumerate(matrix)
+            self._of_group(random.fold(key, place), rows, weights, held, state)[0]
+            for place, (weights, held) in enumerate(zip(matrix, matrix.cpu().numpy(), strict=True))
         ]
         return torch.stack(groups) if groups else matrix @ rows
 
@@ -192,15 +199,17 @@ class Reducer:
         return self.rule.keep(key, rows[:, None].flatten(1), everyone.to(rows.dtype) / len(rows))
 
     def _of_group(
-        self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State
+        self, key: int | Tensor, rows: Tensor, weights: Tensor, held: np.ndarray, state: State
     ) -> tuple[Tensor, State]:
-        """What stands for the rows that have a weight, times its sum; zero where none has."""
+        """What stands for the rows that have a weight, times its sum; zero where none has.
+
+        ``held`` are the weights on the host, where they are asked about.
+        """
         assert self.rule is not None
-        held = weights.cpu()  # asked about there, so that a device is waited for once
         if not held.any():
             return torch.zeros_like(weights @ rows), state
         if not held.all():
-            members = torch.nonzero(held).flatten().to(rows.device)
+            members = to_device(np.flatnonzero(held), rows.device)
             rows, weights = rows[members], weights[members]
         if (held < 0).any():
             raise SartorError(

@@ -31,7 +31,7 @@ from sartor.federation.exchange import ClientFunction, Outcome, Work, argument_n
 from sartor.federation.functions import name_of
 from sartor.federation.homes import Homes, home_folder
 from sartor.federation.rows import RowFile, checksums, row_bytes
-from sartor.kernels.device import free_bytes, rows_at, to_device
+from sartor.kernels.device import free_bytes, put_rows, rows_at
 
 WHERE = ("auto", "memory", "disk")
 
@@ -143,7 +143,7 @@ class StateStore:
             return
         step = max(1, WRITTEN_BYTES // max(1, rows[:1].nbytes))
         for part in (here[first : first + step] for first in range(0, len(here), step)):
-            table.write(self._homes.rows(numbers[part]), rows_at(to_device(part, rows.device), rows))
+            table.write(self._homes.rows(numbers[part]), rows_at(part, rows))
 
     def table_of(self, name: str, numbers: np.ndarray) -> str:
         """The name of the table that holds a state of these clients, all of one group."""
@@ -299,7 +299,7 @@ class _MemoryTable:
         self._rows = self.initial[None].clone()
 
     def read(self, numbers: np.ndarray) -> Tensor:
-        return rows_at(to_device(self._places[numbers], self._device), self._rows)
+        return rows_at(self._places[numbers], self._rows)
 
     def write(self, numbers: np.ndarray, rows: Tensor) -> None:
         new = numbers[self._places[numbers] == 0]
@@ -309,7 +309,7 @@ class _MemoryTable:
             grown = self._room()
             grown[: len(self._rows)] = self._rows
             self._rows = grown
-        self._rows.index_copy_(0, to_device(self._places[numbers], self._device), rows.to(self._rows))
+        put_rows(self._places[numbers], self._rows, rows.to(self._rows))
 
     def _room(self) -> Tensor:
         """Place for more rows: for all of them on a host that lets them have it.

@@ -84,6 +84,8 @@ class Transform:
     """Whether it adds noise, to hide what a bounded value is."""
     sealed: ClassVar[tuple[str, ...]] = ()
     """Those parts that transforms after it leave alone, as a scale of the others."""
+    draws: ClassVar[bool] = True
+    """Whether anything of it is random; one that says no is given no key of its own, but 0."""
     differs: ClassVar[bool] = False
     """Whether what passes the way down is the difference to what the client got the last time."""
 
@@ -109,6 +111,10 @@ class Transform:
     def init(self, like: Tensor) -> State:
         """The state for a quantity like this one: a client's own on the way up, else the server's."""
         return {}
+
+    def alone(self, like: Tensor) -> State:
+        """The state for a value by itself, of which nothing is kept afterwards."""
+        return self.init(like)
 
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[Any, State]:
         """What is sent in place of the value, a dict where it has ``parts``, and the next state."""
@@ -175,13 +181,19 @@ class Chain:
     def __bool__(self) -> bool:
         return bool(self.transforms)
 
-    def initial(self, like: Mapping[str, Tensor]) -> State:
-        """The states for quantities like these, by transform and quantity."""
+    @property
+    def draws(self) -> bool:
+        """Whether any of them needs a key."""
+        return any(transform.draws for transform in self.transforms)
+
+    def initial(self, like: Mapping[str, Tensor], alone: bool = False) -> State:
+        """The states for quantities like these, by transform and quantity; ``alone``: nothing is kept."""
         states: State = {}
         device = next((value.device for value in like.values()), None)
         for place, transform, name, shape, dtype in self._steps(like):
             zeros = torch.zeros(shape, dtype=dtype, device=device)
-            states |= {_state(place, name, part): held for part, held in transform.init(zeros).items()}
+            held = transform.alone(zeros) if alone else transform.init(zeros)
+            states |= {_state(place, name, part): value for part, value in held.items()}
         return states
 
     def apply(self, key: Key, values: Mapping[str, Tensor], states: State) -> tuple[dict[str, Tensor], State]:
@@ -197,7 +209,7 @@ class Chain:
                     continue
                 prefix = _state(place, name, "")
                 own = {part[len(prefix) :]: held for part, held in states.items() if part.startswith(prefix)}
-                keyed = random.fold(key, _purpose(place, name))
+                keyed = random.fold(key, _purpose(place, name)) if transform.draws else 0
                 made, following = transform.apply(keyed, sent.pop(name), own)
                 parts = made if transform.parts else {"": made}
                 sent |= {f"{name}{JOINT}{part}" if part else name: held for part, held in parts.items()}
@@ -418,7 +430,7 @@ def _around(
         asked = {name: value for name, value in received.items() if name not in references}
         client.watched = watched
         reply = function(client, hyper, **asked, **state)
-        key = random.fold(client.stream(f"up {name_of(function)}"), turn)
+        key = random.fold(client.stream(f"up {name_of(function)}"), turn) if up.draws else 0
         dtype = client.task.dtype
         values = {name: as_tensor(value, dtype, turn.device) for name, value in reply.sent.items()}
         for name in up.relative(starts, values):

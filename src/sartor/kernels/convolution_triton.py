@@ -22,11 +22,11 @@ from torch import Tensor
 from sartor.kernels import laid_triton
 from sartor.kernels.convolution import Pair, room
 from sartor.kernels.laid import Tiles, split
-from sartor.kernels.laid_triton import larger, precision, store
+from sartor.kernels.laid_triton import biases, larger, precision, store
 from sartor.kernels.moves_triton import add_up, along, border, lay
 
 
-@triton.jit(do_not_specialize=["zero"])
+@triton.jit(do_not_specialize=["lanes", "zero"])
 def _correlate(
     image,  # [lane, sample, CHANNELS, HEIGHT, WIDTH], with its border
     gradient,  # [lane, sample, OUT, OUT_HEIGHT, OUT_WIDTH]
@@ -99,11 +99,12 @@ def _correlate(
     tl.store(result + out[:, None] * SIZE + k[None, :], total, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bias_lane"])
 def _direct(
     image,  # [lane, sample, CHANNELS, HEIGHT, WIDTH], with its border
     weight,  # [lane, CHANNELS, KERNEL_HEIGHT, KERNEL_WIDTH, SPACE]
     bias,  # [lane, OUT]
+    bias_lane,  # from one lane to the next
     result,  # as in ``laid_triton.py``
     places,
     samples,
@@ -146,7 +147,7 @@ def _direct(
         weights = weight + lane * (CHANNELS * KERNEL_HEIGHT * KERNEL_WIDTH * SPACE) + out
     upper_left = tl.zeros((ROWS, COLUMNS), tl.float32)
     if BIASED:
-        upper_left += tl.load(bias + lane * OUT + out, mask=out < OUT, other=0.0)
+        upper_left += tl.load(bias + lane * bias_lane + out, mask=out < OUT, other=0.0)
     upper_right = upper_left
     lower_left = upper_left
     lower_right = upper_left
@@ -225,7 +226,7 @@ def direct(
     programs = triton.cdiv(samples * size[0] * size[1], tiles[0]) * triton.cdiv(out, tiles[1])
     with torch.cuda.device_of(x):
         _direct[(programs * lanes,)](
-            x.contiguous(), weights, x if bias is None else bias.contiguous(), result, places, samples,
+            x.contiguous(), weights, *biases(bias, x), result, places, samples,
             channels, height, width, out, room(out), *size, *kernel, *stride,
             bias is not None, relu, last, *tiles, num_warps=warps,
         )  # fmt: skip

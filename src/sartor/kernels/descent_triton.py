@@ -86,6 +86,7 @@ def _descend(
     blocks,
     width,
     layer_0, layer_1, layer_2, layer_3, layer_4, layer_5, layer_6, layer_7,  # [lane, term, number]
+    LAYERS: tl.constexpr,  # how many there are
     STEPS: tl.constexpr,
     RATED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -98,13 +99,20 @@ def _descend(
     if RATED:
         rate *= tl.load(rates + lane)
     _layer(layer_0, w, result, layout, block, lane, rate, width, 0, STEPS, BLOCK, COLUMNS)
-    _layer(layer_1, w, result, layout, block, lane, rate, width, 1, STEPS, BLOCK, COLUMNS)
-    _layer(layer_2, w, result, layout, block, lane, rate, width, 2, STEPS, BLOCK, COLUMNS)
-    _layer(layer_3, w, result, layout, block, lane, rate, width, 3, STEPS, BLOCK, COLUMNS)
-    _layer(layer_4, w, result, layout, block, lane, rate, width, 4, STEPS, BLOCK, COLUMNS)
-    _layer(layer_5, w, result, layout, block, lane, rate, width, 5, STEPS, BLOCK, COLUMNS)
-    _layer(layer_6, w, result, layout, block, lane, rate, width, 6, STEPS, BLOCK, COLUMNS)
-    _layer(layer_7, w, result, layout, block, lane, rate, width, 7, STEPS, BLOCK, COLUMNS)
+    if LAYERS > 1:
+        _layer(layer_1, w, result, layout, block, lane, rate, width, 1, STEPS, BLOCK, COLUMNS)
+    if LAYERS > 2:
+        _layer(layer_2, w, result, layout, block, lane, rate, width, 2, STEPS, BLOCK, COLUMNS)
+    if LAYERS > 3:
+        _layer(layer_3, w, result, layout, block, lane, rate, width, 3, STEPS, BLOCK, COLUMNS)
+    if LAYERS > 4:
+        _layer(layer_4, w, result, layout, block, lane, rate, width, 4, STEPS, BLOCK, COLUMNS)
+    if LAYERS > 5:
+        _layer(layer_5, w, result, layout, block, lane, rate, width, 5, STEPS, BLOCK, COLUMNS)
+    if LAYERS > 6:
+        _layer(layer_6, w, result, layout, block, lane, rate, width, 6, STEPS, BLOCK, COLUMNS)
+    if LAYERS > 7:
+        _layer(layer_7, w, result, layout, block, lane, rate, width, 7, STEPS, BLOCK, COLUMNS)
 
 
 @lru_cache(maxsize=4096)
@@ -142,6 +150,6 @@ def descended(
             _descend[(blocks * lanes,)](
                 result if w is None else w, result, result if rates is None else rates,
                 _there(tuple(layout), result.device), alpha, blocks, starts[-1], *some, *others,
-                w is not None, rates is not None, BLOCK, COLUMNS,
+                len(some), w is not None, rates is not None, BLOCK, COLUMNS,
             )  # fmt: skip
     return result

@@ -53,9 +53,34 @@ def room_for_rows(count: int, like: Tensor, filled: bool = True) -> Tensor:
     return room_for((count, *like.shape[1:]), like.dtype, like.device, filled)
 
 
-def rows_at(places: Tensor, rows: Tensor) -> Tensor:
+def rows_at(places: np.ndarray, rows: Tensor) -> Tensor:
     """A copy of the rows at these places, in room of its own."""
-    return torch.index_select(rows, 0, places, out=room_for_rows(len(places), rows))
+    if rows.device.type != "cpu":
+        stretch = in_a_row(places)
+        if stretch is not None:
+            return rows[stretch].clone()
+        return rows.index_select(0, to_device(places, rows.device))
+    return torch.index_select(rows, 0, torch.from_numpy(places), out=room_for_rows(len(places), rows))
+
+
+def put_rows(places: np.ndarray, rows: Tensor, values: Tensor) -> None:
+    """Write values to the rows at these places, each given once."""
+    stretch = in_a_row(places)
+    if stretch is None:
+        rows.index_copy_(0, to_device(places, rows.device), values)
+    else:
+        rows[stretch].copy_(values)
+
+
+def in_a_row(places: np.ndarray) -> slice | None:
+    """The stretch of places that follow each other, which are copied in half the time; None of others.
+
+    >>> in_a_row(np.array([3, 4, 5])), in_a_row(np.array([3, 5]))
+    (slice(3, 6, None), None)
+    """
+    if not len(places) or (places[1:] != places[:-1] + 1).any():
+        return None
+    return slice(int(places[0]), int(places[0]) + len(places))
 
 
 @contextmanager

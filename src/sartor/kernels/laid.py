@@ -355,9 +355,10 @@ def _correlate_tiles(out: int, size: int) -> Tiles:
     every tile of columns.
     """
     rows = power(out, 16, 128)
-    columns = min((128, 64, 32), key=lambda width: -(-size // width) * (width + rows // 4))
-    large = rows == columns == 128
-    return Tiles(rows, columns, 32, warps=8 if large else 4, stages=3)
+    widths = (32, 64, 128) if rows == 16 else (16, 32, 64, 128)
+    columns = min(widths, key=lambda width: -(-size // width) * (width + rows // 4))
+    warps = power(rows * columns // 512, 1, 4) if rows * columns < 128 * 128 else 8
+    return Tiles(rows, columns, 32, warps, stages=3)
 
 
 @torch.library.custom_op(

@@ -81,11 +81,12 @@ def store(
         tl.store(places + begin + at, which.to(tl.uint8), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bias_lane"])
 def _convolve(
     image,  # [lane, sample, HEIGHT, WIDTH, CHANNELS]
     weight,  # [lane, OUT, KERNEL_HEIGHT, KERNEL_WIDTH, CHANNELS]
     bias,  # [lane, OUT]
+    bias_lane,  # from one lane to the next
     result,  # [lane, sample, OUT_HEIGHT, OUT_WIDTH, ROOM], or [lane, sample, OUT, OUT_HEIGHT, OUT_WIDTH]
     places,  # the same, of a pooled result
     samples,
@@ -177,7 +178,7 @@ def _convolve(
             weights = tl.load(weight + (row[:, None] + k[None, :]))
         total = tl.dot(pixels, tl.trans(weights), total, input_precision=PRECISION)
     if BIASED:
-        total += tl.load(bias + lane * OUT + out, mask=out < OUT, other=0.0)[None, :]
+        total += tl.load(bias + lane * bias_lane + out, mask=out < OUT, other=0.0)[None, :]
     where = first // WINDOW + tl.arange(0, ROWS // WINDOW)
     which = tl.zeros((ROWS, COLUMNS), tl.int32)
     if POOLED:
@@ -258,11 +259,11 @@ def _launch(
     result = image.new_empty(lanes, samples, *shape)
     places = result.new_empty(result.shape if relu or pool else (0,), dtype=torch.uint8)
     positions = samples * size[0] * size[1] * (4 if pool else 1)
-    tiles = tiles or _convolve_tiles(out, positions)
+    tiles = tiles or _convolve_tiles(out, channels, positions)
     programs = triton.cdiv(out, tiles.columns) * triton.cdiv(positions, tiles.rows)
     with torch.cuda.device_of(image):
         _convolve[(programs * lanes,)](
-            image, weight, image if bias is None else bias.contiguous(), result, places, samples,
+            image, weight, *biases(bias, image), result, places, samples,
             channels, height, width, out, *size, *kernel, *step, *spread, *padding,
             turned, turned or max(padding) > 0, bias is not None, relu, pool, last,
             precision(), tiles.rows, tiles.columns, tiles.depth,
@@ -276,7 +277,19 @@ def precision() -> str:
     return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
 
 
-def _convolve_tiles(out: int, positions: int) -> Tiles:
+def biases(bias: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
+    """A layer's bias, whose numbers lie one after the other, and how far apart lanes are."""
+    if bias is None:
+        return other, 0
+    bias = bias if bias.stride(1) == 1 else bias.contiguous()
+    return bias, bias.stride(0)
+
+
+def _convolve_tiles(out: int, channels: int, positions: int) -> Tiles:
     """Measured on an H200: few positions of a lane leave room for more programs with fewer of them."""
     columns = power(out, 16, 128)
-    return Tiles(64 if positions < 2048 else 128, columns, 32, warps=4, stages=3 if columns == 128 else 4)
+    if positions < 2048:
+        return Tiles(64, columns, 32, warps=4, stages=3 if columns == 128 else 4)
+    if columns == channels == 16:  # all terms of a tile are of one place in the window
+        return Tiles(256, columns, 16, warps=4, stages=3)
+    return Tiles(128, columns, 32, warps=8 if columns == 64 else 4, stages=2 if columns < 64 else 3)

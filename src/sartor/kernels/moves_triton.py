@@ -29,7 +29,7 @@ def along(at, zero):
     return tl.max_contiguous(at + zero, [2, 1])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _move(
     data,  # [lane, row, CHANNELS, HEIGHT, WIDTH] with these strides but the last two; or LAST, as a result is
     numbers,  # [row]: rows of the data
@@ -118,7 +118,7 @@ def _moved(
     return result
 
 
-@triton.jit(do_not_specialize=["zero"])
+@triton.jit(do_not_specialize=["lanes", "zero"])
 def _spread(
     gradient,  # of the result: [lane, sample, OUT_HEIGHT, OUT_WIDTH, GIVEN_ROOM], or channels first
     places,  # the same with PLACES_ROOM
@@ -213,7 +213,7 @@ def spread(
     return *results, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add_up(parts, result, count, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """result[number] = Σ parts[part, number], in the same order however many numbers there are."""
     number = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]

@@ -92,6 +92,10 @@ def _multiply(
     else:
         right += lane * RIGHT_LANE
     right_at = (column * RIGHT_COLUMN)[None, :]
+    at = (row * COLUMNS)[:, None] + column[None, :]
+    there = row_there[:, None] & column_there[None, :]
+    if STEPS:  # early, as the sum takes less time than memory
+        start = tl.load(before + lane * PLACED + at, mask=there, other=0.0)
     total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
     for begin in range(0, SHARE, TILE_DEPTH):
         k = split * SHARE + begin + tl.arange(0, TILE_DEPTH)
@@ -108,17 +112,16 @@ def _multiply(
         if PRECISION == "parts":
             left_high, left_low = _parts(lefts)
             right_high, right_low = _parts(rights)
-            total = tl.dot(left_low, right_high, total, input_precision="tf32")
-            total = tl.dot(left_high, right_low, total, input_precision="tf32")
-            total = tl.dot(left_high, right_high, total, input_precision="tf32")
+            # A sum of its own, as tensor cores do not round what they add to a larger number.
+            part = tl.dot(left_low, right_high, input_precision="tf32")
+            part = tl.dot(left_high, right_low, part, input_precision="tf32")
+            total += tl.dot(left_high, right_high, part, input_precision="tf32")
         else:
             total = tl.dot(lefts, rights, total, input_precision=PRECISION)
     if PLACED > 0:
         result += lane * PLACED
     else:
         result += (split * lanes + lane) * (ROWS * COLUMNS)
-    at = (row * COLUMNS)[:, None] + column[None, :]
-    there = row_there[:, None] & column_there[None, :]
     if BIAS_LANE > 0:
         total += tl.load(bias + lane * BIAS_LANE + column, mask=column_there, other=0.0)[None, :]
     if MASKED:
@@ -130,7 +133,7 @@ def _multiply(
         rate = alpha
         if RATED:
             rate *= tl.load(rates + lane)
-        total = tl.load(before + lane * PLACED + at, mask=there, other=0.0) - rate * total
+        total = start - rate * total
     tl.store(result + at, total, mask=there)
 
 
@@ -268,7 +271,9 @@ def _tiles(rows: int, columns: int, depth: int, along: bool) -> tuple[int, int, 
     tile_rows = _power(rows, 64)
     if along:
         return tile_rows, _power(columns, 64), _power(depth, 32), 2 if tile_rows < 32 else 4
-    return tile_rows, _power(columns, 32), 16 if depth < 256 else 32, 2
+    if depth <= 32:  # a step's: there is more to load and to store than to add up
+        return _power(rows, 32), _power(columns, 128), _power(depth, 32), 4
+    return tile_rows, _power(columns, 32 if depth < 256 else 64), 16 if depth < 256 else 32, 2
 
 
 def _power(number: int, high: int) -> int:

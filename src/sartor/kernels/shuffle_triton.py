@@ -18,13 +18,18 @@ BLOCK = 16
 
 
 @triton.jit
-def _sort_key(key, place, size):
-    """Epoch and hash of a client's place in one number; the hash is that of ``random.words``."""
+def word_at(key, place):
+    """The word of a key's stream at a place; see ``random.words``."""
     word = (place + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
-    word = word ^ (word >> 31)
-    return ((place // size) << 43) | (word >> 21).to(tl.int64)
+    return word ^ (word >> 31)
+
+
+@triton.jit
+def _sort_key(key, place, size):
+    """Epoch and hash of a client's place in one number."""
+    return ((place // size) << 43) | (word_at(key, place) >> 21).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["places", "blocks"])

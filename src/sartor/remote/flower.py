@@ -1,17 +1,19 @@
 """Flower as the carrier of messages: its SuperLink inside the server, its Fleet connection at the nodes.
 
 This is the one module that uses names outside Flower's public interface; where the installed version does
-not have them, the error says which versions do. :class:`SuperLink` runs Flower's own application in a thread
-and publishes of it what nodes need and nothing else: starting runs, registering keys and everything that a
-server application may do cannot be reached from any port, as this process does them itself.
+not have them, the error says which versions do. :class:`SuperLink` answers nodes in a thread, by Flower's own
+state and handlers, and publishes what nodes need and nothing else: starting runs, registering keys and
+everything that a server application may do cannot be reached from any port, as this process does them itself.
 :class:`FleetLink` is a node's connection: it fetches requests and returns replies, and never loads the code
 of an application.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import os
@@ -22,7 +24,7 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -42,7 +44,6 @@ os.environ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
 try:
     import httpx
     import uvicorn
-    from fastapi import HTTPException
     from flwr.app import Message, Metadata
     from flwr.app.message import make_message, remove_content_from_message
     from flwr.common.constant import (
@@ -72,12 +73,17 @@ try:
         PushObjectResponse,
     )
     from flwr.proto.node_pb2 import Node as FleetNode
+    from flwr.server.superlink.linkstate import LinkStateFactory
     from flwr.supercore.constant import (
         FLEET_HTTP_PUBLIC_KEY_HEADER,
         FLEET_HTTP_SIGNATURE_HEADER,
+        FLWR_IN_MEMORY_DB_NAME,
         NOOP_FEDERATION_ID,
         TaskType,
     )
+    from flwr.supercore.date import now
+    from flwr.supercore.error import FlowerError
+    from flwr.supercore.error.catalog import API_ERROR_MAP
     from flwr.supercore.inflatable.inflatable_object import (
         get_all_nested_objects,
         get_object_tree,
@@ -95,19 +101,18 @@ try:
     )
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
     from flwr.supercore.interceptors.http.utils import add_headers
-    from flwr.supercore.object_store import NoObjectInStoreError
+    from flwr.supercore.object_store import NoObjectInStoreError, ObjectStoreFactory
     from flwr.supercore.primitives.asymmetric import (
         bytes_to_public_key,
         public_key_to_bytes,
         sign_message,
         verify_signature,
     )
+    from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+    from flwr.superlink.federation import NoOpFederationManager
+    from flwr.superlink.servicer.fleet import fleet_handlers
     from flwr.supernode.fleet_http_client import FleetHttpClient
     from starlette.concurrency import run_in_threadpool
-    from starlette.middleware import Middleware
-    from starlette.middleware.base import BaseHTTPMiddleware
-    from starlette.requests import Request as HTTPRequest
-    from starlette.responses import Response as HTTPResponse
 except ImportError as error:
     raise SartorError(
         f"real federations need Flower, {VERSIONS}: {error}; install it with `pip install 'sartor[flower]'`"
@@ -132,20 +137,19 @@ MOST_PIECES = 1 << 13
 """Pieces that a reply may consist of, however large it is: of 5 MB each, 40 GB."""
 DEEPEST = 8
 """Pieces may consist of pieces so many times: those of a message do five times."""
-NODE_PATHS = frozenset(
-    f"/v1/fleet/{call}"
-    for call in (
-        "register-node",
-        "activate-node",
-        "deactivate-node",
-        "send-node-heartbeat",
-        "pull-messages",
-        "push-messages",
-        "pull-object",
-        "push-object",
-        "confirm-message-received",
-    )
-)
+CALLS = {
+    "/v1/fleet/register-node": RegisterNodeFleetRequest,
+    "/v1/fleet/activate-node": ActivateNodeRequest,
+    "/v1/fleet/deactivate-node": DeactivateNodeRequest,
+    "/v1/fleet/send-node-heartbeat": SendNodeHeartbeatRequest,
+    "/v1/fleet/pull-messages": PullMessagesRequest,
+    "/v1/fleet/push-messages": PushMessagesRequest,
+    "/v1/fleet/pull-object": PullObjectRequest,
+    "/v1/fleet/push-object": PushObjectRequest,
+    "/v1/fleet/confirm-message-received": ConfirmMessageReceivedRequest,
+}
+"""What nodes may call, and what each of these calls brings."""
+PROTOBUF = PROTOBUF_MEDIA_TYPE.encode()
 STIRRING = frozenset(
     f"/v1/fleet/{call}" for call in ("activate-node", "deactivate-node", "push-messages", "push-object")
 )
@@ -162,6 +166,8 @@ NOTICED = 3.0
 """Seconds by which they must differ to be what a server refuses a signature for."""
 MOST_APART = 3600.0
 """Seconds by which they may differ."""
+RENEWED = 2.0
+"""Seconds after which a node signs the time anew; a signature says nothing else, and is good for minutes."""
 FAULTS = {
     ErrorCode.NODE_UNAVAILABLE: "gone",
     ErrorCode.MESSAGE_UNAVAILABLE: "late",
@@ -223,23 +229,8 @@ class SuperLink:
         _quiet()
         self.lasting = database is not None
         self._lock = None if database is None else _locked(database)
-        app = _application(database)
-        # Of what is there for other paths than nodes', every layer would cost each of their calls.
-        app.user_middleware = [
-            layer
-            for layer in app.user_middleware
-            if not layer.cls.__name__.startswith(("Control", "Runtime"))
-        ]
-        # The innermost: what it sees is authenticated.
-        app.user_middleware.append(Middleware(BaseHTTPMiddleware, dispatch=self._door))
-        app.user_middleware = [
-            Middleware(_Layer, layer=layer) if issubclass(layer.cls, BaseHTTPMiddleware) else layer
-            for layer in app.user_middleware
-        ]
-        app.router.routes.sort(key=_is_for_others)
-        app.state.enable_supernode_auth = keys is not None
         self._keys = None if keys is None else frozenset(keys)
-        self._state = app.state.linkstate_factory.state()
+        self._state, self._handlers = _state(database), _handlers()
         for key in keys or ():
             with contextlib.suppress(ValueError):  # it is known from an earlier process
                 self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
@@ -250,17 +241,18 @@ class SuperLink:
         """The notes of messages that an earlier process has sent."""
         self._task = 0
         self._run = (self._last_run(anew) if self.lasting else 0) or self._start_run()
+        self._run_goes_on()
         self._caught: deque[tuple[int, Failed]] = deque(maxlen=MOST_CAUGHT)
         self._stirred = threading.Event()
         self._listener = Listener(_bound(host, port))
         self.port = int(self._listener.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
-                _FleetOnly(app, self._keys, self._listener, self._takes, self._stirred),
+                _Port(self._keys, self._listener, self._takes, self._answer, self._stirred),
                 log_level="error",
                 log_config=None,
                 access_log=False,
-                lifespan="on",
+                lifespan="off",
                 ssl_certfile=None if tls is None else str(tls[0]),
                 ssl_keyfile=None if tls is None else str(tls[1]),
                 timeout_keep_alive=60,
@@ -438,42 +430,66 @@ class SuperLink:
         """Nodes that tried what the door refused since the last call, besides answers of their own."""
         return [self._caught.popleft() for _ in range(len(self._caught))]
 
-    async def _door(self, request: Any, proceed: Any) -> Any:
+    def _answer(
+        self, path: str, headers: Mapping[bytes, bytes], body: bytes, heard: Callable[[bytes], object]
+    ) -> bytes:
+        """Flower's answer to a call of a node, which is ``heard`` of once it is known to be itself."""
+        if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != PROTOBUF:
+            raise _Denied(415, "not a call of Flower's")
+        asked = CALLS[path]()
+        try:
+            asked.ParseFromString(body)
+        except Exception:  # whatever a hostile node has sent
+            raise _Denied(400, "not a call of Flower's") from None
+        heard(self._authenticated(headers, asked))
+        with self._storing if isinstance(asked, PushMessagesRequest) else contextlib.nullcontext():
+            self._check(asked)
+            more: dict[str, Any] = {}
+            if isinstance(asked, RegisterNodeFleetRequest):
+                more["enable_supernode_auth"] = self._keys is not None
+            elif isinstance(asked, PullMessagesRequest | ConfirmMessageReceivedRequest):
+                more["store"] = self._state.object_store
+            answer = self._handlers[path](request=asked, state=self._state, **more)
+        return bytes(answer.SerializeToString())
+
+    def _authenticated(self, headers: Mapping[bytes, bytes], asked: Any) -> bytes:
+        """The key of the node that makes a call, which has signed it and calls for itself."""
+        status = _signature_fault(headers, self._keys)
+        if status == 403:
+            raise _Denied(403, "its key is not among those of the server", {REASON: "key"})
+        key = _claimed_key(headers)
+        if isinstance(asked, RegisterNodeFleetRequest | ActivateNodeRequest):
+            own = asked.public_key == key
+        else:
+            node = asked.node_id if isinstance(asked, DeactivateNodeRequest) else asked.node.node_id
+            own = not status and self._state.get_node_id_by_public_key(key) == node
+        if status or not own:
+            raise _Denied(401, "not signed by the node that it is said to come from")
+        return key
+
+    def _check(self, asked: Any) -> None:
         """Let a node do what is its own to do.
 
-        Flower has checked that the node is who it says, but not that what it does is its own: a reply says
-        itself whose it is, and whoever knows the identifier of a message could confirm or read it.
+        That the node is who it says does not mean that what it does is its own: a reply says itself whose it
+        is, and whoever knows the identifier of a message could confirm or read it.
         """
-        asked = getattr(request.state, "protobuf_request", None)
-        if asked is None:
-            return await proceed(request)
-        key = b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER])
-        if self._keys is not None and key not in self._keys:
-            raise HTTPException(403, "its key is not among those of the server", {REASON: "key"})
-        self._listener.heard(request.scope["client"], key)
         if isinstance(asked, PushMessagesRequest):
             for message in asked.messages_list:
                 if message.metadata.src_node_id != asked.node.node_id:
                     self._catch(asked.node.node_id, "a reply", message.metadata.src_node_id)
-            await run_in_threadpool(self._storing.acquire)  # each is compared with what is stored
-            try:
-                await run_in_threadpool(self._check_announcement, asked)
-                return await proceed(request)
-            finally:
-                self._storing.release()
+            self._check_announcement(asked)
         elif isinstance(asked, PushObjectRequest):
             self._check_piece(asked)
         elif isinstance(asked, ConfirmMessageReceivedRequest):
             awaited = self._awaited.get(asked.message_object_id)
             if awaited is None:
-                raise HTTPException(404, "no such request")
+                raise _Denied(404, "no such request")
             if awaited.node != asked.node.node_id:
                 self._catch(asked.node.node_id, "a confirmation", awaited.node)
         elif isinstance(asked, PullObjectRequest):
             mine = [held for held in tuple(self._awaited.values()) if held.node == asked.node.node_id]
             if not any(asked.object_id in held.asked for held in mine):
-                raise HTTPException(404, "no such piece of a request to this node")
-        return await proceed(request)
+                raise _Denied(404, "no such piece of a request to this node")
 
     def _check_announcement(self, asked: PushMessagesRequest) -> None:
         """Refuse a reply before anything is made of it: Flower follows its tree wherever that leads."""
@@ -500,7 +516,7 @@ class SuperLink:
         mine = [held for held in tuple(self._awaited.values()) if held.node == node]
         mine = [held for held in mine if asked.object_id in held.tree]
         if not mine:
-            raise HTTPException(404, "no such piece of a reply that is waited for")
+            raise _Denied(404, "no such piece of a reply that is waited for")
         for held in mine:
             held.arrived[asked.object_id] = size
             if sum(held.arrived.values()) > held.most + SPARE:
@@ -525,7 +541,7 @@ class SuperLink:
             awaited.fault = error
         else:
             self._caught.append((node, error))
-        raise HTTPException(403, str(error)) from None
+        raise _Denied(403, str(error)) from None
 
     def _disown(self, tree: dict[str, set[str]]) -> None:
         """Forget replies of which a piece is said to be what one of a request of ours is not."""
@@ -555,7 +571,7 @@ class SuperLink:
 
     def _catch(self, node: int, what: str, victim: int) -> None:
         self._caught.append((node, Failed("forged", f"{what} in the name of node {victim}; refused")))
-        raise HTTPException(403, f"{what} in the name of another node")
+        raise _Denied(403, f"{what} in the name of another node")
 
     def _last_run(self, anew: bool) -> int:
         """The run of an earlier process, with the messages that have a note; 0 where there is none."""
@@ -598,6 +614,12 @@ class SuperLink:
             raise SartorError(f"this version of Flower does not start a run; install {VERSIONS}")
         return int(run)
 
+    def _run_goes_on(self) -> None:
+        """Tell Flower so, which looks it up at every call; and have it count no bytes, as others here do."""
+        look, going = self._state.get_run_status, self._state.get_run_status({self._run})
+        self._state.get_run_status = lambda runs: going if runs == {self._run} else look(runs)
+        self._state.store_traffic = lambda run, **sizes: None
+
     def _keep_alive(self) -> None:
         while not self._closing.wait(10):
             self._state.acknowledge_task_heartbeat(self._task)
@@ -633,18 +655,21 @@ def _tree_of(tree: Any, most: int = MOST_PIECES) -> dict[str, set[str]]:
     raise Failed("malformed", f"pieces of its reply consist of others more than {DEEPEST} times")
 
 
-def _application(database: Path | None) -> Any:
-    """Flower's application, with its state in a file or in memory."""
-    from flwr.superlink.main import create_app
+def _state(database: Path | None) -> Any:
+    """Flower's state, in a file or in memory."""
+    name = FLWR_IN_MEMORY_DB_NAME if database is None else str(database)
+    try:
+        return LinkStateFactory(name, NoOpFederationManager(), ObjectStoreFactory(name)).state()
+    except Exception as error:  # whatever is in the file
+        if database is None:
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SettingError(f"--store {database}: cannot be used: {reason}") from None
 
-    with _environment("FLWR_DATABASE", None if database is None else str(database)):
-        try:
-            return create_app()
-        except Exception as error:  # whatever is in the file
-            if database is None:
-                raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise SettingError(f"--store {database}: cannot be used: {reason}") from None
+
+def _handlers() -> dict[str, Callable[..., Any]]:
+    """What Flower does for each call of a node."""
+    return {path: getattr(fleet_handlers, path.rpartition("/")[2].replace("-", "_")) for path in CALLS}
 
 
 def _locked(database: Path) -> Any:
@@ -666,7 +691,6 @@ def _revive(state: Any) -> None:
     Flower takes a run that is silent for a minute for failed, and hands out a reply once.
     """
     try:
-        from flwr.supercore.date import now
         from flwr.supercore.state.schema.corestate_models import Task
         from flwr.supercore.state.schema.linkstate_models import MessageRes
         from sqlalchemy import update
@@ -678,43 +702,34 @@ def _revive(state: Any) -> None:
         session.execute(update(MessageRes).values(delivered_at=""))
 
 
-@contextlib.contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
-    """A variable of the environment, for a while."""
-    before = os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
+class _Denied(Exception):
+    """The answer to a call that is not answered."""
+
+    def __init__(self, status: int, reason: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(reason)
+        self.status, self.headers = status, headers or {}
 
 
-class _FleetOnly:
+class _Port:
     """Lets through what nodes need, of a bounded size; everything else is not there.
 
     Where nodes have keys, nothing is read from a connection beyond its first headers unless one has signed
-    them: Flower looks at the signature when it has read all of a request.
+    them.
     """
 
     def __init__(
         self,
-        app: Any,
         keys: frozenset[bytes] | None,
         listener: Listener,
         takes: Callable[[bytes, int, Callable[[], bool]], bool],
+        answer: Callable[..., bytes],
         stirred: threading.Event,
     ) -> None:
-        self._app, self._keys, self._listener, self._limits = app, keys, listener, Limits()
-        self._takes, self._stirred = takes, stirred
+        self._keys, self._listener, self._limits = keys, listener, Limits()
+        self._takes, self._answer, self._stirred = takes, answer, stirred
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http" or scope["path"] not in NODE_PATHS:
+        if scope["type"] != "http" or scope["path"] not in CALLS or scope["method"] != "POST":
             await _refuse(send, 404)
             return
         headers = dict(scope["headers"])
@@ -739,18 +754,18 @@ class _FleetOnly:
                 await _refuse(send, 413)  # it is not waited for, and so it is not read
                 return
         if self._keys is None:  # anybody may come, under any name
-            await self._serve(scope, receive, send)
+            await self._serve(scope, headers, receive, send)
             return
         if not self._limits.begin(key, int(length)):
             await _refuse(send, BUSY)
             return
         try:
-            await self._serve(scope, receive, send)
+            await self._serve(scope, headers, receive, send)
         finally:
             self._limits.end(key, int(length))
 
-    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
-        """Ask Flower's application once all of a request is there, as it costs more than waiting."""
+    async def _serve(self, scope: Any, headers: Mapping[bytes, bytes], receive: Any, send: Any) -> None:
+        """Answer a call once all of it is there."""
         body, more = bytearray(), True
         while more:
             part = await receive()
@@ -758,57 +773,21 @@ class _FleetOnly:
                 return
             body += part.get("body", b"")
             more = part.get("more_body", False)
-        waiting = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-        del body
+        loop, client = asyncio.get_running_loop(), scope["client"]
 
-        async def whole() -> Any:
-            return waiting.pop() if waiting else await receive()
+        def heard(key: bytes) -> None:
+            loop.call_soon_threadsafe(self._listener.heard, client, key)
 
-        await self._app(scope, whole, send)
+        try:
+            answer = await run_in_threadpool(self._answer, scope["path"], headers, bytes(body), heard)
+        except Exception as error:  # whatever a hostile node has sent
+            await _deny(send, error)
+            return
+        pairs = [(b"content-type", PROTOBUF), (b"content-length", str(len(answer)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": pairs})
+        await send({"type": "http.response.body", "body": answer})
         if scope["path"] in STIRRING:
             self._stirred.set()
-
-
-class _Layer:
-    """A layer of Starlette's, around an application whose requests and answers are there as a whole.
-
-    Starlette itself starts tasks, so that they may come in parts, which takes longer than all that is done.
-    """
-
-    def __init__(self, app: Any, layer: Middleware) -> None:
-        self._app = app
-        made: Any = layer.cls(app, *layer.args, **layer.kwargs)
-        self._dispatch = made.dispatch_func
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request = HTTPRequest(scope, receive)
-        waiting = [{"type": "http.request", "body": await request.body(), "more_body": False}]
-
-        async def whole() -> Any:
-            return waiting.pop() if waiting else await receive()
-
-        async def proceed(request: HTTPRequest) -> HTTPResponse:
-            said: list[Any] = []
-
-            async def note(message: Any) -> None:
-                said.append(message)
-
-            await self._app(scope, whole, note)
-            answer = HTTPResponse(b"".join(part.get("body", b"") for part in said), said[0]["status"])
-            answer.raw_headers = list(said[0]["headers"])
-            return answer
-
-        response = await self._dispatch(request, proceed)
-        await response(scope, whole, send)
-
-
-def _is_for_others(route: Any) -> bool:
-    """Whether a route, or all of a router, is for none of the nodes' paths."""
-    routes = getattr(getattr(route, "original_router", route), "routes", None) or (route,)
-    return not any(getattr(each, "path", "") in NODE_PATHS for each in routes)
 
 
 def _claimed_key(headers: Mapping[bytes, bytes]) -> bytes:
@@ -830,19 +809,42 @@ def _signature_fault(headers: Mapping[bytes, bytes], keys: frozenset[bytes] | No
         public = b64decode(key, validate=True)
         if keys is not None and public not in keys:
             return 403
-        age = time.time() - datetime.datetime.fromisoformat(stamp.decode("ascii")).timestamp()
+        age = (now() - datetime.datetime.fromisoformat(stamp.decode("ascii"))).total_seconds()
         recent = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
-        signed = verify_signature(bytes_to_public_key(public), stamp, b64decode(signature, validate=True))
-    except (KeyError, ValueError, TypeError, OverflowError):  # TypeError: a key of another kind
+        signed = _signed(public, stamp, signature)
+    except (KeyError, ValueError, TypeError, OverflowError):  # TypeError: a key or a time of another kind
         return 401
     return 0 if recent and signed else 401
 
 
-async def _refuse(send: Any, status: int, headers: Mapping[str, str] | None = None) -> None:
-    """Answer without having read the request."""
+@functools.lru_cache(maxsize=4096)
+def _signed(public: bytes, stamp: bytes, signature: bytes) -> bool:
+    """Whether the owner of this key has signed a time; nodes come with the same signature for a while."""
+    return bool(verify_signature(bytes_to_public_key(public), stamp, b64decode(signature, validate=True)))
+
+
+async def _deny(send: Any, error: Exception) -> None:
+    """Answer a call that failed: by what the door or Flower says of it, and by nothing else."""
+    headers: Mapping[str, str] = {}
+    told: Mapping[str, Any]
+    if isinstance(error, _Denied):
+        status, headers, told = error.status, error.headers, {"detail": str(error)}
+    elif isinstance(error, FlowerError) and error.code in API_ERROR_MAP:
+        known = API_ERROR_MAP[error.code]
+        status, told = known.http_status_code, error.to_json(known.public_message)
+    else:
+        log.debug("a call of a node: %s: %s", type(error).__name__, error)
+        status, told = 500, {"detail": "Internal server error."}
+    await _refuse(send, status, {"content-type": "application/json", **headers}, json.dumps(told).encode())
+
+
+async def _refuse(
+    send: Any, status: int, headers: Mapping[str, str] | None = None, reason: bytes = b""
+) -> None:
+    """Answer without having read the request, or with a reason."""
     pairs = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": b""})
+    await send({"type": "http.response.body", "body": reason})
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -884,6 +886,9 @@ class _Signature:
 
     def __init__(self, key: EllipticCurvePrivateKey) -> None:
         self._key, self._public = key, b64encode(public_key_to_bytes(key.public_key())).decode()
+        self._headers: dict[str, str] = {}
+        self._signed = 0.0
+        """The time that the headers say, which is signed."""
         self.ahead = self._found = 0.0
         """Seconds by which the server's clock is ahead of this machine's; 0 where they hardly differ."""
 
@@ -893,13 +898,16 @@ class _Signature:
 
     def intercept(self, context: Any, proceed: Callable[[Any], httpx.Response]) -> httpx.Response:
         """Sign a request, and compare the clocks when it is answered."""
-        stamp = datetime.datetime.fromtimestamp(self.now(), datetime.UTC).isoformat()
-        headers = {
-            FLEET_HTTP_PUBLIC_KEY_HEADER: self._public,
-            TIMESTAMP_HEADER: stamp,
-            FLEET_HTTP_SIGNATURE_HEADER: b64encode(sign_message(self._key, stamp.encode())).decode(),
-        }
-        add_headers(context.request, headers)
+        now = self.now()
+        if abs(now - self._signed) > RENEWED:
+            stamp = datetime.datetime.fromtimestamp(now, datetime.UTC).isoformat()
+            self._headers = {
+                FLEET_HTTP_PUBLIC_KEY_HEADER: self._public,
+                TIMESTAMP_HEADER: stamp,
+                FLEET_HTTP_SIGNATURE_HEADER: b64encode(sign_message(self._key, stamp.encode())).decode(),
+            }
+            self._signed = now
+        add_headers(context.request, self._headers)
         sent = time.time()
         response = proceed(context)
         self._compare(response.headers.get("date", ""), sent)

@@ -6,6 +6,7 @@ Nothing is sent to anybody else: telemetry and the search for updates are off.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from sartor.errors import SartorError
 from sartor.remote.messages import HEADER, Parts
@@ -24,29 +25,38 @@ except ImportError as error:
 
 TYPE = "query.call"
 RECORD = "sartor"
+TENSORS = f"{RECORD}.tensors"
+SMALL = 1 << 14
+"""Bytes of a part that is not worth a call of its own."""
 
 
 def to_content(parts: Parts) -> RecordDict:
-    """Parts as the content of a Flower message: the header as a setting, tensors as arrays of bytes."""
-    arrays = {
-        group: Array(dtype="uint8", shape=(len(part),), stype="bytes", data=part)
-        for group, part in parts.items()
-        if group != HEADER
+    """Parts as the content of a Flower message: large ones as arrays of bytes, others as settings.
+
+    Every record and every array travels as pieces of its own, each with a call; a setting goes with the rest.
+    """
+    large = [group for group, part in parts.items() if group != HEADER and len(part) > SMALL]
+    records: dict[str, Any] = {
+        RECORD: ConfigRecord({group: part for group, part in parts.items() if group not in large})
     }
-    return RecordDict(
-        {RECORD: ConfigRecord({HEADER: parts[HEADER]}), f"{RECORD}.tensors": ArrayRecord(arrays)}
-    )
+    if large:
+        arrays = {
+            group: Array(dtype="uint8", shape=(len(parts[group]),), stype="bytes", data=parts[group])
+            for group in large
+        }
+        records[TENSORS] = ArrayRecord(arrays)
+    return RecordDict(records)
 
 
 def from_content(content: RecordDict) -> Parts:
     """The parts that :func:`to_content` packed; anything else is a ValueError."""
-    settings, arrays = content.get(RECORD), content.get(f"{RECORD}.tensors")
+    settings, arrays = content.get(RECORD), content.get(TENSORS, ArrayRecord())
     if not isinstance(settings, ConfigRecord) or not isinstance(arrays, ArrayRecord):
         raise ValueError("not a message of sartor")
-    header = settings.get(HEADER)
-    if not isinstance(header, bytes):
-        raise ValueError("no header")
-    return {HEADER: header, **{str(group): bytes(array.data) for group, array in arrays.items()}}
+    parts = {str(group): part for group, part in settings.items() if isinstance(part, bytes)}
+    if HEADER not in parts or len(parts) < len(settings):
+        raise ValueError("no header, or what is no part of a message")
+    return {**parts, **{str(group): bytes(array.data) for group, array in arrays.items() if group != HEADER}}
 
 
 def message_to(node: int, parts: Parts, lifetime: float) -> Message:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from sartor.federation.reduction import Reduction, State, register_aggregate
-from sartor.robust.orders import by_columns, distances_from, median, trimmed_mean
+from sartor.robust.orders import distances_from, mean_near_median, median, trimmed_mean
 from sartor.robust.selections import bulyan_choice, most_attackers
 from sartor.settings import setting
 
 Reduced = tuple[Tensor, State]
+
+ASKED = 4
+"""Iterations after which a device is asked whether they are enough: it is waited for meanwhile."""
 
 
 @register_aggregate("median")
@@ -54,13 +57,18 @@ class GeometricMedian(Reduction):
 
     def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
         """Rows weighted by the inverse of their distance, again and again."""
-        centre, own = median(rows, weights), weights.cpu()
-        for _ in range(self.steps):
-            distance = distances_from(centre, rows).cpu()  # where so few numbers are worked on sooner
-            scale = distance.median()
-            share = own / distance.clamp(min=max(1e-12 * float(scale), torch.finfo(rows.dtype).tiny))
-            before, centre = centre, (share / share.sum()).to(rows.device) @ rows
-            if float(torch.linalg.vector_norm(centre - before)) <= self.tolerance * float(scale):
+        centre = median(rows, weights)
+        near = torch.zeros((), dtype=torch.bool, device=rows.device)
+        for step in range(1, self.steps + 1):
+            distance = distances_from(centre, rows)
+            scale = distance.median().double()
+            least = (1e-12 * scale).clamp(min=torch.finfo(rows.dtype).tiny).to(rows.dtype)
+            share = weights / distance.clamp(min=least)
+            after = (share / share.sum()) @ rows
+            moved = torch.linalg.vector_norm(after - centre).double()
+            centre = torch.where(near, centre, after)
+            near = near | (moved <= self.tolerance * scale)
+            if (rows.device.type == "cpu" or step % ASKED == 0) and bool(near):
                 break
         return centre, state
 
@@ -81,7 +89,7 @@ class CentredClipping(Reduction):
 
     def init(self, like: Tensor) -> State:
         """No value yet."""
-        return {"centre": torch.zeros_like(like), "known": torch.zeros((), device=like.device)}
+        return {"centre": torch.zeros_like(like), "known": torch.zeros(())}  # a question for the host
 
     def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
         """Clip, and move to the mean."""
@@ -91,7 +99,7 @@ class CentredClipping(Reduction):
             radius = distance.median() if self.radius is None else self.radius
             factor = radius / distance.clamp(min=torch.finfo(rows.dtype).tiny)
             centre = centre + _shifted(rows, centre, weights * factor.clamp(max=1))
-        return centre, {"centre": centre, "known": torch.ones_like(state["known"])}
+        return centre, {"centre": centre, "known": torch.ones(())}
 
 
 @register_aggregate("bulyan")
@@ -113,15 +121,7 @@ class Bulyan(Reduction):
     def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
         """The mean of numbers near the medians of chosen rows."""
         chosen, f = bulyan_choice(rows, self.share)
-        near = max(1, len(chosen) - 2 * f)
-
-        def mean(ordered: Tensor, cumulative: Tensor) -> Tensor:
-            values, count = ordered.T, len(ordered)
-            middle = (values[:, (count - 1) // 2] + values[:, count // 2])[:, None] / 2
-            places = (values - middle).abs().topk(near, dim=1, largest=False).indices
-            return middle[:, 0] + (values.gather(1, places) - middle).mean(dim=1)
-
-        return by_columns(rows[chosen], torch.ones(len(chosen)), mean), state
+        return mean_near_median(rows, chosen, max(1, len(chosen) - 2 * f)), state
 
 
 def _shifted(rows: Tensor, centre: Tensor, weights: Tensor) -> Tensor:

@@ -9,11 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sartor.kernels.gpu import HAS_TRITON
+
 SORTED, CACHED, DEVICE = 1 << 22, 1 << 19, 1 << 24
 """Numbers taken at once: to sort them, to work on whole rows within a cache, and on a device."""
 
-FEW = 16
-"""Rows up to so many are ordered by comparing whole rows, more of them by sorting columns."""
+FEW, COUNTED = 16, 128
+"""Rows of equal weight up to so many are ordered by comparing whole rows, more of them by sorting columns;
+and rows up to so many on CUDA by counting, whatever their weights."""
 
 EPSILON = 1e-6
 """Weights that add up to a share within this are taken to do so exactly."""
@@ -39,14 +42,14 @@ def by_columns(rows: Tensor, weights: Tensor, make: Callable[[Tensor, Tensor], T
     """
     shares, made = weights.cpu().float(), rows.new_empty(rows.shape[1])
     equal = bool(shares.max() - shares.min() <= EPSILON / len(shares))
-    few = len(rows) <= FEW and (equal or not by_numpy(rows))  # carrying weights along, numpy is ahead
+    few = equal and len(rows) <= FEW
     up_to = torch.arange(1, len(rows) + 1)[:, None] / len(rows)
     for columns in blocks(rows, CACHED if few else SORTED):
         block = rows[:, columns]
         if equal:
             made[columns] = make((compared if few else ordered)(block), up_to)
         else:
-            made[columns] = make(*(compared_with if few else ordered_with)(block, weights.float()))
+            made[columns] = make(*ordered_with(block, weights.float()))
     return made
 
 
@@ -59,26 +62,6 @@ def compared(rows: Tensor) -> Tensor:
     for i, j in comparators(len(rows)):
         values[i], values[j] = torch.minimum(values[i], values[j]), torch.maximum(values[i], values[j])
     return torch.stack(values)
-
-
-def compared_with(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers of every column in order by the same network, and the weight up to each.
-
-    Weights go with their numbers. Equal numbers stay where they are, so that neither is counted twice.
-
-    >>> compared_with(torch.tensor([[3.0, 1.0], [2.0, 4.0]]), torch.tensor([0.75, 0.25]))
-    (tensor([[2., 1.],
-            [3., 4.]]), tensor([[0.2500, 0.7500],
-            [1.0000, 1.0000]]))
-    """
-    pairs = list(zip(rows, weights[:, None].expand_as(rows), strict=True))
-    for i, j in comparators(len(rows)):
-        first, second = pairs[i], pairs[j]
-        swap = first[0] > second[0]
-        pairs[i] = torch.where(swap, second[0], first[0]), torch.where(swap, second[1], first[1])
-        pairs[j] = torch.where(swap, first[0], second[0]), torch.where(swap, first[1], second[1])
-    values, shares = zip(*pairs, strict=True)
-    return torch.stack(values), torch.stack(shares).cumsum(dim=0)
 
 
 def comparators(n: int) -> Iterator[tuple[int, int]]:
@@ -120,6 +103,12 @@ def by_numpy(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
 
 
+def by_counting(rows: Tensor) -> bool:
+    """Whether a kernel finds what stands in the middle of columns, for which no host has to be waited for."""
+    there = rows.is_cuda and HAS_TRITON and rows.dtype in (torch.float32, torch.float64)
+    return there and len(rows) <= COUNTED
+
+
 def distances_from(centre: Tensor, rows: Tensor) -> Tensor:
     """‖row_i − centre‖ of every row."""
     norm = torch.linalg.vector_norm
@@ -143,6 +132,11 @@ def median(rows: Tensor, weights: Tensor) -> Tensor:
         low, high = (cumulative < 0.5 - EPSILON).sum(dim=0), (cumulative <= 0.5 + EPSILON).sum(dim=0)
         return torch.lerp(at(values, low), at(values, high), 0.5)
 
+    if by_counting(rows):
+        from sartor.kernels import orders_triton
+
+        found: Tensor = orders_triton.median(rows, weights)
+        return found
     return by_columns(rows, weights, middle)
 
 
@@ -169,4 +163,31 @@ def trimmed_mean(rows: Tensor, weights: Tensor, share: float) -> Tensor:
         inside = torch.where(kept > 0, values - first, 0)
         return first + (kept * inside).sum(dim=0) / (1 - 2 * share)
 
+    if by_counting(rows):
+        from sartor.kernels import orders_triton
+
+        found: Tensor = orders_triton.trimmed_mean(rows, weights, share)
+        return found
     return by_columns(rows, weights, inner)
+
+
+def mean_near_median(rows: Tensor, chosen: Tensor, near: int) -> Tensor:
+    """The plain mean of so many numbers of every column, those nearest to its median among chosen rows.
+
+    >>> mean_near_median(torch.tensor([[1.0], [2.0], [4.0], [90.0]]), torch.tensor([0, 1, 2]), 2)
+    tensor([1.5000])
+    """
+
+    def mean(ordered: Tensor, cumulative: Tensor) -> Tensor:
+        values, count = ordered.T, len(ordered)
+        middle = (values[:, (count - 1) // 2] + values[:, count // 2])[:, None] / 2
+        places = (values - middle).abs().topk(near, dim=1, largest=False).indices
+        return middle[:, 0] + (values.gather(1, places) - middle).mean(dim=1)
+
+    if by_counting(rows):
+        from sartor.kernels import orders_triton
+
+        weights = torch.zeros(len(rows), device=rows.device).index_fill(0, chosen, 1 / len(chosen))
+        found: Tensor = orders_triton.mean_near_median(rows, weights, near)
+        return found
+    return by_columns(rows[chosen], torch.ones(len(chosen)), mean)

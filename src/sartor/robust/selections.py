@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,15 +45,11 @@ def krum_scores(squared: Tensor, f: int) -> Tensor:
     return apart.sort(dim=1).values[:, :others].sum(dim=1)
 
 
-def pairs_apart(rows: Tensor) -> Tensor:
-    """‖row_i − row_j‖² of all pairs, on the host: what is chosen by them is chosen there."""
-    return apart_squared(inner_products(rows)).cpu()
-
-
-def ranked(squared: Tensor, left: np.ndarray, f: int) -> np.ndarray:
+def ranked(squared: Tensor, left: Tensor, f: int) -> Tensor:
     """The rows that are left, the one of the lowest score first; of equal ones that nearest to all rows."""
-    scores = krum_scores(squared[left][:, left], f).numpy()
-    return left[np.lexsort((squared.sum(dim=1).numpy()[left], scores))]
+    scores = krum_scores(squared[left][:, left], f)
+    order = squared.sum(dim=1)[left].argsort(stable=True)
+    return left[order[scores[order].argsort(stable=True)]]
 
 
 @dataclass(frozen=True)
@@ -73,10 +68,9 @@ class Krums(Selection):
         f = attackers_of(self.share, n, (n - 3) // 2)
         if n < 3:
             return torch.ones(n, dtype=torch.bool, device=rows.device)
-        order = ranked(pairs_apart(rows), np.arange(n), f)
-        kept = torch.zeros(n, dtype=torch.bool)
-        kept[order[: 1 if single else n - f]] = True
-        return kept.to(rows.device)
+        order = ranked(apart_squared(inner_products(rows)), torch.arange(n, device=rows.device), f)
+        kept = torch.zeros(n, dtype=torch.bool, device=rows.device)
+        return kept.index_fill(0, order[: 1 if single else n - f], True)
 
 
 @register_aggregate("krum")
@@ -109,10 +103,12 @@ def bulyan_choice(rows: Tensor, share: float) -> tuple[Tensor, int]:
     f = attackers_of(share, n, (n - 3) // 4)
     if not f:
         return torch.arange(n, device=rows.device), 0
-    squared, left = pairs_apart(rows), np.arange(n)
+    squared, left, chosen = apart_squared(inner_products(rows)), torch.arange(n, device=rows.device), []
     while len(left) > 2 * f:
-        left = np.setdiff1d(left, ranked(squared, left, f)[:1])
-    return torch.as_tensor(np.setdiff1d(np.arange(n), left), device=rows.device), f
+        order = ranked(squared, left, f)
+        chosen.append(order[:1])
+        left = order[1:].sort().values
+    return torch.cat(chosen).sort().values, f
 
 
 @register_aggregate("norm-filter")
@@ -174,9 +170,8 @@ def _to_others(alike: Tensor) -> Tensor:
 
     Of an even number of others the more alike half counts: one's own half, where the halves differ.
     """
-    n = len(alike)
-    others = alike[~torch.eye(n, dtype=torch.bool, device=alike.device)].view(n, n - 1)
-    return others.sort(dim=1).values[:, (n - 1) // 2]
+    others = alike.clone().fill_diagonal_(torch.inf)  # behind all others
+    return others.sort(dim=1).values[:, (len(alike) - 1) // 2]
 
 
 def _opposed(scores: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -46,14 +47,18 @@ class WithFeedback(Compressor):
         """Nothing is left out yet."""
         return {LEFT: torch.zeros_like(like, dtype=wide(like.dtype))} if self.feedback else {}
 
+    def alone(self, like: Tensor) -> State:
+        """Nothing is left out that would be added later."""
+        return replace(self, feedback=False).init(like)
+
     def wanted(self, value: Tensor, state: State) -> Tensor:
         """The value as a vector, with what was left out before."""
         value = value.to(wide(value.dtype))
-        return (value + state[LEFT] if self.feedback else value).flatten()
+        return (value + state[LEFT] if LEFT in state else value).flatten()
 
-    def left(self, wanted: Tensor, sent: Tensor, like: Tensor) -> State:
-        """What is kept where this is sent of what was wanted."""
-        return {LEFT: (wanted - sent).view(like.shape)} if self.feedback else {}
+    def left(self, state: State, wanted: Tensor, sent: Callable[[], Tensor], like: Tensor) -> State:
+        """What is kept where this is sent of what was wanted, if anything is."""
+        return {LEFT: (wanted - sent()).view(like.shape)} if LEFT in state else {}
 
 
 @lru_cache(maxsize=1024)
@@ -71,7 +76,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def as_word(key: Key, device: torch.device) -> Tensor:
     """A key as a tensor, which may be sent."""
-    return key if isinstance(key, Tensor) else torch.tensor(key, device=device)
+    return key if isinstance(key, Tensor) else torch.full((), key, dtype=torch.int64, device=device)
 
 
 def bits_for(codes: int) -> int:

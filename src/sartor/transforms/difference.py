@@ -20,3 +20,4 @@ class Difference(Transform):
     place: str = setting("down", "where it is applied", choices=("down",))
 
     differs = True
+    draws = False

@@ -52,6 +52,7 @@ class LowRank(WithFeedback):
     rank: int = setting(2, "columns of the two factors", symbol="r", low=1)
 
     parts = ("left", "right", "rest")
+    draws = False
 
     @property
     def stateful(self) -> bool:
@@ -95,10 +96,10 @@ class LowRank(WithFeedback):
             "right": _joined(rights, wanted).to(value.dtype),
             "rest": self._rest(wanted, matrices).to(value.dtype),
         }
-        sent = self.receive(told, value).to(wanted.dtype).flatten()
+        kept = self.left(state, wanted, lambda: self.receive(told, value).to(wanted.dtype).flatten(), value)
         both = zip(rights, starts, strict=True)
         nexts = [torch.where(right.norm(dim=0) > 0, right, start) for right, start in both]
-        return told, {**self.left(wanted, sent, value), "right": _joined(nexts, wanted)}
+        return told, {**kept, "right": _joined(nexts, wanted)}
 
     def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """P Qᵀ in the place of every matrix."""
@@ -145,7 +146,7 @@ def orthonormal(columns: Tensor) -> Tensor:
                 rest = rest - (other @ rest) * other
         norm = torch.linalg.vector_norm(rest)
         none = norm <= tiny * torch.linalg.vector_norm(column)
-        found.append(torch.where(none, 0, rest / torch.where(none, 1, norm)))
+        found.append((rest / norm.masked_fill(none, 1)).masked_fill(none, 0))
     return torch.stack(found, dim=1)
 
 

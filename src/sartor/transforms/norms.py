@@ -19,6 +19,7 @@ class Clip(Transform):
 
     norm: float = setting(1.0, "the largest norm", above=0)
     clips: ClassVar[bool] = True
+    draws: ClassVar[bool] = False
 
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[Tensor, State]:
         """min(1, norm / ‖value‖) · value."""
@@ -32,6 +33,7 @@ class Scale(Transform):
     """A value times a factor."""
 
     factor: float = setting(1.0, "the factor")
+    draws: ClassVar[bool] = False
 
     @property
     def shortens(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,8 +19,17 @@ from torch.nn.functional import pad
 
 from sartor import random
 from sartor.federation.transforms import PLACES, Key, State, Transform, register_transform
+from sartor.kernels.quantised import by_kernel, quantised, restored
 from sartor.settings import setting
-from sartor.transforms.compression import Compressor, WithFeedback, bits_for, packed, unpacked, wide
+from sartor.transforms.compression import (
+    Compressor,
+    WithFeedback,
+    as_word,
+    bits_for,
+    packed,
+    unpacked,
+    wide,
+)
 
 
 def rounded(ratio: Tensor, key: Key) -> Tensor:
@@ -54,19 +64,36 @@ class Quantised(Compressor):
         """The scale of each of so many numbers."""
         return scale
 
+    def sharing(self, size: int) -> int:
+        """How many of so many numbers share a scale."""
+        return size
+
+    @property
+    def bits(self) -> int:
+        """Those of a code."""
+        return bits_for(2 * self.most + 1)
+
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[dict[str, Tensor], State]:
         """Numbers over their scale, rounded by chance."""
         x = value.flatten().to(wide(value.dtype))
         scale = self.scale(x)
+        if by_kernel(x):
+            word, rows = as_word(key, x.device).view(1), (x[None], scale.view(1, -1))
+            codes = quantised(*rows, word, self.most, self.sharing(x.shape[0]), self.bits)[0]
+            return {"codes": codes, "scale": scale}, state
         ratio = x * self.most / self.spread(torch.where(scale > 0, scale, 1), x.shape[0])
         codes = rounded(ratio, key).clamp(-self.most, self.most).nan_to_num(0) + self.most
-        return {"codes": packed(codes.to(torch.int32), bits_for(2 * self.most + 1)), "scale": scale}, state
+        return {"codes": packed(codes.to(torch.int32), self.bits), "scale": scale}, state
 
     def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The multiples of the scale."""
-        size = like.numel()
-        codes = unpacked(parts["codes"], bits_for(2 * self.most + 1), size) - self.most
-        values = codes.to(parts["scale"].dtype) * self.spread(parts["scale"], size) / self.most
+        size, scale = like.numel(), parts["scale"]
+        if by_kernel(scale):
+            rows = parts["codes"][None], scale.view(1, -1)
+            values: Tensor = restored(*rows, size, self.most, self.sharing(size), self.bits)
+        else:
+            codes = unpacked(parts["codes"], self.bits, size) - self.most
+            values = codes.to(scale.dtype) * self.spread(scale, size) / self.most
         return values.to(like.dtype).view(like.shape)
 
 
@@ -98,6 +125,10 @@ class Blocks(Quantised):
         """The largest absolute value of each block."""
         return pad(x.abs(), (0, -x.shape[0] % self.block)).view(-1, self.block).amax(dim=1)
 
+    def sharing(self, size: int) -> int:
+        """Those of a block."""
+        return self.block
+
     def spread(self, scale: Tensor, size: int) -> Tensor:
         """The scale of each number's block."""
         return scale[:, None].expand(-1, self.block).flatten()[:size]
@@ -126,18 +157,28 @@ class Sign(WithFeedback):
 
     parts = ("signs", "scale")
     sealed = ("scale",)
+    draws = False
 
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[dict[str, Tensor], State]:
         """Signs of value + what was left out; zero counts as positive."""
         wanted = self.wanted(value, state)
         scale, positive = wanted.abs().mean(), wanted >= 0
-        sent = torch.where(positive, scale, -scale)
-        return {"signs": packed(positive, 1), "scale": scale}, self.left(wanted, sent, value)
+        left = self.left(state, wanted, lambda: torch.where(positive, scale, -scale), value)
+        if by_kernel(wanted):
+            rows, unused = (wanted[None], scale.view(1, 1)), as_word(0, wanted.device).view(1)
+            signs = quantised(*rows, unused, 0, wanted.shape[0], 1)[0]
+        else:
+            signs = packed(positive, 1)
+        return {"signs": signs, "scale": scale}, left
 
     def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """±scale."""
-        positive = unpacked(parts["signs"], 1, like.numel()) > 0
-        return torch.where(positive, parts["scale"], -parts["scale"]).to(like.dtype).view(like.shape)
+        size, scale = like.numel(), parts["scale"]
+        if by_kernel(scale):
+            values: Tensor = restored(parts["signs"][None], scale.view(1, 1), size, 0, size, 1)
+        else:
+            values = torch.where(unpacked(parts["signs"], 1, size) > 0, scale, -scale)
+        return values.to(like.dtype).view(like.shape)
 
 
 @register_transform("majority")
@@ -149,6 +190,7 @@ class Majority(Transform):
     """
 
     place: str = setting("server", "where it is applied", choices=PLACES[2:])
+    draws: ClassVar[bool] = False
 
     def apply_all(self, key: Key, values: Tensor, state: State) -> tuple[Tensor, State]:
         """sign(Σ_i sign(x_i)) · mean_i(mean |x_i|)."""

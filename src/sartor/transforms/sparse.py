@@ -36,6 +36,7 @@ class TopK(Sparse):
     """The numbers with the largest absolute values, and where they stand."""
 
     parts = ("values", "places")
+    draws = False
 
     def apply(self, key: Key, value: Tensor, state: State) -> tuple[dict[str, Tensor], State]:
         """The k largest of value + what was left out, in their order."""
@@ -43,8 +44,8 @@ class TopK(Sparse):
         size, count = wanted.numel(), self.count(wanted.numel())
         places = torch.topk(wanted.abs(), count, sorted=False).indices.sort().values
         values = wanted.gather(0, places).to(value.dtype)
-        sent = torch.zeros_like(wanted).scatter(0, places, values.to(wanted.dtype))
-        return {"values": values, "places": told_places(places, size)}, self.left(wanted, sent, value)
+        left = self.left(state, wanted, lambda: filled(places, values.to(wanted.dtype), wanted), value)
+        return {"values": values, "places": told_places(places, size)}, left
 
     def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """Zero where nothing was sent."""
@@ -74,9 +75,10 @@ class RandomK(Sparse):
         seed = as_word(key, value.device)
         places = drawn_places(seed, size, count)
         values = wanted.gather(0, places)
-        sent = torch.zeros_like(wanted).scatter(0, places, values.to(value.dtype).to(wanted.dtype))
+        sent = values.to(value.dtype).to(wanted.dtype)
+        left = self.left(state, wanted, lambda: filled(places, sent, wanted), value)
         values = values if self.feedback else values * (size / count)
-        return {"values": values.to(value.dtype), "seed": seed}, self.left(wanted, sent, value)
+        return {"values": values.to(value.dtype), "seed": seed}, left
 
     def receive(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """Zero where nothing was sent."""

@@ -8,7 +8,7 @@ client function has only vector algebra, which costs nothing to repeat.
 
 A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced
 once into a plain graph of tensor operations, which removes Python, vmap and autograd from every later step;
-it may be compiled, and so may what lies between scans. Tracing takes as long as some forty steps, so two
+it may be compiled, and so may what lies between scans. Tracing takes as long as some sixteen steps, so two
 widths are traced for all others (:mod:`~sartor.engines.stacked.widths`), and on the CPU the first steps are
 taken as they stand, by the same operations.
 """
@@ -25,15 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from sartor import nests
 from sartor.client.local import Batches, Client
 from sartor.engines.samples import batch_of
 from sartor.engines.schedule import Plan
+from sartor.engines.stacked.recording import recorded
 from sartor.engines.stacked.widths import of_width
 from sartor.errors import NotStackable, SartorError
 from sartor.federation.exchange import (
@@ -47,10 +45,12 @@ from sartor.federation.exchange import (
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels import attention, descent, fused, layouts, likelihood, pooling, products, rectified
+from sartor.kernels.ahead import Ahead
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
 from sartor.nests import Nest
+from sartor.random import FEW
 
 Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 """What a function gives, one row per client: replies, new states and, if it trained, buffers."""
@@ -89,7 +89,7 @@ have the same samples or theirs in a row, scans before."""
 IN_PLACE = ("is not possible because there exists a Tensor", "doesn't match the broadcast shape")
 """What PyTorch says where a client's own numbers are written into what is the same for all."""
 
-UNTRACED = 40
+UNTRACED = 16
 """Steps of one kind on the CPU before they are traced."""
 
 
@@ -169,6 +169,8 @@ class Tracer:
         self.task, self.settings, self.most, self.norms = task, settings, most, norms
         self.device = torch.device(settings.device)
         self.apart = settings.way == "apart"
+        self.ahead = Ahead(self.device, wanted=not settings.compile)
+        self.ahead.begin(min(most.get("train", 0), FEW))
 
     def advance(
         self, program: Program, fixed: Fixed, rows: Rows, memo: list[Any]
@@ -255,6 +257,8 @@ class Tracer:
             counted = like if key[1] > 1 and len(traced) < 2 else [key]
             if sum(program.taken[kind] for kind in counted) <= UNTRACED:
                 return self._as_it_stands(program, step, arguments)
+        if all(kind[0] != key[0] for kind in program.steps):  # steps of other widths have the same kernels
+            self.ahead.step(lambda: step(*arguments))
         inputs, spec = tree_flatten(arguments)
         program.steps[key] = self._traced(program, step, inputs, spec)
         return program.steps[key](inputs)
@@ -280,6 +284,8 @@ class Tracer:
         result = self._as_it_stands(program, step, arguments)
         one, other = (program.steps[kind] for kind in known)
         graph = of_width((known[0][1], one.graph), (known[1][1], other.graph), key[1])
+        if graph is not None:
+            self.ahead.graph(graph, tree_leaves(arguments))
         carry = None if self.device.type == "cpu" else tree_leaves(arguments[3])
         if graph is not None and _gives(graph, tree_leaves(arguments), tree_leaves(result), carry):
             program.steps[key] = replace(one, run=_plain(graph), graph=graph)
@@ -365,10 +371,7 @@ class Tracer:
             return leaves
 
         try:
-            # Tracing knows inputs by their identity, and a carry may begin as one of the arguments itself.
-            # What is noted of operations has one mode, or each of them would make its own, which takes long.
-            with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
-                graph = make_fx(flat)([value.detach() for value in inputs])
+            graph = recorded(flat, inputs)
         except Exception as error:
             raise self._explained(program, error) from error
         straighten(graph)
@@ -391,14 +394,12 @@ class Tracer:
             pooling.specialise(graph)
             merge(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
-        if self.settings.compile:
-            graph.recompile()
-            return Traced(self._compiled(graph), result_spec[0], reads, graph)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not self.settings.compile:
             quicken(graph)
-        graph.graph.set_codegen(fx.graph.CodeGen())
         graph.recompile()
-        return Traced(_plain(graph), result_spec[0], reads, graph)
+        self.ahead.graph(graph, inputs)
+        run = self._compiled(graph) if self.settings.compile else _plain(graph)
+        return Traced(run, result_spec[0], reads, graph)
 
     @property
     def _draws(self) -> bool:
@@ -411,24 +412,22 @@ class Tracer:
         """The graph compiled; as it stands if the compiler, which only makes it faster, fails."""
         # Keyed draws are products of numbers that wrap, of which the compiler's algebra knows nothing.
         wrapping: dict[str, Any] = {"constant_and_index_propagation": False}
-        run: Callable[[list[Tensor]], list[Tensor]] = torch.compile(
-            graph, dynamic=False, options=wrapping if self._draws else None
-        )
+        run = torch.compile(graph, dynamic=False, options=wrapping if self._draws else None)
         plain = False
 
         def either(inputs: list[Tensor]) -> list[Tensor]:
             nonlocal plain
             if not plain:
                 try:
-                    return run(inputs)
+                    result: list[Tensor] = run(*inputs)
+                    return result
                 except (torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception as error:  # what is wrong with the step itself shows when it runs plainly
                     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
                     log.warning("model %s: a step is not compiled (%s)", self.task.name, first)
                     plain = True
-            result: list[Tensor] = graph(inputs)
-            return result
+            return _plain(graph)(inputs)
 
         return either
 

@@ -1,0 +1,230 @@
+"""The kernels of a traced step, compiled ahead and side by side.
+
+Triton compiles a kernel when it is first launched, for the shapes that it is launched with, and keeps it on
+disk. A step launches dozens of such variants, and on a machine that has none of them it would wait for one
+after the other. Here a step is gone through once with tensors that have shapes but no memory: nothing is
+launched, what would be is noted, and threads compile it.
+
+Nothing depends on it. A kernel that was not compiled here, or could not be, is when it is launched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from sartor.kernels.gpu import HAS_TRITON
+
+log = logging.getLogger(__name__)
+
+MOST_THREADS = 16
+"""Kernels that are compiled at once."""
+
+_COMPILED: set[tuple[Any, ...]] = set()
+"""Variants, with their device, that were compiled ahead; Triton keeps them as long as the process lives."""
+
+_NOTING = threading.RLock()
+
+
+class Launch(NamedTuple):
+    """A kernel, and what it would have been launched with."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What Triton compiles a kernel for: launches that have this in common need it once."""
+        pairs = zip(self.kernel.params, self.arguments, strict=False)
+        kinds = (value if parameter.is_constexpr else _kind(parameter, value) for parameter, value in pairs)
+        return self.kernel, *kinds, *sorted(self.options.items())
+
+    def compile(self, device: torch.device) -> Any:
+        """The kernel compiled for this device."""
+        with torch.cuda.device(device):
+            return self.kernel.run(*self.arguments, grid=(1,), warmup=True, **self.options)
+
+    def load(self, device: torch.device) -> None:
+        """Have it compiled and loaded, and what launches it compiled; nobody may launch it meanwhile."""
+        with torch.cuda.device(device):
+            _ = self.compile(device).run
+
+
+def _kind(parameter: Any, value: Any) -> Any:
+    """What matters of an argument that is not a constant."""
+    if hasattr(value, "data_ptr"):
+        aligned = value.data_ptr() % 16 == 0 or getattr(parameter, "do_not_specialize_on_alignment", False)
+        return value.dtype, aligned
+    if type(value) is not int:
+        return type(value)
+    large = value.bit_length() > 31
+    return large if parameter.do_not_specialize else (large, value == 1, value % 16 == 0)
+
+
+class Ahead:
+    """Compiles what steps on a device need; does nothing where that is not ``wanted``, or without Triton."""
+
+    def __init__(self, device: torch.device, wanted: bool) -> None:
+        self.wanted = wanted and device.type == "cuda" and HAS_TRITON
+        if self.wanted and str(device) == "cuda":  # threads would take the first
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self._begun: threading.Thread | None = None
+
+    def begin(self, samples: int) -> None:
+        """Compile the shuffle of so many samples behind what goes on, and with it what any kernel needs."""
+        if self.wanted:
+            self._begun = threading.Thread(target=self._begin, args=(samples,), daemon=True)
+            self._begun.start()
+
+    def _begin(self, samples: int) -> None:
+        try:
+            for launch in shuffles(samples, self.device):
+                launch.compile(self.device)
+        except Exception as error:  # which the first kernel will show
+            log.debug("Triton is not made ready: %s", error)
+
+    def graph(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+        """Compile what a graph launches for such inputs."""
+        if self.wanted:
+            self._compile(lambda: launches_of(graph, inputs))
+
+    def step(self, step: Callable[[], Any]) -> None:
+        """Compile what a step launches as it stands; it is taken, without its kernels."""
+
+        def launches() -> list[Launch]:
+            unlaunched = Unlaunched()
+            with unlaunched:
+                step()
+            return unlaunched.launches
+
+        if self.wanted:
+            self._compile(launches)
+
+    def _compile(self, launches: Callable[[], Iterable[Launch]]) -> None:
+        try:
+            every = {(self.device, *launch.variant): launch for launch in launches()}
+        except Exception as error:  # which the step itself will show
+            log.debug("kernels are not compiled ahead: %s", error)
+            return
+        if self._begun is not None:
+            self._begun.join()
+        new = [launch for variant, launch in every.items() if variant not in _COMPILED]
+        _COMPILED.update(every)
+        if len(new) > 1:
+            compile_all(new, self.device)
+
+
+def compile_all(launches: Sequence[Launch], device: torch.device) -> None:
+    """Compile all of these at once; one that fails will fail again where it is launched."""
+    threads = min(MOST_THREADS, len(launches), os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        # A step ends with its update, which takes longest to compile.
+        for done in [pool.submit(launch.load, device) for launch in reversed(launches)]:
+            if (error := done.exception()) is not None:
+                log.debug("a kernel is not compiled ahead: %s", error)
+
+
+def launches_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Launch]:
+    """What a graph would launch for such inputs, in order."""
+    unlaunched = Unlaunched()
+    with unlaunched.mode, unlaunched:
+        graph.forward(*map(unlaunched.mode.from_tensor, inputs))
+    return unlaunched.launches
+
+
+def shuffles(samples: int, device: torch.device) -> list[Launch]:
+    """The shuffle of so many samples of a client."""
+    from sartor.kernels import shuffle_triton
+
+    launches: list[Launch] = []
+    with FakeTensorMode():
+        keys = torch.empty(1, dtype=torch.int64, device=device)
+    with noted(launches):
+        shuffle_triton.shuffled(keys, keys, max(1, samples))
+    return launches
+
+
+class Unlaunched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations of ours note what they would launch, and give anything, or nothing but shapes for such.
+
+    It is no mode to trace in: tracing would see what such results are made of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches: list[Launch] = []
+        self.mode = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An operation's result; only of ours is it another than usual."""
+        operation = OPDEFS.get(func._schema.name) if func.namespace == "sartor" else None
+        if operation is None:
+            return func(*args, **(kwargs or {}))
+        bare_args, bare_kwargs = tree_map_only(Tensor, self._bare, (args, kwargs or {}))
+        # What an operation makes of nothing, as constants that are kept, is as real as ever.
+        with unset_fake_temporarily(), noted(self.launches):
+            result = operation._init_fn(*bare_args, **bare_kwargs)
+        bare = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
+        return result if bare else tree_map_only(Tensor, _anything, result)
+
+    def _bare(self, value: Tensor) -> Tensor:
+        return value if isinstance(value, FakeTensor) else self.mode.from_tensor(value)
+
+
+def _anything(like: Tensor) -> Tensor:
+    """Unlike numbers that are not zero: quotients of them are numbers, which somebody may count by."""
+    numbers = torch.linspace(0.5, 1.5, like.numel(), device=like.device).view(like.shape)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(numbers)
+
+
+@contextmanager
+def noted(launches: list[Launch]) -> Iterator[None]:
+    """Note what is launched with tensors that have no memory; what has others is launched."""
+    if not HAS_TRITON:
+        yield
+        return
+    launcher = _triton().JITFunction
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not any(isinstance(argument, FakeTensor) for argument in arguments):
+            return own(kernel, *arguments, grid=grid, warmup=warmup, **options)
+        launches.append(Launch(kernel, tuple(map(_stand_in, arguments)), options))
+        return None
+
+    with _NOTING:
+        own = launcher.run
+        launcher.run = run
+        try:
+            yield
+        finally:
+            launcher.run = own
+
+
+def _stand_in(argument: Any) -> Any:
+    """What tells Triton as much as a tensor: its type, and how its address is aligned."""
+    if not isinstance(argument, FakeTensor):
+        return argument
+    address = argument.storage_offset() * argument.itemsize % 16  # memory itself begins aligned
+    stand_in = _triton().MockTensor(argument.dtype)
+    stand_in.data_ptr = lambda: address
+    return stand_in
+
+
+def _triton() -> Any:
+    """What is compiled and launched, and what stands for a tensor there."""
+    return importlib.import_module("triton.runtime.jit")

@@ -1,0 +1,194 @@
+"""Kernels compiled ahead: what would be launched is found, each variant once, and nothing else changes.
+
+Triton needs a GPU; a module of the same form stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from helpers import RAGGED, classification, federation_of, method, model_task, play
+from sartor.engines.stacked import trace
+from sartor.kernels import ahead
+from sartor.kernels.ahead import Ahead, Unlaunched, launches_of
+from sartor.kernels.convolution import conv2d
+
+CUDA = torch.device("cuda", 0)
+
+
+class Kernel:
+    """In place of Triton's ``JITFunction``: a pointer, a number, another that does not matter, a constant."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.compiled: list[tuple[Any, ...]] = []
+        self.params = [
+            SimpleNamespace(is_constexpr=constant, do_not_specialize=any_number)
+            for constant, any_number in ((False, False), (False, False), (False, True), (True, False))
+        ]
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *arguments, **options: self.run(*arguments, grid=grid, warmup=False, **options)
+
+    def run(self, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if warmup and arguments[-1] == 13:
+            raise ValueError("a kernel that cannot be compiled")
+        (self.compiled if warmup else self.launched).append(arguments)
+        return SimpleNamespace(run=None)
+
+
+class Mock:
+    """In place of Triton's ``MockTensor``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.data_ptr = lambda: 0
+
+
+KERNEL = Kernel()
+
+
+@torch.library.custom_op(
+    "sartor::tried_ahead",
+    mutates_args=(),
+    schema="(Tensor x, int number, int any_number, int size) -> Tensor",
+)
+def tried(x: Tensor, number: int, any_number: int, size: int) -> Tensor:
+    """Twice ``x``, by an operation that launches a kernel."""
+    KERNEL[(1,)](x, number, any_number, size)
+    return x.new_empty(x.shape) if isinstance(x, torch._subclasses.FakeTensor) else 2 * x
+
+
+@tried.register_fake
+def _(x: Tensor, number: int, any_number: int, size: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    jit = SimpleNamespace(JITFunction=Kernel, MockTensor=Mock)
+    monkeypatch.setattr(ahead, "_triton", lambda: jit)
+    monkeypatch.setattr(ahead, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(ahead, "_COMPILED", set())
+    yield
+    KERNEL.launched.clear()
+    KERNEL.compiled.clear()
+
+
+def graph_of(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    graph = make_fx(function)(*inputs)
+    KERNEL.launched.clear()
+    return graph
+
+
+def several(x: Tensor) -> Tensor:
+    """Six launches: the same, another constant, an address of four bytes, and numbers that are 1 and 32."""
+    first = tried(tried(x, 7, 5, 2), 9, 6, 2)
+    one = tried(first, 7, 1, 3)
+    tail = tried(first[1:], 7, 5, 2)
+    return one.sum() + tail.sum() + (tried(first, 1, 5, 2) + tried(first, 32, 5, 2)).sum()
+
+
+def test_launches_are_found_in_order_and_none_is_launched() -> None:
+    graph = graph_of(several, torch.ones(8))
+    launches = launches_of(graph, [torch.ones(8)])
+    assert [launch.arguments[1:] for launch in launches] == [
+        (7, 5, 2),
+        (9, 6, 2),
+        (7, 1, 3),
+        (7, 5, 2),
+        (1, 5, 2),
+        (32, 5, 2),
+    ]
+    assert [launch.arguments[0].data_ptr() % 16 for launch in launches] == [0, 0, 0, 4, 0, 0]
+    assert not KERNEL.launched
+
+
+def test_every_variant_is_compiled_once() -> None:
+    graph, compiler = graph_of(several, torch.ones(8)), Ahead(CUDA, wanted=True)
+    compiler.graph(graph, [torch.ones(8)])
+    # 7 and 9 are alike, and so are all numbers that it is not compiled for.
+    alike = {7: "any", 9: "any"}
+    known = [(x.data_ptr(), alike.get(number, number), size) for x, number, _, size in KERNEL.compiled]
+    assert set(known) == {(0, "any", 2), (0, "any", 3), (4, "any", 2), (0, 1, 2), (0, 32, 2)}
+    compiler.graph(graph, [torch.ones(8)])
+    assert len(KERNEL.compiled) == 5
+    assert not KERNEL.launched
+
+
+def test_one_alone_is_compiled_when_launched() -> None:
+    graph = graph_of(lambda x: tried(x, 7, 5, 2), torch.ones(8))
+    Ahead(CUDA, wanted=True).graph(graph, [torch.ones(8)])
+    assert not KERNEL.compiled
+
+
+def test_what_fails_leaves_the_others_and_the_graph_alone() -> None:
+    graph = graph_of(lambda x: tried(tried(tried(x, 7, 5, 13), 7, 5, 2), 7, 5, 3), torch.ones(8))
+    Ahead(CUDA, wanted=True).graph(graph, [torch.ones(8)])
+    assert sorted(arguments[-1] for arguments in KERNEL.compiled) == [2, 3]
+    Ahead(CUDA, wanted=True).graph(graph, [])  # which cannot run
+    assert torch.equal(graph(torch.ones(8)), torch.full((8,), 8.0))
+    assert len(KERNEL.launched) == 3
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cpu", True), ("cuda:0", False)])
+def test_nothing_is_done_where_it_is_not_wanted(device: str, wanted: bool) -> None:
+    compiler = Ahead(torch.device(device), wanted)
+    compiler.begin(100)
+    compiler.graph(graph_of(several, torch.ones(8)), [torch.ones(8)])
+    compiler.step(lambda: pytest.fail("a step is taken"))
+    assert not KERNEL.compiled
+
+
+def test_a_step_as_it_stands_launches_nothing_and_draws_nothing() -> None:
+    x, before = torch.ones(3, 8), torch.get_rng_state()
+    compiler = Ahead(CUDA, wanted=True)
+    compiler.step(lambda: (tried(x, 7, 5, 2), tried(x, 7, 5, 3)))
+    assert len(KERNEL.compiled) == 2
+    assert not KERNEL.launched
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(x, torch.ones(3, 8))
+    compiler.step(lambda: 1 / 0)  # shows when it is taken
+
+
+def test_results_that_are_made_up_have_the_right_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of operations within derivatives of many lanes."""
+    monkeypatch.setattr("sartor.kernels.convolution._kernels_serve", lambda x, weight: True)
+    x, w = torch.randn(3, 2, 1, 6, 6), torch.randn(3, 4, 1, 3, 3)
+    step = vmap(grad(lambda w, x: conv2d(x, w).square().mean()))
+    with Unlaunched():
+        made_up = step(w, x)
+    assert made_up.shape == step(w, x).shape
+    assert made_up.isfinite().all()
+    assert not torch.equal(made_up, step(w, x))
+
+
+def test_what_has_memory_is_launched_meanwhile() -> None:
+    launches: list[ahead.Launch] = []
+    with ahead.noted(launches):
+        KERNEL[(1,)](torch.ones(2), 7, 5, 2)
+    assert len(KERNEL.launched) == 1
+    assert not launches
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_a_run_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, left = classification(RAGGED), []
+    monkeypatch.setattr(trace, "UNTRACED", 0)
+    for wanted in (False, True):
+        federation = federation_of("stacked", model_task("mlp", data), data, local={"batch": 8})
+        compiler = federation.engine._tracer.ahead  # type: ignore[attr-defined]
+        compiler.wanted = wanted
+        torch.manual_seed(0)
+        left.append(play(method(name, federation), federation, [range(len(RAGGED))] * 2).w)
+    assert torch.equal(*left)
