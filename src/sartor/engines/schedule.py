@@ -306,7 +306,7 @@ def pieces(batches: Batches, size: int, epochs: int | None = None) -> list[slice
     return [slice(begin, begin + min(width, left)) for begin, left in begins]
 
 
-def sample_order(batches: Batches, keys: Tensor | None, sizes: Tensor, places: Tensor) -> Tensor:
+def sample_order(keys: Tensor | None, sizes: Tensor, places: Tensor) -> Tensor:
     """Every client's samples in the order a scan visits them, [clients, places].
 
     ``places`` counts 0, 1, 2, …; shuffled ones have a key for every client.
@@ -367,7 +367,7 @@ def scan_table(
     ``start`` holds all clients, ``sizes`` and ``keys`` these ones. ``full``: every client has its lane, and
     so many samples that all batches are full.
     """
-    order = sample_order(batches, keys, sizes, places)
+    order = sample_order(keys, sizes, places)
     if full and not batches.anew:  # batch after batch, as the order has them
         steps, clients = turns.shape
         index = start[numbers, None] + order[:, : steps * width]

@@ -396,7 +396,7 @@ class StackedEngine(LocalEngine):
                 drawn = (*drawn, _folded(keys[LAYERS], turns))
             return self._steps(program, key, plan, given, carry, drawn)
         lanes, turns, begin, real, start = table.turns[0]
-        order = sample_order(batches, shuffled, size, places)
+        order = sample_order(shuffled, size, places)
         drawn = (samples_at(order, begin, real, start, shape.width), real)
         if LAYERS in keys:
             # For all steps at once, as a key takes many small operations.

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from sartor.engines.stacked.post import Post
 from sartor.engines.stacked.trace import Checked
-from sartor.kernels.device import free_bytes, to_device
+from sartor.kernels.device import free_bytes
 
 STRIDES = (16, 4, 1)
 """How many steps are captured as one graph: 16 of the smallest take a GPU longer than a host their replay."""
@@ -55,11 +56,10 @@ class Graph:
     outputs: Checked
     keep: Any
 
-    def replay(self, numbers: np.ndarray, others: list[Tensor]) -> Checked:
+    def replay(self, numbers: Tensor, others: list[Tensor]) -> Checked:
         """Put the inputs where the graph reads them, and make the call again."""
         to_numbers, *rest = self.inputs
-        there = torch.from_numpy(numbers)
-        to_numbers.copy_(there.pin_memory() if to_numbers.is_cuda else there, non_blocking=True)
+        to_numbers.copy_(numbers, non_blocking=True)
         _copy(rest, others)
         self.graph.replay()
         sent, kept, after, norms = self.outputs
@@ -177,7 +177,7 @@ class Graphs:
         """Steps by what they were traced for."""
         self.places: dict[Hashable, Held] = {}
         """What steps read and change, by what it is held for."""
-        self._device = device
+        self._device, self._post = device, Post(device)
         self._pool: Any = None
         self._side: Any = None
         self._whole = False
@@ -200,7 +200,7 @@ class Graphs:
         """
 
         def inputs() -> list[Tensor]:
-            return [to_device(numbers, self._device), *others]
+            return [self._post.put(numbers).to(self._device, non_blocking=True), *others]
 
         if not self.wanted:
             return call(inputs())
@@ -214,7 +214,7 @@ class Graphs:
             del self._met[shape]
             captured = self._captured_call(call, inputs())
         _put(self.captured, shape, captured, MOST_GRAPHS)
-        return captured.replay(numbers, others)
+        return captured.replay(self._post.put(numbers), others)
 
     def part(self, key: Hashable, part: Callable[..., Any], given: Any) -> Any:
         """What a part of a client function gives for what it is given, as plain values and tensors."""
