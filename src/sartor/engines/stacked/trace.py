@@ -89,7 +89,7 @@ have the same samples or theirs in a row, scans before."""
 IN_PLACE = ("is not possible because there exists a Tensor", "doesn't match the broadcast shape")
 """What PyTorch says where a client's own numbers are written into what is the same for all."""
 
-UNTRACED = 16
+UNTRACED = 40
 """Steps of one kind on the CPU before they are traced."""
 
 
