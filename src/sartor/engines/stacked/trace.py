@@ -44,7 +44,17 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import attention, descent, fused, layouts, likelihood, pooling, products, rectified
+from sartor.kernels import (
+    attention,
+    beside,
+    descent,
+    fused,
+    layouts,
+    likelihood,
+    pooling,
+    products,
+    rectified,
+)
 from sartor.kernels.ahead import Ahead
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
@@ -235,8 +245,8 @@ class Tracer:
             return taken(given, carry, turns)
         after = []
         fixed, *rows = given
-        for lane, beside in enumerate(side_by_side(turns[0].shape[1], self.device)):
-            with beside:
+        for lane, stream in enumerate(side_by_side(turns[0].shape[1], self.device)):
+            with stream:
                 own, start = tree_map(lambda value: value[lane], (rows, carry))  # noqa: B023
                 after.append(taken((fixed, *own), start, [turn[:, lane] for turn in turns]))
         return tree_map(lambda *lanes: torch.stack(lanes), *after)
@@ -393,6 +403,8 @@ class Tracer:
         if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
             merge(graph)
+            if not self.apart:
+                beside.specialise(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
         if self.device.type == "cpu" and not self.settings.compile:
             quicken(graph)
