@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -90,6 +91,11 @@ def stream(seed: int | Tensor, purpose: str, *values: int | Tensor) -> int | Ten
     return key
 
 
+@lru_cache(64)
+def _first(seed: int, purpose: str) -> int | Tensor:
+    return stream(seed, purpose)
+
+
 def keys(seed: int | np.ndarray, purpose: str, rounds: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """What :func:`stream` gives for clients in their rounds, on the host: a key each.
 
@@ -98,7 +104,8 @@ def keys(seed: int | np.ndarray, purpose: str, rounds: np.ndarray, numbers: np.n
     True
     """
     same = len(set(rounds.tolist())) == 1  # as a rule, and one number is folded faster than many
-    folded: Word = fold(stream(cast(Any, seed), purpose), cast(Any, int(rounds[0]) if same else rounds))
+    first: Word = _first(seed, purpose) if isinstance(seed, int) else stream(cast(Any, seed), purpose)
+    folded: Word = fold(first, cast(Any, int(rounds[0]) if same else rounds))
     return np.asarray(fold(folded, cast(Any, numbers)))
 
 
@@ -156,8 +163,9 @@ def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
     last whole epoch that fits have no meaning.
     """
     if keys.is_cuda and places.numel() <= FEW and HAS_TRITON:
-        quick: Tensor = few_shuffled(keys, sizes, places.numel())
-        return quick
+        # A compiler must know it by name; else that takes longer than to start it.
+        count: Callable[..., Tensor] = few_shuffled if torch.compiler.is_compiling() else _counted
+        return count(keys, sizes, places.numel())
     place = places[None, :]
     size = sizes[:, None].clamp(min=1)
     epoch = place // size
@@ -166,15 +174,19 @@ def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
     return rank - epoch * size  # the j-th place of an epoch holds one of that epoch's places
 
 
+def _counted(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
+    from sartor.kernels import shuffle_triton
+
+    result: Tensor = shuffle_triton.shuffled(keys, sizes, places)
+    return result
+
+
 @torch.library.custom_op(
     "sartor::few_shuffled", mutates_args=(), schema="(Tensor keys, Tensor sizes, int places) -> Tensor"
 )
 def few_shuffled(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
     """What :func:`shuffled` gives for so few places that a GPU is quicker to count than to sort."""
-    from sartor.kernels import shuffle_triton
-
-    result: Tensor = shuffle_triton.shuffled(keys, sizes, places)
-    return result
+    return _counted(keys, sizes, places)
 
 
 @few_shuffled.register_fake

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sartor.client.local import Batches
-from sartor.engines.schedule import bucket, pack, plan, sample_table
+from sartor.engines.schedule import bucket, pack, pieces, plan, sample_table
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 COUNTS = st.lists(st.integers(0, 15), min_size=1, max_size=10)
@@ -141,6 +141,8 @@ def test_every_turn_has_its_samples_and_an_epoch_has_each_once(
         ]
         epoch = [list(range(first, min(first + width, size))) for first in range(0, size, width)]
         assert seen == list(itertools.islice(itertools.cycle(epoch), len(seen))) if epoch else seen == []
+        alone = [range(piece.start, piece.stop) for piece in pieces(batches, size)]
+        assert seen == [[place % size for place in piece] for piece in alone]
     if shape.full:
         assert bool((real == shape.width).all())
     # Padding points at a sample of the client, never at another's.

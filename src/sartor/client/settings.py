@@ -129,6 +129,8 @@ class Local:
 
     def round_factor(self, round: Tensor) -> Tensor | None:
         """The factor on the learning rate in rounds, which count from 1, in float64; None: it is always 1."""
+        if self.lr_decay == 1.0 and self.rounds is None:
+            return None
         over = (round - 1).clamp(min=0)
         factor = None
         if self.lr_decay != 1.0:

@@ -24,7 +24,7 @@ from sartor.client.local import Batches, Client
 from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.samples import batch_of
-from sartor.engines.schedule import plan, scan_table
+from sartor.engines.schedule import pieces
 from sartor.errors import SartorError
 from sartor.federation.exchange import NOBODY, ClientError, Outcome, Reply, Work, checked_reply, untouched
 from sartor.federation.functions import name_of
@@ -162,16 +162,16 @@ class LoopEngine(LocalEngine):
     def _client(
         self, work: Work, place: int, arguments: dict[str, Tensor], buffers: Tensor | None
     ) -> tuple[Reply, Tensor | None]:
-        number = int(work.numbers[place])
+        number, round = int(work.numbers[place]), int(work.rounds[place])
         known, seed = number, self.settings.seed
         if self.origins is not None:
             known, seed = int(self.origins.numbers[number]), int(self.origins.seeds[number])
         client = Client(
             task=self.task,
             local=self.settings.local,
-            scan=partial(self._scan, number, seed),
+            scan=partial(self._scan, number, seed, (round, known)),
             number=torch.tensor(known, device=self.device),
-            round=torch.tensor(int(work.rounds[place]), device=self.device),
+            round=torch.tensor(round, device=self.device),
             counts={split: samples.count[number] for split, samples in self.samples.items()},
             buffers=buffers,
             frozen=self.settings.buffers == "freeze",
@@ -197,33 +197,34 @@ class LoopEngine(LocalEngine):
         self,
         place: int,
         seed: int,
+        who: tuple[int, int],
         client: Client,
         body: Callable[[Any, Batch], Any],
         carry: Any,
         batches: Batches,
     ) -> Any:
-        """Carry out a scan of the client that is at this place here, of a run with this seed."""
+        """Carry out a scan of the client that is at this place here, of a run with this seed.
+
+        ``who`` is its round and its number in that run, by which all is drawn: integers fold in no time.
+        """
         samples = self.samples[batches.split]
         drawn = client.epochs(batches)
-        epochs = None if drawn is None else drawn[None].cpu().numpy()
-        shape = plan(batches, samples.counts[place : place + 1], epochs=epochs).shape
-        if shape.steps == 0:
+        held = int(samples.counts[place])
+        steps = pieces(batches, held, None if drawn is None else int(drawn))
+        if not steps:
             return carry
         x, y, start = samples.of(place)
-        size = samples.count[place : place + 1]
-        turns = torch.arange(shape.steps, device=self.device)
-        places = torch.arange(shape.places, device=self.device)
-        rows = torch.zeros_like(turns)
-        keys: Any = None
+        places = torch.arange(held * -(-steps[-1].stop // held), device=self.device)  # of whole passes
+        order = places % held
         if batches.shuffled:
-            keys = random.stream(seed, batches.stream, client.round, client.number[None])
-        number = torch.tensor([place], device=self.device)
-        table, real = scan_table(batches, keys, shape.width, places, number, start, size, rows, turns)
-        keys = repeat(0, shape.steps)
+            key = torch.tensor([random.stream(seed, batches.stream, *who)], device=self.device)
+            order = random.shuffled(key, samples.count[place : place + 1], places)[0]
+        order = order + start[place]
+        keys: Any = repeat(0, len(steps))
         if self.task.draws or batches.augmented or batches.anew:
-            keys = random.stream(seed, "layers", client.round, client.number, turns)
-        for index, count, key in zip(table, real.tolist(), keys, strict=True):
-            index = index[:count]
+            keys = random.stream(seed, "layers", *who, torch.arange(len(steps), device=self.device))
+        for piece, key in zip(steps, keys, strict=True):
+            index = order[piece]
             carry = body(carry, batch_of(nests.rows(x, index), nests.rows(y, index), None, key))
         return carry
 

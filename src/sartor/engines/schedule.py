@@ -100,11 +100,6 @@ class Plan:
         places, real = turn_table(self.batches, sizes, rows, turns, self.shape.width, self.shape.places)
         return np.stack([self.rows, self.turns, places.numpy(), real.numpy()])
 
-    @cached_property
-    def lanes(self) -> np.ndarray | None:
-        """The order of clients, and each one's place in it."""
-        return None if self.order is None else np.stack([self.order, np.argsort(self.order)])
-
 
 @dataclass(frozen=True)
 class Usual:
@@ -189,8 +184,8 @@ def plan(
     if not lanes or lanes >= clients:
         lanes = expected.lanes
         if lanes == clients and counts.min(initial=longest) == longest:
-            full, together = expected.alike and expected.most % width == 0, common and not batches.shuffled
-            shape = Shape(clients, longest, width, places, False, full, together)
+            full = expected.alike and expected.most % width == 0
+            shape = Shape(clients, longest, width, places, False, full, common and not batches.shuffled)
             stretch = Stretch(longest, clients, width)
             return Plan(batches, sizes, shape, None, None, (stretch,))
         if own:
@@ -298,7 +293,20 @@ def pack(counts: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
     return rows, turns
 
 
-def sample_order(batches: Batches, keys: Tensor | None, sizes: Tensor, places: Tensor) -> Tensor:
+def pieces(batches: Batches, size: int, epochs: int | None = None) -> list[slice]:
+    """Where the steps of one client with so many samples lie in the order in which it visits them.
+
+    >>> pieces(Batches("train", size=4, epochs=2), 6)
+    [slice(0, 4, None), slice(4, 6, None), slice(6, 10, None), slice(10, 12, None)]
+    """
+    width = batches.width(size)
+    in_turn = batches.in_turn(size, width)
+    turns = (divmod(turn, in_turn) for turn in range(int(batches.count(size, epochs))))
+    begins = ((done * size + at * width, size - at * width) for done, at in turns)
+    return [slice(begin, begin + min(width, left)) for begin, left in begins]
+
+
+def sample_order(keys: Tensor | None, sizes: Tensor, places: Tensor) -> Tensor:
     """Every client's samples in the order a scan visits them, [clients, places].
 
     ``places`` counts 0, 1, 2, …; shuffled ones have a key for every client.
@@ -359,7 +367,7 @@ def scan_table(
     ``start`` holds all clients, ``sizes`` and ``keys`` these ones. ``full``: every client has its lane, and
     so many samples that all batches are full.
     """
-    order = sample_order(batches, keys, sizes, places)
+    order = sample_order(keys, sizes, places)
     if full and not batches.anew:  # batch after batch, as the order has them
         steps, clients = turns.shape
         index = start[numbers, None] + order[:, : steps * width]

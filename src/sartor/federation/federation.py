@@ -50,7 +50,7 @@ from sartor.federation.exchange import (
 from sartor.federation.functions import name_of
 from sartor.federation.passage import Passage
 from sartor.federation.protection import Noised, Protection, transforms_of
-from sartor.federation.reduction import Reducer
+from sartor.federation.reduction import PLAIN, Reducer
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import STATES, StateStore, states_in
 from sartor.federation.transforms import inner_function
@@ -822,8 +822,7 @@ class Federation:
         self.traffic.up += size * len(numbers)
         self.updates += len(numbers)
         self.notes["updates"] = self.updates
-        replies = self._replies(numbers, self._passage.at_server(outcome.sent))
-        replies = replace(replies, reducer=self.reducer)
+        replies = self._replies(numbers, self._passage.at_server(outcome.sent), self.reducer)
         self.reducer.offered |= bool(len(replies))
         if outcome.buffers is not None and before is not None and len(numbers):
             self._take_buffers(replies, before, outcome.buffers)
@@ -967,8 +966,9 @@ class Federation:
         if self._distant is not None:
             self._distant.restore(plain["distant"], self.now)
 
-    def _replies(self, numbers: np.ndarray, sent: dict[str, Tensor]) -> Replies:
-        return Replies(numbers, self._counts[numbers], sent, self._device, self.task.dtype)
+    def _replies(self, numbers: np.ndarray, sent: dict[str, Tensor], reducer: Reducer = PLAIN) -> Replies:
+        counts = self._counts[numbers]
+        return Replies(numbers, counts, sent, self._device, self.task.dtype, reducer=reducer)
 
     def _take_buffers(self, replies: Replies, before: Tensor, buffers: Tensor) -> None:
         if self.policy == "local":

@@ -249,6 +249,8 @@ class StateStore:
         buffers = work.buffers
         if buffers is not None and policy == "local":
             buffers = self.rows("buffers", work.numbers)
+        if not own and buffers is work.buffers:
+            return work
         return replace(work, own={**work.own, **own}, buffers=buffers)
 
     def check(self, function: ClientFunction, outcome: Outcome) -> None:

@@ -39,7 +39,7 @@ from sartor.engines.schedule import (
     scan_table,
     usual,
 )
-from sartor.engines.stacked.graphs import Graphs, put_rows
+from sartor.engines.stacked.graphs import Graphs
 from sartor.engines.stacked.trace import Checked, Fixed, Kind, Program, Rows, Tracer
 from sartor.errors import NotStackable
 from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Outcome, Work
@@ -75,7 +75,7 @@ class Table(NamedTuple):
     keys: dict[str, Any]
     """What samples are shuffled by, and layers draw from: by the name of the stream, one for each client."""
     order: tuple[Any, ...] = ()
-    """Where every client has its lane: the order of clients, and each one's place in it."""
+    """Where every client has its lane: the order of clients."""
     turns: tuple[Any, ...] = ()
     """Where a lane takes several clients: rows, turns, first places, numbers of samples, where they start."""
 
@@ -396,7 +396,7 @@ class StackedEngine(LocalEngine):
                 drawn = (*drawn, _folded(keys[LAYERS], turns))
             return self._steps(program, key, plan, given, carry, drawn)
         lanes, turns, begin, real, start = table.turns[0]
-        order = sample_order(batches, shuffled, size, places)
+        order = sample_order(shuffled, size, places)
         drawn = (samples_at(order, begin, real, start, shape.width), real)
         if LAYERS in keys:
             # For all steps at once, as a key takes many small operations.
@@ -424,25 +424,25 @@ class StackedEngine(LocalEngine):
         program: Program,
         key: Kind,
         plan: Plan,
-        order: Tensor,
+        whose: Tensor,
         given: Given,
         carry: Any,
         turns: tuple[Tensor, ...],
     ) -> Any:
         """A scan in which every client has its lane, and those who still train are the first ones."""
-        whose, back = order
         fixed, *others = given
         held, (leaves, form) = None, tree_flatten(carry)
+        idle = plan.stretches[0].busy < len(whose)
+        ended = [leaf.clone() if idle else torch.empty_like(leaf) for leaf in leaves]
         if self.graphs.pieces:
             held = self.graphs.held((id(program), key), given, carry)
-            held.take(given, carry, whose, self._tracer.reads(program, key, fixed))
+            if held.reads is None and key in program.steps:
+                held.reads = [*self._tracer.reads(program, key, fixed)]
+            held.take(given, leaves, whose)
             leaves = held.carry
         else:
             others = self._tracer.some(program, key, fixed, others, whose)
             leaves = [leaf.index_select(0, whose) for leaf in leaves]
-        # The next steps write over those who are done, as far as they are among the lanes.
-        ended = [torch.empty_like(leaf) for leaf in leaves]
-        put_rows(ended, leaves, plan.stretches[0].busy, len(whose))
         begin = 0
         for stretch in plan.stretches:
             kind: Kind = (key[0], stretch.lanes, *key[2:])
@@ -456,9 +456,12 @@ class StackedEngine(LocalEngine):
                     (others, tree_unflatten(leaves, form)),
                 )
                 leaves = tree_leaves(step((fixed, *own), start, _laid_out(turns, begin, stretch)))
-            put_rows(ended, leaves, stretch.left, stretch.busy)
+            # The next steps write over those who are done, as far as they are among the lanes.
+            done = slice(stretch.left, stretch.busy)
+            for whole, leaf in zip(ended, leaves, strict=True):
+                whole.index_copy_(0, whose[done], leaf[done])
             begin += stretch.steps * stretch.lanes
-        return tree_unflatten([leaf.index_select(0, back) for leaf in ended], form)
+        return tree_unflatten(ended, form)
 
     def _steps(
         self,
@@ -474,7 +477,7 @@ class StackedEngine(LocalEngine):
         if not (self.graphs.pieces and (plan.shape.packed or plan.shape.steps > WHOLE)):
             return step(given, carry, turns)
         held = self.graphs.held(place, given, carry)
-        held.take(given, carry)
+        held.take(given, tree_leaves(carry))
         flat = [turn.flatten(0, 1) for turn in turns]
         self.graphs.steps(place, step, held, key[1]).run(flat, 0, len(turns[0]))
         return held.first(key[1])[1]
@@ -495,12 +498,12 @@ class StackedEngine(LocalEngine):
         # Where no sample is real the client may have none, and begin behind the last sample of all.
         starts = self.samples[batches.split].starts[numbers[np.minimum(rows, len(numbers) - 1)]]
         turns = np.concatenate([plan.table, np.where(real > 0, starts, 0)[None]])
-        return Table(keys, () if plan.lanes is None else (plan.lanes,), (turns,))
+        return Table(keys, () if plan.order is None else (plan.order,), (turns,))
 
     def _plan(self, batches: Batches, work: Work) -> Plan:
         sizes = self.samples[batches.split].counts[work.numbers]
         epochs = None if batches.law is None else self._epochs(batches.law, work)
-        common = self.samples[batches.split].common(work.numbers)
+        common = not batches.shuffled and self.samples[batches.split].common(work.numbers)
         key = (batches, common, sizes.tobytes(), None if epochs is None else epochs.tobytes())
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from sartor.engines.stacked.post import Post
 from sartor.engines.stacked.trace import Checked
-from sartor.kernels.device import free_bytes, to_device
+from sartor.kernels.device import free_bytes
 
 STRIDES = (16, 4, 1)
 """How many steps are captured as one graph: 16 of the smallest take a GPU longer than a host their replay."""
@@ -34,6 +36,9 @@ EARNED = 8
 To capture a step takes as long as to take it without a graph, some milliseconds; a longer graph spares a host
 a few tenths of one. Steps that seldom come many in a row are not worth it.
 """
+
+LARGE = 1 << 16
+"""Numbers that a launch for several tensors has one multiprocessor copy."""
 
 MOST_SHAPES = 1024
 """Shapes of calls that are remembered."""
@@ -51,11 +56,10 @@ class Graph:
     outputs: Checked
     keep: Any
 
-    def replay(self, numbers: np.ndarray, others: list[Tensor]) -> Checked:
+    def replay(self, numbers: Tensor, others: list[Tensor]) -> Checked:
         """Put the inputs where the graph reads them, and make the call again."""
         to_numbers, *rest = self.inputs
-        there = torch.from_numpy(numbers)
-        to_numbers.copy_(there.pin_memory() if to_numbers.is_cuda else there, non_blocking=True)
+        to_numbers.copy_(numbers, non_blocking=True)
         _copy(rest, others)
         self.graph.replay()
         sent, kept, after, norms = self.outputs
@@ -87,18 +91,19 @@ class Held:
         own, self._own_form = tree_flatten((rows, memo, carry))
         self._common, self._own = [leaf.clone() for leaf in common], [leaf.clone() for leaf in own]
         self.carry = self._own[len(own) - len(tree_leaves(carry)) :]
+        self.reads: list[bool] | None = None
+        """Which leaves of what is each client's own steps read, once that is known."""
 
-    def take(self, given: Any, carry: Any, order: Tensor | None = None, reads: Iterable[bool] = ()) -> None:
-        """Copy here what is given; in another order, what is read of it."""
+    def take(self, given: Any, carry: Sequence[Tensor], order: Tensor | None = None) -> None:
+        """Copy here what is given and what is changed; in another order, what is read of it."""
         fixed, rows, memo = given
-        _copy(self._common, tree_leaves(fixed._replace(data={})))
-        own = tree_leaves((rows, memo, carry))
+        _copy(self._common, fixed.leaves)
+        own = [*rows.leaves, *tree_leaves(memo), *carry]
         if order is None:
             _copy(self._own, own)
             return
-        changed = len(own) - len(self.carry)
-        for number, (place, leaf, read) in enumerate(zip(self._own, own, reads, strict=False)):
-            if read or number >= changed:
+        for place, leaf, read in zip(self._own, own, self.reads or repeat(True), strict=False):
+            if read:
                 torch.index_select(leaf, 0, order, out=place)
 
     def first(self, lanes: int) -> tuple[Any, Any]:
@@ -172,7 +177,7 @@ class Graphs:
         """Steps by what they were traced for."""
         self.places: dict[Hashable, Held] = {}
         """What steps read and change, by what it is held for."""
-        self._device = device
+        self._device, self._post = device, Post(device)
         self._pool: Any = None
         self._side: Any = None
         self._whole = False
@@ -195,7 +200,7 @@ class Graphs:
         """
 
         def inputs() -> list[Tensor]:
-            return [to_device(numbers, self._device), *others]
+            return [self._post.put(numbers).to(self._device, non_blocking=True), *others]
 
         if not self.wanted:
             return call(inputs())
@@ -209,21 +214,22 @@ class Graphs:
             del self._met[shape]
             captured = self._captured_call(call, inputs())
         _put(self.captured, shape, captured, MOST_GRAPHS)
-        return captured.replay(numbers, others)
+        return captured.replay(self._post.put(numbers), others)
 
-    def part(self, key: Hashable, part: Callable[..., Any], arguments: Any) -> Any:
-        """What a part of a client function gives for these arguments, as plain values and tensors."""
+    def part(self, key: Hashable, part: Callable[..., Any], given: Any) -> Any:
+        """What a part of a client function gives for what it is given, as plain values and tensors."""
+        fixed, rows, memo = given
         if key not in self.parts:
             self.parts[key] = None
-            return part(*arguments)
-        inputs, spec = tree_flatten(arguments)
+            return part(*given)
         known = self.parts[key]
         if known is None:
+            inputs, spec = tree_flatten(given)
             static = [value.clone() for value in inputs]
             self.aside(lambda: part(*tree_unflatten(static, spec)))
             graph, outputs = self.capture(lambda: part(*tree_unflatten(static, spec)))
             known = self.parts[key] = Part(graph, static, outputs)
-        return known.replay(inputs)
+        return known.replay([*fixed.leaves, *rows.leaves, *tree_leaves(memo)])
 
     def held(self, key: Hashable, given: Any, carry: Any) -> Held:
         """Where what is given to steps, and what they change, is held for a key."""
@@ -269,7 +275,8 @@ class Graphs:
     def _beside(self) -> Iterator[None]:
         """A stream of one's own, always the same: what one capture no longer needs serves the next."""
         if self._side is None:
-            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # Before all that goes on beside it.
+            self._side = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
@@ -288,7 +295,8 @@ class Graphs:
         with warnings.catch_warnings(), _no_collection(), self._beside():
             # A function may have nothing to do before its first scan.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            graph.capture_begin(pool=self._pool)
+            # Runs that train together have threads of their own, whose work is none of this graph.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 given = work()
                 if into:
@@ -327,20 +335,14 @@ def _cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in values.items()}
 
 
-def put_rows(places: Sequence[Tensor], values: Sequence[Tensor], first: int, end: int) -> None:
-    """Copy some rows of values to where they belong."""
-    if first < end:
-        _copy([place[first:end] for place in places], [value[first:end] for value in values])
-
-
 def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Put values in their places, in as few launches as it takes."""
-    pairs = [
-        (place, value)
-        for place, value in zip(places, values, strict=True)
-        if place is not value and place.numel()
-    ]
-    if len(pairs) == 1:
-        pairs[0][0].copy_(pairs[0][1], non_blocking=True)
-    elif pairs:
-        torch._foreach_copy_([place for place, _ in pairs], [value for _, value in pairs])
+    """Put values in their places: large ones each by itself, small ones in as few launches as it takes."""
+    small: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for place, value in zip(places, values, strict=True):
+        if place.numel() > LARGE:
+            place.copy_(value, non_blocking=True)
+        elif place is not value and place.numel():
+            small[0].append(place)
+            small[1].append(value)
+    if small[0]:
+        torch._foreach_copy_(*small)

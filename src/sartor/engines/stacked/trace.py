@@ -44,7 +44,17 @@ from sartor.federation.exchange import (
 )
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels import attention, descent, fused, layouts, likelihood, pooling, products, rectified
+from sartor.kernels import (
+    attention,
+    beside,
+    descent,
+    fused,
+    layouts,
+    likelihood,
+    pooling,
+    products,
+    rectified,
+)
 from sartor.kernels.ahead import Ahead
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.views import quicken, straighten
@@ -89,7 +99,7 @@ have the same samples or theirs in a row, scans before."""
 IN_PLACE = ("is not possible because there exists a Tensor", "doesn't match the broadcast shape")
 """What PyTorch says where a client's own numbers are written into what is the same for all."""
 
-UNTRACED = 16
+UNTRACED = 40
 """Steps of one kind on the CPU before they are traced."""
 
 
@@ -113,6 +123,18 @@ class Rows(NamedTuple):
     origins: tuple[Tensor, ...] = ()
     """Where clients are not those of one run in order: a client's number in its run, and that run's seed."""
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All tensors, in the order of the fields."""
+        return [
+            self.number,
+            self.round,
+            *self.counts.values(),
+            *self.arguments.values(),
+            *self.buffers,
+            *self.origins,
+        ]
+
 
 class Fixed(NamedTuple):
     """What is the same for all clients of a call."""
@@ -120,6 +142,11 @@ class Fixed(NamedTuple):
     arguments: dict[str, Tensor]
     buffers: tuple[Tensor, ...]
     data: dict[str, tuple[Nest, Nest]]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All tensors but the data's, in the order of the fields."""
+        return [*self.arguments.values(), *self.buffers]
 
 
 @dataclass
@@ -218,8 +245,8 @@ class Tracer:
             return taken(given, carry, turns)
         after = []
         fixed, *rows = given
-        for lane, beside in enumerate(side_by_side(turns[0].shape[1], self.device)):
-            with beside:
+        for lane, stream in enumerate(side_by_side(turns[0].shape[1], self.device)):
+            with stream:
                 own, start = tree_map(lambda value: value[lane], (rows, carry))  # noqa: B023
                 after.append(taken((fixed, *own), start, [turn[:, lane] for turn in turns]))
         return tree_map(lambda *lanes: torch.stack(lanes), *after)
@@ -230,6 +257,8 @@ class Tracer:
         like = [kind for kind in program.taken if _but_lanes(kind) == _but_lanes(key)]
         traced = [kind for kind in like if kind in program.steps and kind[1] > 1]
         if len(traced) > 1 and key not in program.unlike and not self.settings.compile:
+            if len(traced) == 2:  # the first that is not traced; others have the same kernels
+                self.ahead.step(lambda: step(*arguments))
             result = self._widened(program, key, (traced[0], traced[1]), step, arguments)
             if self.device.type == "cpu":
                 return result
@@ -240,8 +269,6 @@ class Tracer:
             counted = like if key[1] > 1 and len(traced) < 2 else [key]
             if sum(program.taken[kind] for kind in counted) <= UNTRACED:
                 return self._as_it_stands(program, step, arguments)
-        if all(kind[0] != key[0] for kind in program.steps):  # steps of other widths have the same kernels
-            self.ahead.step(lambda: step(*arguments))
         inputs, spec = tree_flatten(arguments)
         program.steps[key] = self._traced(program, step, inputs, spec)
         return program.steps[key](inputs)
@@ -354,7 +381,7 @@ class Tracer:
             return leaves
 
         try:
-            graph = recorded(flat, inputs)
+            graph = self.ahead.traced(lambda: recorded(flat, inputs))
         except Exception as error:
             raise self._explained(program, error) from error
         straighten(graph)
@@ -376,13 +403,15 @@ class Tracer:
         if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
             merge(graph)
+            if not self.apart:
+                beside.specialise(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
         if self.device.type == "cpu" and not self.settings.compile:
             quicken(graph)
         graph.recompile()
         self.ahead.graph(graph, inputs)
         run = self._compiled(graph) if self.settings.compile else _plain(graph)
-        return Traced(run, result_spec[0], reads, graph)
+        return Traced(run, result_spec[-1], reads, graph)
 
     @property
     def _draws(self) -> bool:
