@@ -61,14 +61,13 @@ def _file(nodeid: str) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported is never garbage: nobody need look through it again, nor often.
+    """What all tests have imported is never garbage, but for a little: nobody need look through it, nor often.
 
     PyTorch has dozens of loggers that pytest would listen to one by one in every test.
     """
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
             logger.propagate = True
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
     gc.enable()

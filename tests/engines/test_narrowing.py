@@ -100,10 +100,10 @@ def data_for(shape: tuple[int, ...]) -> ClientData:
 
 
 def run(
-    model: str, name: str = "fedavg", engine: str = "stacked", batch: int = 4, **settings: Any
+    model: str, name: str = "fedavg", engine: str = "stacked", **settings: Any
 ) -> tuple[Tensor, Federation]:
     task, shape = MODELS[model]
-    made = federation_of(engine, task(), data_for(shape), local={"batch": batch}, **settings)
+    made = federation_of(engine, task(), data_for(shape), local={"batch": 4}, **settings)
     return play(method(name, made), made, COHORTS).w, made
 
 
@@ -174,7 +174,7 @@ def test_every_method_goes_over_to_other_widths(name: str, monkeypatch: pytest.M
 
 
 def test_short_runs_are_not_traced(graphs_traced: list[int]) -> None:
-    _, made = run("dense", batch=16)
+    _, made = run("dense")
     assert not widths_of(made)
     assert not graphs_traced
 

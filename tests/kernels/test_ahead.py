@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from helpers import RAGGED, classification, federation_of, method, model_task, play
 from sartor.engines.stacked import trace
+from sartor.engines.stacked.recording import recorded
 from sartor.kernels import ahead
 from sartor.kernels.ahead import Ahead, Unlaunched, launches_of
 from sartor.kernels.convolution import conv2d
@@ -171,6 +172,36 @@ def test_results_that_are_made_up_have_the_right_form(monkeypatch: pytest.Monkey
     assert made_up.shape == step(w, x).shape
     assert made_up.isfinite().all()
     assert not torch.equal(made_up, step(w, x))
+
+
+def test_tracing_sees_the_operations_and_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sartor.kernels.convolution._kernels_serve", lambda x, weight: True)
+    step = vmap(grad(lambda w, x: conv2d(tried(x, 7, 5, 2), w).square().mean()))
+    inputs = [torch.randn(3, 4, 1, 3, 3), torch.randn(3, 2, 1, 6, 6)]
+    graphs = []
+    for wanted in (False, True):
+        KERNEL.launched.clear()
+        compiler = Ahead(CUDA, wanted)
+        graphs.append(compiler.traced(lambda: recorded(lambda values: [step(*values)], inputs)))
+        assert bool(KERNEL.launched) is not wanted
+    for graph in graphs:
+        graph.recompile()
+    assert graphs[0].code == graphs[1].code
+    assert "sartor.stacked_conv_weight_gradient" in graphs[1].code
+    values = [node.meta["val"] for node in graphs[1].graph.nodes if "val" in node.meta]
+    expected = [node.meta["val"] for node in graphs[0].graph.nodes if "val" in node.meta]
+    assert [(x.shape, x.stride()) for x in values] == [(x.shape, x.stride()) for x in expected]
+
+
+def test_tracing_that_fails_without_numbers_has_them() -> None:
+    def picky() -> int:
+        if tried(torch.zeros(2), 7, 5, 2).any():
+            raise ValueError("not these numbers")
+        return len(KERNEL.launched)
+
+    assert Ahead(CUDA, wanted=True).traced(picky) == 1
+    with pytest.raises(ZeroDivisionError):
+        Ahead(CUDA, wanted=True).traced(lambda: 1 / 0)
 
 
 def test_what_has_memory_is_launched_meanwhile() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers import ALL_CHECKS, SHAPE_CHECKS
 from sartor.kernels import laid
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -218,9 +219,9 @@ def test_a_lane_does_not_depend_on_the_others() -> None:
     same(all_of(slice(None)), together)
 
 
-@pytest.mark.parametrize("name", ["six channels", "down"])
-def test_the_operations_are_well_declared(name: str) -> None:
-    """Torch's own check: schema, shapes without data, tracing."""
+@pytest.mark.parametrize(("name", "checks"), [("six channels", ALL_CHECKS), ("down", SHAPE_CHECKS)])
+def test_the_operations_are_well_declared(name: str, checks: tuple[str, ...]) -> None:
+    """Torch's own check: schema, shapes without data, tracing, which is of no one shape."""
     x, weight, bias, gradient = operands(name)
     kernel, stride, padding = SHAPES[name][6:]
     operations, shape = torch.ops.sartor, list(x.shape[:2])
@@ -243,4 +244,4 @@ def test_the_operations_are_well_declared(name: str) -> None:
         (operations.laid_input_gradient, (weight, given, stride, padding, x.shape[-2:], False)),
         (operations.first_weight_gradient, (bordered, gradient, stride, kernel)),
     ]:
-        torch.library.opcheck(operation.default, arguments)
+        torch.library.opcheck(operation.default, arguments, test_utils=checks)

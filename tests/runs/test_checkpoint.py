@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -248,8 +249,13 @@ def crash(monkeypatch: pytest.MonkeyPatch, at: int, method: str = "save") -> Cal
 def needs(name: str) -> dict[str, Any]:
     """A model with a head, and all clients where the method needs them."""
     cohort = {"cohort": {}} if name == "vrl-sgd" else {}
-    task = Task(module_of("mlp", (6,), 3, hidden=4).float(), classes=3, head="output")
-    return {"model": task, **cohort}
+    return {"model": with_a_head(), **cohort}
+
+
+@functools.cache
+def with_a_head() -> Task:
+    """The same for all methods, so that what is tried of a task is tried once."""
+    return Task(module_of("mlp", (6,), 3, hidden=4).float(), classes=3, head="output")
 
 
 def kill(monkeypatch: pytest.MonkeyPatch, at: int, run: Path, left: Path) -> None:

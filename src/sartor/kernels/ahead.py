@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sartor.kernels.gpu import HAS_TRITON
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +100,19 @@ class Ahead:
         except Exception as error:  # which the first kernel will show
             log.debug("Triton is not made ready: %s", error)
 
+    def traced(self, trace: Callable[[], T]) -> T:
+        """What tracing gives, for which numbers do not matter: kernels that rewriting replaces need not run.
+
+        Where they do matter after all, it is traced again with those that the kernels give.
+        """
+        if self.wanted:
+            try:
+                with Unlaunched():
+                    return trace()
+            except Exception as error:
+                log.debug("a step is traced with its kernels: %s", error)
+        return trace()
+
     def graph(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
         """Compile what a graph launches for such inputs."""
         if self.wanted:
@@ -162,7 +177,7 @@ def shuffles(samples: int, device: torch.device) -> list[Launch]:
 class Unlaunched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operations of ours note what they would launch, and give anything, or nothing but shapes for such.
 
-    It is no mode to trace in: tracing would see what such results are made of.
+    A mode that is entered later, as one that traces, sees the operation and not what its result is made of.
     """
 
     def __init__(self) -> None:
@@ -187,9 +202,11 @@ class Unlaunched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _anything(like: Tensor) -> Tensor:
-    """Unlike numbers that are not zero: quotients of them are numbers, which somebody may count by."""
-    numbers = torch.linspace(0.5, 1.5, like.numel(), device=like.device).view(like.shape)
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(numbers)
+    """Unlike numbers that are not zero, whose quotients are numbers; or the first place of anything."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    if not made.is_floating_point():
+        return made.zero_()
+    return made.copy_(torch.linspace(0.5, 1.5, made.numel(), device=made.device).view(made.shape))
 
 
 @contextmanager

@@ -286,10 +286,13 @@ def biases(bias: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
 
 
 def _convolve_tiles(out: int, channels: int, positions: int) -> Tiles:
-    """Measured on an H200: few positions of a lane leave room for more programs with fewer of them."""
+    """Measured on an H200: few positions of a lane leave room for more programs with fewer of them.
+
+    64 × 16 by four warps is a shape that Triton compiles wrongly.
+    """
     columns = power(out, 16, 128)
     if positions < 2048:
-        return Tiles(64, columns, 32, warps=4, stages=3 if columns == 128 else 4)
+        return Tiles(64, columns, 32, warps=2 if columns == 16 else 4, stages=3 if columns == 128 else 4)
     if columns == channels == 16:  # all terms of a tile are of one place in the window
         return Tiles(256, columns, 16, warps=4, stages=3)
     return Tiles(128, columns, 32, warps=8 if columns == 64 else 4, stages=2 if columns < 64 else 3)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=["real"])
+@triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=["numbers", "real"])
 def _pull(
     parts,  # [part, lane, SAMPLES, CLASSES]
     bias,  # [lane, CLASSES]

@@ -29,7 +29,7 @@ def along(at, zero):
     return tl.max_contiguous(at + zero, [2, 1])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["numbers"])
 def _move(
     data,  # [lane, row, CHANNELS, HEIGHT, WIDTH] with these strides but the last two; or LAST, as a result is
     numbers,  # [row]: rows of the data

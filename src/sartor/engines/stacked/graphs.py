@@ -294,7 +294,8 @@ class Graphs:
         with warnings.catch_warnings(), _no_collection(), self._beside():
             # A function may have nothing to do before its first scan.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            graph.capture_begin(pool=self._pool)
+            # Runs that train together have threads of their own, whose work is none of this graph.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 given = work()
                 if into:

@@ -89,7 +89,7 @@ have the same samples or theirs in a row, scans before."""
 IN_PLACE = ("is not possible because there exists a Tensor", "doesn't match the broadcast shape")
 """What PyTorch says where a client's own numbers are written into what is the same for all."""
 
-UNTRACED = 16
+UNTRACED = 40
 """Steps of one kind on the CPU before they are traced."""
 
 
@@ -247,6 +247,8 @@ class Tracer:
         like = [kind for kind in program.taken if _but_lanes(kind) == _but_lanes(key)]
         traced = [kind for kind in like if kind in program.steps and kind[1] > 1]
         if len(traced) > 1 and key not in program.unlike and not self.settings.compile:
+            if len(traced) == 2:  # the first that is not traced; others have the same kernels
+                self.ahead.step(lambda: step(*arguments))
             result = self._widened(program, key, (traced[0], traced[1]), step, arguments)
             if self.device.type == "cpu":
                 return result
@@ -257,8 +259,6 @@ class Tracer:
             counted = like if key[1] > 1 and len(traced) < 2 else [key]
             if sum(program.taken[kind] for kind in counted) <= UNTRACED:
                 return self._as_it_stands(program, step, arguments)
-        if all(kind[0] != key[0] for kind in program.steps):  # steps of other widths have the same kernels
-            self.ahead.step(lambda: step(*arguments))
         inputs, spec = tree_flatten(arguments)
         program.steps[key] = self._traced(program, step, inputs, spec)
         return program.steps[key](inputs)
@@ -371,7 +371,7 @@ class Tracer:
             return leaves
 
         try:
-            graph = recorded(flat, inputs)
+            graph = self.ahead.traced(lambda: recorded(flat, inputs))
         except Exception as error:
             raise self._explained(program, error) from error
         straighten(graph)
@@ -399,7 +399,7 @@ class Tracer:
         graph.recompile()
         self.ahead.graph(graph, inputs)
         run = self._compiled(graph) if self.settings.compile else _plain(graph)
-        return Traced(run, result_spec[0], reads, graph)
+        return Traced(run, result_spec[-1], reads, graph)
 
     @property
     def _draws(self) -> bool:
