@@ -256,7 +256,7 @@ class StackedEngine(LocalEngine):
 
         shape = None
         if plans is not None and sum(plan.shape.steps for plan in plans) <= WHOLE:
-            shape = (key, tuple((plan.shape, plan.stretches) for plan in plans))
+            shape = (id(program), *((plan.shape, plan.stretches) for plan in plans))
         return self.graphs.call(shape, call, numbers, arguments)
 
     def _header(self, work: Work) -> list[np.ndarray]:
