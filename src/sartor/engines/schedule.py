@@ -331,12 +331,12 @@ def turn_table(
     return client * places + (turns // in_turn) * size + offset, real
 
 
-def samples_at(order: Tensor, begin: Tensor, real: Tensor, start: Tensor, width: int) -> Tensor:
+def samples_at(order: Tensor, begin: Tensor, real: Tensor, start: Tensor, column: Tensor) -> Tensor:
     """Which samples each turn uses, [..., width], by what :func:`turn_table` gives and each turn's start.
 
-    Where no sample is real the client may have none, and ``start`` must be that of some sample.
+    Where no sample is real the client may have none, and ``start`` must be that of some sample. ``column``
+    counts 0, 1, 2, … to the width.
     """
-    column = torch.arange(width, device=order.device)
     sample = order.view(-1)[(begin[..., None] + column).clamp(max=order.numel() - 1)]
     return start[..., None] + torch.where(column < real[..., None], sample, 0)
 
@@ -347,7 +347,8 @@ def sample_table(
     """Which samples each turn uses, [..., width], and how many of them are real, [...]."""
     begin, real = turn_table(batches, sizes, rows, turns, width, order.shape[1])
     first = torch.where(real > 0, start[rows.clamp(max=len(sizes) - 1)], 0)
-    return samples_at(order, begin, real, first, width), real
+    column = torch.arange(width, device=order.device)
+    return samples_at(order, begin, real, first, column), real
 
 
 def scan_table(

@@ -116,10 +116,6 @@ class StackedEngine(LocalEngine):
         self.programs: dict[Hashable, Program] = {}
         most = {split: int(samples.counts.max(initial=0)) for split, samples in self.samples.items()}
         self._tracer = Tracer(task, settings, most, norms=self.graphs.wanted)
-        self._origins: Tensor | None = None
-        """Each client's number in its run, and that run's seed, where they are not as they come."""
-        if origins is not None:
-            self._origins = to_device(np.stack([origins.numbers, origins.seeds]), self.device)
         self._plans: dict[Hashable, Plan] = {}
         self._expected: dict[tuple[Batches, int], Usual] = {}
         self._counted: dict[int, Tensor] = {}
@@ -131,11 +127,6 @@ class StackedEngine(LocalEngine):
         self.task.require_stackable(train.x, train.y)
         self._exact = self.task.mixes_samples(train.x, train.y)
         self._activations = self.task.activations(train.x)
-
-    @cached_property
-    def _counts(self) -> Tensor:
-        """How many samples of each split every client has, a row per split."""
-        return torch.stack([samples.count for samples in self.samples.values()])
 
     @property
     def narrows(self) -> bool:
@@ -250,22 +241,29 @@ class StackedEngine(LocalEngine):
                 self._bring(split, work.numbers)
             plans = [self._plan(batches, work) for batches in program.scans]
         tables = [self._table(plan, work) for plan in plans or ()]
-        parts = [work.numbers, work.rounds, *(part for table in tables for part in table.parts)]
-        numbers = _joined(parts)
-        shapes_of_parts = [part.shape for part in parts]
+        parts = [*self._header(work), *(part for table in tables for part in table.parts)]
+        numbers, sizes = _joined(parts), [part.shape for part in parts]
 
         def call(inputs: list[Tensor]) -> Checked:
             joined, *given = inputs
-            there, values = _parted(joined, shapes_of_parts), iter(given)
-            header = (next(there), next(there))
+            there, values = _parted(joined, sizes), iter(given)
+            header = Rows(next(there), next(there), {name: next(there) for name in self.samples}, {}, ())
+            if self.origins is not None:
+                header = header._replace(origins=(next(there), next(there)))
             known = [table.of(there) for table in tables]
             shared, own = (dict(zip(group, values, strict=False)) for group in names)
             return self._execute(program, work, plans, header, shared, own, tuple(values), known)
 
         shape = None
         if plans is not None and sum(plan.shape.steps for plan in plans) <= WHOLE:
-            shape = (key, tuple((plan.shape, plan.stretches) for plan in plans))
+            shape = (id(program), *((plan.shape, plan.stretches) for plan in plans))
         return self.graphs.call(shape, call, numbers, arguments)
+
+    def _header(self, work: Work) -> list[np.ndarray]:
+        """Who these clients are: numbers, rounds, how many samples of each split they have, and origins."""
+        numbers, origins = work.numbers, self.origins
+        parts = [numbers, work.rounds, *(samples.counts[numbers] for samples in self.samples.values())]
+        return parts if origins is None else [*parts, origins.numbers[numbers], origins.seeds[numbers]]
 
     def _described(self, hyper: Any) -> str:
         """What hyper-parameters are; as a rule they are one object that cannot change, and are remembered."""
@@ -289,18 +287,15 @@ class StackedEngine(LocalEngine):
         program: Program,
         work: Work,
         plans: list[Plan] | None,
-        header: tuple[Tensor, Tensor],
+        header: Rows,
         shared: dict[str, Tensor],
         own: dict[str, Tensor],
         buffers: tuple[Tensor, ...],
         tables: list[Table],
     ) -> Checked:
         """Advance the function from scan to scan until it returns."""
-        index, rounds = header
-        counts = dict(zip(self.samples, self._counts[:, index].unbind(), strict=True))
         own_buffers = any(value.dim() == 2 for value in buffers)
-        origins = () if self._origins is None else self._origins[:, index].unbind()
-        rows = Rows(index, rounds, counts, own, buffers if own_buffers else (), origins)
+        rows = header._replace(arguments=own, buffers=buffers if own_buffers else ())
         fixed = Fixed(shared, () if own_buffers else buffers, self._data())
         memo: list[Any] = []
         scans: list[Batches] = []
@@ -397,7 +392,7 @@ class StackedEngine(LocalEngine):
             return self._steps(program, key, plan, given, carry, drawn)
         lanes, turns, begin, real, start = table.turns[0]
         order = sample_order(shuffled, size, places)
-        drawn = (samples_at(order, begin, real, start, shape.width), real)
+        drawn = (samples_at(order, begin, real, start, self._counting(shape.width)), real)
         if LAYERS in keys:
             # For all steps at once, as a key takes many small operations.
             drawn = (*drawn, _folded(keys[LAYERS][lanes.clamp(max=clients - 1)], turns))
@@ -552,11 +547,11 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 def _parted(joined: Tensor, shapes: list[tuple[int, ...]]) -> Iterator[Tensor]:
     """Those arrays again, as tensors."""
-    end = 0
-    for shape in shapes:
-        size = math.prod(shape)
-        yield joined[end : end + size].view(shape)
-        end += size + size % 2
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = joined.split_with_sizes([size + size % 2 for size in sizes])
+    for part, size, shape in zip(parts, sizes, shapes, strict=True):
+        exact = part[:size] if size % 2 else part
+        yield exact if len(shape) == 1 else exact.view(shape)
 
 
 def _folded(keys: Tensor, turns: Tensor) -> Tensor:

@@ -205,15 +205,17 @@ class Graphs:
         if not self.wanted:
             return call(inputs())
         captured = None if shape is None else self.captured.get(shape)
-        if captured is None and (shape is None or shape not in self._met):
+        if captured is not None:
+            self.captured.move_to_end(shape)
+        elif shape is None or shape not in self._met:
             if shape is not None:
                 _put(self._met, shape, None, MOST_SHAPES)
             sent, kept, after, norms = call(inputs())
             return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
-        if captured is None:
-            del self._met[shape]
+        else:
             captured = self._captured_call(call, inputs())
-        _put(self.captured, shape, captured, MOST_GRAPHS)
+            del self._met[shape]
+            _put(self.captured, shape, captured, MOST_GRAPHS)
         return captured.replay(self._post.put(numbers), others)
 
     def part(self, key: Hashable, part: Callable[..., Any], given: Any) -> Any:
@@ -324,10 +326,9 @@ def _no_collection() -> Iterator[None]:
 
 
 def _put(entries: OrderedDict[Hashable, Any], key: Hashable, entry: Any, most: int) -> None:
-    """Have an entry as the last of at most so many; those unused for longest go."""
+    """Add an entry as the last of at most so many; the first one goes, which was not used for longest."""
     entries[key] = entry
-    entries.move_to_end(key)
-    while len(entries) > most:
+    if len(entries) > most:
         entries.popitem(last=False)
 
 
