@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sartor.kernels import descent, laid  # noqa: F401  (their operations)
 from sartor.kernels.descent import Product
@@ -38,6 +39,8 @@ def specialise(module: fx.GraphModule) -> None:
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=sartor.descended.default):
         w, layers, operands, numbers, of_right, places, alpha, rates = cast(tuple[Any, ...], node.args)
+        if any(value_of(value) is None for value in (*layers, *operands)):
+            continue
         pairs = zip(operands[::2], operands[1::2], numbers, of_right, places, strict=True)
         products = [
             Product(_tensor(left), _tensor(right), value_of(rows), *where)
@@ -113,9 +116,14 @@ class _Side(threading.local):
 _SIDE = _Side()
 
 
+def _runs(like: Tensor) -> bool:
+    """Whether anything is done on a device, or a graph is only gone through."""
+    return like.is_cuda and not isinstance(like, FakeTensor)
+
+
 def _beside(like: Tensor, operation: Any, *arguments: Any) -> Tensor:
     """Begin an operation when all before it is done; what it reads stays until it is waited for."""
-    if not like.is_cuda:
+    if not _runs(like):
         return cast(Tensor, operation(*arguments))
     side = _SIDE.of(like.device)
     side.wait_stream(torch.cuda.current_stream(like.device))
@@ -127,7 +135,7 @@ def _beside(like: Tensor, operation: Any, *arguments: Any) -> Tensor:
 
 def _after(like: Tensor, operation: Any, *arguments: Any) -> Any:
     """Wait for all that was begun, and go on."""
-    if like.is_cuda:
+    if _runs(like):
         torch.cuda.current_stream(like.device).wait_stream(_SIDE.of(like.device))
         _SIDE.used.clear()
     return operation(*arguments)

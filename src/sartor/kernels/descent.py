@@ -93,14 +93,22 @@ def _terms(graph: fx.Graph, piece: fx.Node, lanes: int) -> fx.Node:
     if reads_late(graph, (source,)):
         axes = value = None
     if axes == [0] and len(node.users) == 1 and len(shape_of(node) or ()) == 2:
-        return graph.call_function(aten.transpose.int, (source, 0, 1))
+        return _viewed(graph, aten.transpose.int, source, 0, 1)
     if value is not None and len(node.users) == 1:
         if axes == [1] and value.dim() == 3 and value.shape[1] <= MOST_TERMS:
             return cast(fx.Node, source)
         if axes == [0] and value.dim() > 3 and value.shape[1] == lanes and value.is_contiguous():
-            flat = graph.call_function(aten.view.default, (source, [*value.shape[:2], -1]))
-            return graph.call_function(aten.transpose.int, (flat, 0, 1))
-    return graph.call_function(aten.unsqueeze.default, (piece, 1))
+            flat = _viewed(graph, aten.view.default, source, [*value.shape[:2], -1])
+            return _viewed(graph, aten.transpose.int, flat, 0, 1)
+    return _viewed(graph, aten.unsqueeze.default, piece, 1)
+
+
+def _viewed(graph: fx.Graph, view: Any, source: Any, *arguments: Any) -> fx.Node:
+    """A view, with what is known of it."""
+    node, value = graph.call_function(view, (source, *arguments)), value_of(source)
+    if value is not None:
+        node.meta["val"] = view(value, *arguments)
+    return node
 
 
 class Product(NamedTuple):

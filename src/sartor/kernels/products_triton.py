@@ -271,8 +271,6 @@ def _tiles(rows: int, columns: int, depth: int, along: bool) -> tuple[int, int, 
     tile_rows = _power(rows, 64)
     if along:
         return tile_rows, _power(columns, 64), _power(depth, 32), 2 if tile_rows < 32 or columns <= 16 else 4
-    if depth <= 32:  # a step's: there is more to load and to store than to add up
-        return _power(rows, 32), _power(columns, 128), _power(depth, 32), 4
     return tile_rows, _power(columns, 32 if depth < 256 else 64), 16 if depth < 256 else 32, 2
 
 
