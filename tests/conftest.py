@@ -61,7 +61,7 @@ def _file(nodeid: str) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported is never garbage, but for a little: nobody need look through it.
+    """What all tests have imported is no garbage, but for a little: nobody need look through it, nor often.
 
     PyTorch has dozens of loggers that pytest would listen to one by one in every test.
     """

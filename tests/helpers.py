@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,18 @@ def quadratics(
     names = tuple(f"quadratic {number}" for number in range(clients))
     data = ClientData(names, split, split, None, x, y, None, "test", "quadratics")
 
+    return _point(dimension), data
+
+
+@cache
+def _point(dimension: int) -> Task:
+    """One task for all tests: what is tried of it is tried once."""
+
     def loss(w: Tensor, y: Tensor) -> Tensor:
         b, h = y[:, :dimension], y[:, dimension:]
         return 0.5 * (h * (w - b) ** 2).sum(dim=1)
 
-    return Task(Point(dimension), loss=loss, name="point"), data
+    return Task(Point(dimension), loss=loss, name="point")
 
 
 def federation_of(
@@ -223,8 +231,12 @@ def method(name: str, federation: Federation, **hyper: Any) -> Algorithm:
 
 def task_and_data(sizes: tuple[int, ...] = RAGGED) -> tuple[Task, ClientData]:
     """Ragged clients with four classes and a small network, in double precision."""
-    data = classification(sizes, shape=(5,), classes=4, dtype=torch.float64)
-    return Task(module_of("mlp", (5,), 4, hidden=6), classes=4, head="output"), data
+    return _small(), classification(sizes, shape=(5,), classes=4, dtype=torch.float64)
+
+
+@cache
+def _small() -> Task:
+    return Task(module_of("mlp", (5,), 4, hidden=6), classes=4, head="output")
 
 
 def batches_of(

@@ -242,10 +242,10 @@ def test_compensation_is_off_with_factor_zero_and_changes_stale_updates_otherwis
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5])
-def test_fedbuff_divides_by_its_size_and_weighs_by_age(lam: float) -> None:
+def test_fedbuff_divides_by_its_size_and_weighs_by_age(lam: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every client's change is −lr g; the buffer of two holds client 2's change when it is two steps old."""
     federation = parabolas(1.0, 1.0, 2.5)
-    federation.task.loss_function = lambda w, y: (w * y[:, :2]).sum(1)
+    monkeypatch.setattr(federation.task, "loss_function", lambda w, y: (w * y[:, :2]).sum(1))
     own = {"compensation": "dc-asgd", "lam": lam} if lam else {}
     algorithm = method("fedbuff", federation, lr=0.1, buffer=2, server_lr=0.5, **own)
     server = algorithm.start(federation)
