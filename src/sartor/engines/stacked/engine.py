@@ -9,6 +9,7 @@ parts between scans, and single steps in graphs of several, which serve any coho
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import warnings
@@ -438,8 +439,9 @@ class StackedEngine(LocalEngine):
         else:
             others = self._tracer.some(program, key, fixed, others, whose)
             leaves = [leaf.index_select(0, whose) for leaf in leaves]
-        begin = 0
-        for stretch in plan.stretches:
+        begin, top = 0, plan.stretches[0].busy
+        for stretch, after in itertools.pairwise((*plan.stretches, None)):
+            assert stretch is not None
             kind: Kind = (key[0], stretch.lanes, *key[2:])
             step = partial(self._tracer.steps, program, kind, plan.batches, plan)
             if held is not None:
@@ -451,11 +453,12 @@ class StackedEngine(LocalEngine):
                     (others, tree_unflatten(leaves, form)),
                 )
                 leaves = tree_leaves(step((fixed, *own), start, _laid_out(turns, begin, stretch)))
-            # The next steps write over those who are done, as far as they are among the lanes.
-            done = slice(stretch.left, stretch.busy)
-            for whole, leaf in zip(ended, leaves, strict=True):
-                whole.index_copy_(0, whose[done], leaf[done])
             begin += stretch.steps * stretch.lanes
+            # Those who are done stay where they are until the next steps write over them.
+            if held is None or after is None or after.lanes > stretch.left:
+                done, top = slice(stretch.left, top), stretch.left
+                for whole, leaf in zip(ended, leaves, strict=True):
+                    whole.index_copy_(0, whose[done], leaf[done])
         return tree_unflatten(ended, form)
 
     def _steps(

@@ -345,5 +345,7 @@ def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         elif place is not value and place.numel():
             small[0].append(place)
             small[1].append(value)
-    if small[0]:
+    if len(small[0]) == 1:
+        small[0][0].copy_(small[1][0], non_blocking=True)
+    elif small[0]:
         torch._foreach_copy_(*small)
