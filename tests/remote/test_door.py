@@ -145,6 +145,34 @@ def test_an_answer_counts_although_its_node_has_left(link: SuperLink) -> None:
     assert decode(parts)[0]["error"] == "not with me"
 
 
+def test_a_request_that_a_server_was_killed_over_is_none(tmp_path: Path) -> None:
+    """Its pieces are stored one by one; whoever fetched it would wait for those that nobody has."""
+    store = {"database": tmp_path / "messages.db"}
+    with SuperLink("127.0.0.1", 0, **store) as first:
+        node = joined(first)
+        whole = first.send(node.known, encode({"n": 1}), 30, 0, "whole")
+        stored = first._state.store_object
+
+        def killed(run: int, session: str, name: str, content: bytes) -> bool:
+            first._state.store_object = interrupted
+            return bool(stored(run, session, name, content))
+
+        def interrupted(*given: Any) -> None:
+            raise KeyboardInterrupt
+
+        first._state.store_object = killed
+        with pytest.raises(KeyboardInterrupt):
+            first.send(node.known, encode({"n": 2}), 30, 0, "half")
+    with SuperLink("127.0.0.1", first.port, **store, anew=False) as second:
+        node.connect()
+        assert second.earlier() == {whole: (node.known, "whole", False)}
+        request = node.receive()
+        assert request is not None
+        assert decode(request.parts)[0]["n"] == 1
+        assert node.receive() is None
+        node.close()
+
+
 # Clocks ----------------------------------------------------------------------------------------------------
 
 

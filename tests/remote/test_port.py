@@ -28,6 +28,7 @@ from sartor.remote import flower
 from sartor.remote.flower import FleetLink, Lost, SuperLink
 from sartor.remote.flower_content import RECORD, SMALL, TENSORS, from_content, to_content
 from sartor.remote.messages import encode
+from sartor.remote.requests import Failed
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,40 @@ def test_no_other_run_than_the_servers_own_goes_on(link: SuperLink) -> None:
         node.reply(request, encode({"n": 2}))
     assert link.poll(message) is None
     node.close()
+
+
+def test_what_nobody_has_announced_is_not_looked_for_again_and_again(
+    link: SuperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever arrives has the server look at all that it waits for, at most of it in vain."""
+    looked: list[str] = []
+    look = link._state.get_message_res
+
+    def counted(*, message_ids: set[str], run_id: int) -> Any:
+        looked.extend(message_ids)
+        return look(message_ids=message_ids, run_id=run_id)
+
+    monkeypatch.setattr(link._state, "get_message_res", counted)
+    monkeypatch.setattr(flower, "UNANNOUNCED", 1000.0)
+    nodes = [FleetLink(f"127.0.0.1:{link.port}", key(), insecure=True) for _ in range(2)]
+    for node in nodes:
+        node.connect()
+    messages = [link.send(node.known, encode({"n": 1}), 30, 0) for node in nodes]
+    assert [link.poll(message) for message in messages * 5] == [None] * 10
+    assert sorted(looked) == sorted(messages)
+    request = nodes[0].receive()
+    assert request is not None
+    nodes[0].reply(request, encode({"n": 2}))
+    assert link.poll(messages[0]) is not None  # at once, as it was announced
+    assert link.poll(messages[1]) is None
+    assert looked.count(messages[1]) == 1
+    monkeypatch.setattr(flower, "UNANNOUNCED", 0.0)
+    link._awaited[messages[1]].again = 0.0
+    nodes[1].close()
+    with pytest.raises(Failed) as raised:  # nobody announces that
+        link.poll(messages[1])
+    assert raised.value.kind == "gone"
+    nodes[0].close()
 
 
 def test_small_parts_travel_together_and_large_ones_by_themselves() -> None:

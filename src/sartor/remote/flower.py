@@ -168,6 +168,8 @@ MOST_APART = 3600.0
 """Seconds by which they may differ."""
 RENEWED = 2.0
 """Seconds after which a node signs the time anew; a signature says nothing else, and is good for minutes."""
+UNANNOUNCED = 0.5
+"""Seconds between two looks for a reply that its node has not announced to this process."""
 FAULTS = {
     ErrorCode.NODE_UNAVAILABLE: "gone",
     ErrorCode.MESSAGE_UNAVAILABLE: "late",
@@ -201,6 +203,8 @@ class _Awaited:
     """Bytes of the pieces that have come."""
     fault: Failed | None = None
     """What the node has tried to answer, and was refused at the door."""
+    again: float = 0.0
+    """When to look again for a reply that was not announced: that the node is gone, say."""
 
     @property
     def most_pieces(self) -> int:
@@ -333,6 +337,9 @@ class SuperLink:
         awaited = self._awaited[message]
         if awaited.fault is not None:
             raise awaited.fault
+        if not awaited.tree and time.monotonic() < awaited.again:
+            return None
+        awaited.again = time.monotonic() + UNANNOUNCED
         if not awaited.reply and not self._announced(message, awaited):
             self._patience(awaited)
             return None
@@ -587,9 +594,9 @@ class SuperLink:
                 node, note = json.loads((row and row["group_id"]) or '[0, ""]')
                 pieces = self._pieces(message)
                 self._awaited[message] = _Awaited(0.0, int(node), "", pieces, sys.maxsize)
-                if note:
+                if note and all(self._state.get_object(found, piece) for piece in pieces):
                     self._earlier[message] = str(note)
-                else:
+                else:  # nobody knows what it was, or its server had not stored all of it when it ended
                     self.forget(message)
         return found
 
