@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from sartor.kernels import laid  # noqa: F401  (its operation)
+from sartor.kernels import laid  # noqa: F401  (its operations)
 from sartor.kernels.products import stacked_product
 from sartor.kernels.views import behind_views, called, reads_late, shape_of, value_of
 
@@ -87,28 +87,20 @@ def _terms(graph: fx.Graph, piece: fx.Node, lanes: int) -> fx.Node:
     """A layer's gradient [lane, number] as terms [lane, term, number] that are to be added up."""
     node = behind_views(piece)
     source, axes, *_ = called(node, aten.sum.dim_IntList) or (None, None)
-    if (added := called(node, torch.ops.sartor.add_up.default)) is not None:
-        source, axes = added[0], [0]
+    if (parts := called(node, torch.ops.sartor.add_up.default)) is not None:
+        source, axes = parts[0], [0]
     value = value_of(source)
     if reads_late(graph, (source,)):
         axes = value = None
     if axes == [0] and len(node.users) == 1 and len(shape_of(node) or ()) == 2:
-        return _viewed(graph, aten.transpose.int, source, 0, 1)
+        return graph.call_function(aten.transpose.int, (source, 0, 1))
     if value is not None and len(node.users) == 1:
         if axes == [1] and value.dim() == 3 and value.shape[1] <= MOST_TERMS:
             return cast(fx.Node, source)
         if axes == [0] and value.dim() > 3 and value.shape[1] == lanes and value.is_contiguous():
-            flat = _viewed(graph, aten.view.default, source, [*value.shape[:2], -1])
-            return _viewed(graph, aten.transpose.int, flat, 0, 1)
-    return _viewed(graph, aten.unsqueeze.default, piece, 1)
-
-
-def _viewed(graph: fx.Graph, view: Any, source: Any, *arguments: Any) -> fx.Node:
-    """A view, with what is known of it."""
-    node, value = graph.call_function(view, (source, *arguments)), value_of(source)
-    if value is not None:
-        node.meta["val"] = view(value, *arguments)
-    return node
+            flat = graph.call_function(aten.view.default, (source, [*value.shape[:2], -1]))
+            return graph.call_function(aten.transpose.int, (flat, 0, 1))
+    return graph.call_function(aten.unsqueeze.default, (piece, 1))
 
 
 class Product(NamedTuple):
@@ -186,81 +178,3 @@ def _(
     made = [Product(*product) for product in pairs]
     size = sum(layer.shape[2] for layer in layers) + sum(product.size for product in made)
     return (layers or operands)[0].new_empty(made[0].lanes if made else len(layers[0]), size)
-
-
-@torch.library.custom_op(
-    "sartor::begun_step",
-    mutates_args=(),
-    schema="(Tensor? w, Tensor[] operands, Tensor?[] numbers, bool[] of_right, int[] starts, int width, "
-    "float alpha, Tensor? rates) -> Tensor",
-)
-def begun_step(
-    w: Tensor | None,
-    operands: Sequence[Tensor],
-    numbers: Sequence[Tensor | None],
-    of_right: Sequence[bool],
-    starts: Sequence[int],
-    width: int,
-    alpha: float,
-    rates: Tensor | None,
-) -> Tensor:
-    """What :func:`descended` gives, ``width`` numbers, with nothing but the products, from ``starts`` on."""
-    pairs = zip(operands[::2], operands[1::2], numbers, of_right, starts, strict=True)
-    made = [Product(*product) for product in pairs]
-    result = operands[0].new_empty(made[0].lanes, width)
-    if result.is_cuda:
-        from sartor.kernels import descent_triton
-
-        descent_triton.place_products(result, w, made, alpha, rates)
-        return result
-    for product in made:
-        left, right, rows, of_other, start = product
-        gradient = stacked_product(left, right, rows, of_other, left.shape[-1])[0].flatten(1)
-        _put(result, w, gradient, start, alpha, rates)
-    return result
-
-
-@begun_step.register_fake
-def _(
-    w: Tensor | None,
-    operands: Sequence[Tensor],
-    numbers: Sequence[Tensor | None],
-    of_right: Sequence[bool],
-    starts: Sequence[int],
-    width: int,
-    alpha: float,
-    rates: Tensor | None,
-) -> Tensor:
-    return operands[0].new_empty(len(operands[0] if numbers[0] is None else numbers[0]), width)
-
-
-@torch.library.custom_op(
-    "sartor::finished_step",
-    mutates_args=("begun",),
-    schema="(Tensor(a!) begun, Tensor? w, Tensor[] layers, int[] starts, float alpha, Tensor? rates) -> ()",
-)
-def finished_step(
-    begun: Tensor,
-    w: Tensor | None,
-    layers: Sequence[Tensor],
-    starts: Sequence[int],
-    alpha: float,
-    rates: Tensor | None,
-) -> None:
-    """Put the ``layers`` that are not products, from ``starts`` on, into what was begun."""
-    if begun.is_cuda:
-        from sartor.kernels import descent_triton
-
-        descent_triton.place_layers(begun, w, layers, starts, alpha, rates)
-        return
-    for layer, start in zip(layers, starts, strict=True):
-        _put(begun, w, layer[:, 0] if layer.shape[1] == 1 else layer.sum(1), start, alpha, rates)
-
-
-def _put(
-    result: Tensor, w: Tensor | None, gradient: Tensor, start: int, alpha: float, rates: Tensor | None
-) -> None:
-    """Take a step at its place, or put the gradient there."""
-    there = (slice(None), slice(start, start + gradient.shape[1]))
-    scaled = gradient if rates is None or w is None else rates * gradient
-    result[there] = gradient if w is None else torch.sub(w[there], scaled, alpha=alpha)

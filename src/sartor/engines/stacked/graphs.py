@@ -277,8 +277,7 @@ class Graphs:
     def _beside(self) -> Iterator[None]:
         """A stream of one's own, always the same: what one capture no longer needs serves the next."""
         if self._side is None:
-            # Before all that goes on beside it.
-            self._side = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):

@@ -46,7 +46,6 @@ from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels import (
     attention,
-    beside,
     descent,
     fused,
     layouts,
@@ -403,8 +402,6 @@ class Tracer:
         if self.device.type == "cuda" and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
             merge(graph)
-            if not self.apart:
-                beside.specialise(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
         if self.device.type == "cpu" and not self.settings.compile:
             quicken(graph)
