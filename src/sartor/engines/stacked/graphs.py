@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from sartor.engines.stacked.post import Post
+from sartor.engines.stacked.pinned import Pinned
 from sartor.engines.stacked.trace import Checked
 from sartor.kernels.device import free_bytes
 
@@ -177,7 +177,7 @@ class Graphs:
         """Steps by what they were traced for."""
         self.places: dict[Hashable, Held] = {}
         """What steps read and change, by what it is held for."""
-        self._device, self._post = device, Post(device)
+        self._device, self._pinned = device, Pinned(device)
         self._pool: Any = None
         self._side: Any = None
         self._whole = False
@@ -200,7 +200,7 @@ class Graphs:
         """
 
         def inputs() -> list[Tensor]:
-            return [self._post.put(numbers).to(self._device, non_blocking=True), *others]
+            return [self._pinned.put(numbers).to(self._device, non_blocking=True), *others]
 
         if not self.wanted:
             return call(inputs())
@@ -216,7 +216,7 @@ class Graphs:
             captured = self._captured_call(call, inputs())
             del self._met[shape]
             _put(self.captured, shape, captured, MOST_GRAPHS)
-        return captured.replay(self._post.put(numbers), others)
+        return captured.replay(self._pinned.put(numbers), others)
 
     def part(self, key: Hashable, part: Callable[..., Any], given: Any) -> Any:
         """What a part of a client function gives for what it is given, as plain values and tensors."""

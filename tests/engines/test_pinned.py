@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sartor.engines.stacked.post import Post
+from sartor.engines.stacked.pinned import Pinned
 
 
 class Device:
@@ -49,22 +49,22 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_what_was_not_read_stays(device: Device) -> None:
-    post = Post(torch.device("cuda"), half=16)
+    pinned = Pinned(torch.device("cuda"), half=16)
     for turn in range(60):
         numbers = np.arange(turn, turn + 1 + turn % 16)
-        device.asked.append((post.put(numbers), numbers.tolist()))
+        device.asked.append((pinned.put(numbers), numbers.tolist()))
         assert len(device.asked) - device.done <= 2 * 16
     device.read(len(device.asked))
 
 
 def test_more_than_a_half_has_room_of_its_own(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self.clone())
-    post = Post(torch.device("cuda"), half=4)
-    there = post.put(np.arange(5))
-    post.put(np.arange(4) + 7)
+    pinned = Pinned(torch.device("cuda"), half=4)
+    there = pinned.put(np.arange(5))
+    pinned.put(np.arange(4) + 7)
     assert there.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_on_a_cpu_nothing_travels() -> None:
     numbers = np.arange(3)
-    assert np.shares_memory(Post(torch.device("cpu")).put(numbers).numpy(), numbers)
+    assert np.shares_memory(Pinned(torch.device("cpu")).put(numbers).numpy(), numbers)

@@ -12,7 +12,7 @@ HALF = 1 << 17
 """Numbers in a half of the room."""
 
 
-class Post:
+class Pinned:
     """Memory that a GPU reads by itself, while the host goes on.
 
     To ask for such memory takes longer than to write into it, so there is room for many calls. It is used in
