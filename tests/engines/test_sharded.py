@@ -402,7 +402,7 @@ def test_a_killed_rank_ends_the_run_which_any_number_of_ranks_resume_to_the_same
         assert run.code() is None, run.output
         assert time.monotonic() < end
         time.sleep(0.01)
-    os.kill(rank_pids(run.pid)[1], signal.SIGKILL)
+    os.kill(rank_pids(run.pid)[1], signal.SIGKILL if anew else signal.SIGUSR1)
     assert run.wait() != 0
     assert "sartor: another process of this run has ended or does not answer" in run.output
     assert "run folder" not in run.output

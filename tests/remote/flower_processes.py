@@ -186,7 +186,10 @@ def _read_number(connection: socket.socket) -> int:
 
 
 def _be(name: str, address: str, words: Sequence[str]) -> None:
-    """Be this program for whoever has started this; what torchrun starts is ours too, not Python anew."""
+    """Be this program for whoever has started this; what torchrun starts is ours too, not Python anew.
+
+    Whoever would kill it sends SIGUSR1, as SIGKILL would only kill what stands for it here.
+    """
     command = [name, *words]
     if name == "torchrun":
         command = ["torch.distributed.run", *("--no-python" if word == "-m" else word for word in words)]
@@ -194,6 +197,7 @@ def _be(name: str, address: str, words: Sequence[str]) -> None:
         pid = _read_number(connection)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(signal.SIGUSR1, lambda *_: os.kill(pid, signal.SIGKILL))
         code = _read_number(connection)
     sys.exit(code if code >= 0 else 128 - code)
 

@@ -207,3 +207,26 @@ def test_no_tensor_takes_the_place_of_the_header() -> None:
     arrays = ArrayRecord({"header": array, "a": array})
     parts = from_content(RecordDict({RECORD: ConfigRecord({"header": b"{}"}), TENSORS: arrays}))
     assert parts == {"header": b"{}", "a": b"x"}
+
+
+def test_a_node_that_is_started_anew_gets_nothing_of_what_it_was_asked_before(link: SuperLink) -> None:
+    """As that it is refused: those who have left at once never fetch it."""
+    own = key()
+    before = FleetLink(f"127.0.0.1:{link.port}", own, insecure=True)
+    before.connect()
+    message = link.send(before.known, encode({"n": 1}), 30, 0)
+    before.close()
+    after = FleetLink(f"127.0.0.1:{link.port}", own, insecure=True)
+    after.connect()
+    assert after.known == before.known
+    assert after.receive() is None
+    with pytest.raises(Failed, match="started anew") as raised:
+        link.poll(message)
+    assert raised.value.kind == "gone"
+    link.forget(message)
+    again = link.send(after.known, encode({"n": 2}), 30, 0)
+    request = after.receive()
+    assert request is not None
+    after.reply(request, encode({"n": 3}))
+    assert link.poll(again) is not None
+    after.close()

@@ -457,7 +457,16 @@ class SuperLink:
             elif isinstance(asked, PullMessagesRequest | ConfirmMessageReceivedRequest):
                 more["store"] = self._state.object_store
             answer = self._handlers[path](request=asked, state=self._state, **more)
+        if isinstance(asked, ActivateNodeRequest):
+            self._begins(answer.node_id)
         return bytes(answer.SerializeToString())
+
+    def _begins(self, node: int) -> None:
+        """A node is there anew: what was asked of it before is not for this process of it to fetch."""
+        for message, held in tuple(self._awaited.items()):
+            if held.node == node and not held.reply and not held.tree:
+                held.fault = Failed("gone", "the node was started anew meanwhile")
+                self._state.delete_messages(message_ins_ids={message})
 
     def _authenticated(self, headers: Mapping[bytes, bytes], asked: Any) -> bytes:
         """The key of the node that makes a call, which has signed it and calls for itself."""
