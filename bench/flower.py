@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
             federation = Federation(task, engine, settings)
             federation.map(shared_model, range(NODES), {"w": torch.zeros(1)})  # nodes are told of the run
             found: dict[str, Any] = {}
+            before, wire = replace(federation.traffic), counted(link)
             for name, size in SIZES.items():
                 w = torch.randn(NODES, size // 4)
                 seconds = []
@@ -102,16 +104,26 @@ def ours(folder: Path, repetitions: int, durable: bool) -> dict[str, Any]:
                     federation.map(shared_model, range(NODES), each={"w": w})
                     seconds.append(time.perf_counter() - begin)
                 found[name] = round(statistics.median(seconds), 3)
-            found["traffic"] = wire_share(link._state, link._run, federation.traffic)
+            traffic = federation.traffic
+            shares = {"down": traffic.down - before.down, "up": traffic.up - before.up}
+            found["traffic"] = {way: round(wire[way] / told, 4) for way, told in shares.items()}
             engine.farewell()
             return found
 
 
-def wire_share(state: Any, run: int, traffic: Any) -> dict[str, float]:
-    """Bytes that Flower counted, over those that the federation counted."""
-    info = state.get_run_info(run_ids=[run])[0]
-    sent, received = int(info.bytes_sent), int(info.bytes_recv)
-    return {"down": round(sent / traffic.down, 4), "up": round(received / traffic.up, 4)}
+def counted(link: Any) -> dict[str, int]:
+    """The bytes of all calls of nodes from now on, and of the answers to them."""
+    port, wire = link._server.config.app, {"down": 0, "up": 0}
+    answer = port._answer
+
+    def count(path: str, headers: Any, body: bytes, heard: Any) -> bytes:
+        answered: bytes = answer(path, headers, body, heard)
+        wire["up"] += len(body)
+        wire["down"] += len(answered)
+        return answered
+
+    port._answer = count
+    return wire
 
 
 SERVER = """
