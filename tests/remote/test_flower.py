@@ -654,7 +654,7 @@ def test_groups_come_through_kills(nursery: Nursery, folder: Path, name: str) ->
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", EVERY)
 def test_every_method_comes_through_kills(nursery: Nursery, folder: Path, name: str) -> None:
-    through_kills(nursery, folder, name)
+    through_kills(nursery, folder, name, *(("model.adapters=2",) if registered()[name].adapters else ()))
 
 
 # Hostile nodes ---------------------------------------------------------------------------------------------

@@ -134,8 +134,8 @@ class Result:
     def _vectors(self, client: int | str | None, model: int | None) -> tuple[Task, Tensor, Tensor | None]:
         """A model and the float buffers that go with it, and the task that they are of."""
         w, buffers, kind, task = self.w, self.buffers, "shared", self.task
-        if w is not None and w.dim() == 2:
-            w = w[self.summary["last"]["shared_pooled"]["best_model"] if model is None else model]
+        if client is None and w is not None and w.dim() == 2:
+            w = w[self._best() if model is None else model]
         if client is not None:
             place = number_of(client, self.names)
             kind, task = "personal", self.task.of_client(place)
@@ -149,6 +149,16 @@ class Result:
         if buffers is None and task.buffer_size:
             raise SartorError(f"{name}: the float buffers of the model {_why_not_here(self.summary)}")
         return task, w, buffers
+
+    def _best(self) -> int:
+        """The best of several shared models on the pooled test data."""
+        measured = (self.summary.get("last") or {}).get("shared_pooled")
+        if measured is None:
+            name = self.summary["algorithm"]
+            raise SartorError(
+                f"{name}: there are several shared models, not compared here; say which: model=0"
+            )
+        return int(measured["best_model"])
 
 
 class PersonalModels(Tensor):
