@@ -50,6 +50,7 @@ from sartor.kernels import (
     fused,
     layouts,
     likelihood,
+    pointwise,
     pooling,
     products,
     rectified,
@@ -496,6 +497,7 @@ def merge(graph: fx.GraphModule) -> None:
     likelihood.specialise(graph)
     descent.specialise(graph)
     products.complete(graph)
+    pointwise.specialise(graph)
 
 
 def _but_lanes(kind: Kind) -> tuple[Any, ...]:
