@@ -24,6 +24,7 @@ from sartor.data.clients import ClientData
 from sartor.engines.schedule import Plan, bucket, pack, plan
 from sartor.engines.stacked import engine as stacked
 from sartor.engines.stacked import trace
+from sartor.engines.stacked.recording import recorded
 from sartor.engines.stacked.widths import of_width
 from sartor.federation import Federation
 from sartor.kernels.views import quicken
@@ -192,6 +193,34 @@ def test_a_step_that_does_not_follow_from_others_is_traced(
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.usefixtures("traced", "five_lanes")
+def test_a_lane_is_given_the_same_by_any_width(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which steps of other widths are checked on CUDA: by one of more lanes, and of fewer."""
+    own, checked = trace.Tracer._widened, []
+
+    def widened(
+        tracer: Any, program: Any, key: trace.Kind, known: Any, arguments: Any, right: Callable[..., bool]
+    ) -> bool:
+        def both(given: list[Tensor]) -> bool:
+            for kind in known[:2]:
+                agrees = partial(trace._agrees, arguments, program.steps[kind].run, kind[1])
+                assert agrees(given)
+                for lane in range(key[1]):
+                    wrong = [value.index_fill(0, torch.tensor([lane]), 7) for value in given]
+                    assert not agrees(wrong)
+                checked.append((key[1], kind[1]))
+            return right(given)
+
+        return own(tracer, program, key, known, arguments, both)
+
+    monkeypatch.setattr(trace.Tracer, "_widened", widened)
+    expected, _ = run(model, engine="loop")
+    found, _ = run(model)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert any(lanes < other for lanes, other in checked)
+
+
 def test_captured_steps_may_narrow(captures: list[Again], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """What is captured is of a few widths, whoever is drawn."""
     expected, _ = run("dense", engine="loop")
@@ -218,6 +247,23 @@ def test_sizes_grow_with_the_lanes() -> None:
     assert made is not None
     x = torch.arange(12.0).view(4, 3)
     assert torch.equal(made(x), doubled(x))
+
+
+def test_a_single_lane_lies_as_one_of_many() -> None:
+    """Of what is viewed in all models, PyTorch would say that the next lane is as near as it can be."""
+
+    def layer(w: Tensor) -> Tensor:
+        return w[:, 2:8].view(len(w), 2, 3).transpose(1, 2)
+
+    models = torch.arange(40.0).view(4, 10)
+    one = models[:1]
+    assert layer(one).stride() != layer(models).stride()
+    graphs = [recorded(lambda given: [layer(*given)], [models[:lanes]]) for lanes in (2, 4)]
+    made = of_width((2, graphs[0]), (4, graphs[1]), 1)
+    assert made is not None
+    (found,) = made.forward(one)
+    assert torch.equal(found, layer(one))
+    assert found.stride() == layer(models).stride()
 
 
 def test_graphs_that_are_unlike_say_nothing() -> None:

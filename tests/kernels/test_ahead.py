@@ -5,10 +5,12 @@ Triton needs a GPU; a module of the same form stands in for it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from torch import Tensor, fx
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from helpers import RAGGED, classification, federation_of, method, model_task, play
-from sartor.engines.stacked import trace
+from helpers import PATIENCE, RAGGED, classification, federation_of, method, model_task, play
+from sartor.engines.stacked import engine, trace
 from sartor.engines.stacked.recording import recorded
 from sartor.kernels import ahead
 from sartor.kernels.ahead import Ahead, Unlaunched, launches_of
 from sartor.kernels.convolution import conv2d
+from sartor.runs import setup
+from sartor.runs.experiment import from_mapping
 
 CUDA = torch.device("cuda", 0)
 
@@ -29,7 +33,8 @@ CUDA = torch.device("cuda", 0)
 class Kernel:
     """In place of Triton's ``JITFunction``: a pointer, a number, another that does not matter, a constant."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "_tried") -> None:
+        self.__name__ = name
         self.launched: list[tuple[Any, ...]] = []
         self.compiled: list[tuple[Any, ...]] = []
         self.params = [
@@ -44,7 +49,34 @@ class Kernel:
         if warmup and arguments[-1] == 13:
             raise ValueError("a kernel that cannot be compiled")
         (self.compiled if warmup else self.launched).append(arguments)
-        return SimpleNamespace(run=None)
+        if warmup:
+            Source(self.__name__, {"x": "*fp32", "size": arguments[-1]}).make_ir("options")
+
+
+class Source:
+    """In place of Triton's ``ASTSource``."""
+
+    read: ClassVar[list[str]] = []
+    reading: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, signature: dict[str, Any]) -> None:
+        self.name, self.signature = name, signature
+
+    def make_ir(self, options: str) -> None:
+        self.reading.append(self.name)
+        assert len(self.reading) == 1
+        assert options == "options"
+        self.read.append(self.name)
+        self.reading.pop()
+
+
+LAUNCHERS: list[Any] = []
+
+
+def launcher(source: Source, metadata: Any) -> None:
+    """In place of Triton's ``CudaLauncher``."""
+    assert metadata.num_ctas is None
+    LAUNCHERS.append(source.signature["size"])
 
 
 class Mock:
@@ -77,13 +109,26 @@ def _(x: Tensor, number: int, any_number: int, size: int) -> Tensor:
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jit = SimpleNamespace(JITFunction=Kernel, MockTensor=Mock)
+    compiler = SimpleNamespace(
+        ASTSource=Source, driver=SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher))
+    )
     monkeypatch.setattr(ahead, "_triton", lambda: jit)
+    monkeypatch.setattr(ahead, "_compiler", lambda: compiler)
+    monkeypatch.setattr(ahead, "_key", lambda: None)
+    monkeypatch.setattr(ahead, "_BEGUN", [])
+    monkeypatch.setattr(ahead, "shuffles", lambda samples, device: [])
     monkeypatch.setattr(ahead, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(ahead, "_COMPILED", set())
     yield
     KERNEL.launched.clear()
     KERNEL.compiled.clear()
+    Source.read.clear()
+    LAUNCHERS.clear()
+
+
+def compile_graph(graph: fx.GraphModule, *inputs: Tensor, wanted: bool = True) -> None:
+    Ahead(CUDA, wanted).compile(lambda: graph.forward(*inputs))
 
 
 def graph_of(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
@@ -102,7 +147,7 @@ def several(x: Tensor) -> Tensor:
 
 def test_launches_are_found_in_order_and_none_is_launched() -> None:
     graph = graph_of(several, torch.ones(8))
-    launches = launches_of(graph, [torch.ones(8)])
+    launches = launches_of(lambda: graph.forward(torch.ones(8)))
     assert [launch.arguments[1:] for launch in launches] == [
         (7, 5, 2),
         (9, 6, 2),
@@ -116,50 +161,117 @@ def test_launches_are_found_in_order_and_none_is_launched() -> None:
 
 
 def test_every_variant_is_compiled_once() -> None:
-    graph, compiler = graph_of(several, torch.ones(8)), Ahead(CUDA, wanted=True)
-    compiler.graph(graph, [torch.ones(8)])
+    graph = graph_of(several, torch.ones(8))
+    compile_graph(graph, torch.ones(8))
     # 7 and 9 are alike, and so are all numbers that it is not compiled for.
     alike = {7: "any", 9: "any"}
     known = [(x.data_ptr(), alike.get(number, number), size) for x, number, _, size in KERNEL.compiled]
     assert set(known) == {(0, "any", 2), (0, "any", 3), (4, "any", 2), (0, 1, 2), (0, 32, 2)}
-    compiler.graph(graph, [torch.ones(8)])
+    compile_graph(graph, torch.ones(8))
     assert len(KERNEL.compiled) == 5
     assert not KERNEL.launched
 
 
 def test_one_alone_is_compiled_when_launched() -> None:
     graph = graph_of(lambda x: tried(x, 7, 5, 2), torch.ones(8))
-    Ahead(CUDA, wanted=True).graph(graph, [torch.ones(8)])
+    compile_graph(graph, torch.ones(8))
     assert not KERNEL.compiled
 
 
 def test_what_fails_leaves_the_others_and_the_graph_alone() -> None:
     graph = graph_of(lambda x: tried(tried(tried(x, 7, 5, 13), 7, 5, 2), 7, 5, 3), torch.ones(8))
-    Ahead(CUDA, wanted=True).graph(graph, [torch.ones(8)])
+    compile_graph(graph, torch.ones(8))
     assert sorted(arguments[-1] for arguments in KERNEL.compiled) == [2, 3]
-    Ahead(CUDA, wanted=True).graph(graph, [])  # which cannot run
+    compile_graph(graph)  # which cannot run
     assert torch.equal(graph(torch.ones(8)), torch.full((8,), 8.0))
     assert len(KERNEL.launched) == 3
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cpu", True), ("cuda:0", False)])
 def test_nothing_is_done_where_it_is_not_wanted(device: str, wanted: bool) -> None:
-    compiler = Ahead(torch.device(device), wanted)
-    compiler.begin(100)
-    compiler.graph(graph_of(several, torch.ones(8)), [torch.ones(8)])
-    compiler.step(lambda: pytest.fail("a step is taken"))
+    Ahead(torch.device(device), wanted).compile(lambda: pytest.fail("a step is taken"))
     assert not KERNEL.compiled
+    assert not ahead._BEGUN
+
+
+def test_the_longest_come_first_and_one_is_read_at_a_time() -> None:
+    kernels = [Kernel(name) for name in ("_move", "_direct", "_multiply", "_descend")]
+    launches = [ahead.Launch(kernel, (Mock(torch.float32), 7, 5, 2), {}) for kernel in kernels]
+    submitted: list[str] = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, work: Any, *arguments: Any) -> Any:
+            if hasattr(work, "__self__"):
+                submitted.append(work.__self__.kernel.__name__)
+            return super().submit(work, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "ThreadPoolExecutor", Pool)
+        ahead.compile_all(launches, CUDA)
+    assert submitted == ["_direct", "_descend", "_move", "_multiply"]
+    assert sorted(Source.read) == sorted(submitted)
+
+
+def test_what_launches_kernels_is_made_beside_them_once_for_a_signature() -> None:
+    own = Source.make_ir
+    graph = graph_of(several, torch.ones(8))
+    compile_graph(graph, torch.ones(8))
+    assert len(Source.read) == 5
+    assert sorted(LAUNCHERS) == [2, 3]
+    assert Source.make_ir is own
+
+
+def test_a_launcher_that_fails_is_left_to_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead._compiler().driver.active, "launcher_cls", lambda source, metadata: 1 / 0)
+    compile_graph(graph_of(several, torch.ones(8)), torch.ones(8))
+    assert len(KERNEL.compiled) == 5
+
+
+def test_the_shuffle_is_compiled_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    shuffle = Kernel("_shuffle")
+    found = ahead.Launch(shuffle, (Mock(torch.int64), 7, 5, 2), {})
+    monkeypatch.setattr(ahead, "shuffles", lambda samples, device: [found] * (samples == 600))
+    compiler = Ahead(CUDA, wanted=True, samples=600)
+    for _ in range(2):
+        compiler.compile(lambda: tried(torch.ones(8), 7, 5, 2))
+    assert len(shuffle.compiled) == len(KERNEL.compiled) == 1
+
+
+def test_triton_is_made_ready_once_and_only_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    gate = threading.Event()
+
+    def key() -> None:
+        gate.wait(PATIENCE)
+        made.append("key")
+
+    monkeypatch.setattr(ahead, "_key", key)
+    monkeypatch.setattr(ahead, "_driver", lambda: made.append("driver") or 1 / 0)  # said where it is needed
+    ahead.begin(torch.device("cpu"))
+    monkeypatch.setattr(ahead, "HAS_TRITON", False)
+    ahead.begin(CUDA)
+    assert not ahead._BEGUN
+    monkeypatch.setattr(ahead, "HAS_TRITON", True)
+    for _ in range(2):
+        ahead.begin(CUDA)
+    compiler = Ahead(CUDA, wanted=True)
+    assert len(ahead._BEGUN) == 2
+    assert "key" not in made  # nobody waits for it
+    gate.set()
+    compiler.compile(lambda: (tried(torch.ones(8), 7, 5, 2), tried(torch.ones(8), 7, 5, 3)))
+    assert sorted(made) == ["driver", "key"]
+    assert len(KERNEL.compiled) == 2
 
 
 def test_a_step_as_it_stands_launches_nothing_and_draws_nothing() -> None:
     x, before = torch.ones(3, 8), torch.get_rng_state()
     compiler = Ahead(CUDA, wanted=True)
-    compiler.step(lambda: (tried(x, 7, 5, 2), tried(x, 7, 5, 3)))
+    compiler.compile(lambda: (tried(x, 7, 5, 2), tried(x, 7, 5, 3)))
     assert len(KERNEL.compiled) == 2
     assert not KERNEL.launched
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(x, torch.ones(3, 8))
-    compiler.step(lambda: 1 / 0)  # shows when it is taken
+    compiler.compile(lambda: 1 / 0)  # shows when it is taken
 
 
 def test_results_that_are_made_up_have_the_right_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +322,19 @@ def test_what_has_memory_is_launched_meanwhile() -> None:
         KERNEL[(1,)](torch.ones(2), 7, 5, 2)
     assert len(KERNEL.launched) == 1
     assert not launches
+
+
+def test_a_run_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before data are read, and an engine for itself before samples are brought to its device."""
+    devices: list[torch.device] = []
+    monkeypatch.setattr(setup, "begin", devices.append)
+    monkeypatch.setattr(setup, "load_data", lambda *_: pytest.fail("data are read") if not devices else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        setup.set_up(from_mapping({"algorithm": "fedavg"}))
+    data = classification(RAGGED)
+    monkeypatch.setattr(engine, "begin", devices.append)
+    federation_of("stacked", model_task("mlp", data), data)
+    assert devices == [torch.device("cpu")] * 2
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])

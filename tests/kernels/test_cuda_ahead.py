@@ -20,15 +20,19 @@ from sartor.model.task import Task
 pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() and HAS_TRITON), reason="no CUDA device")
 
 
-def network() -> nn.Module:
+def network(channels: int = 11) -> nn.Module:
     """With sizes that no other test has, so that nothing is compiled yet."""
     torch.manual_seed(0)
-    first = (nn.Conv2d(3, 11, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2))
-    second = (nn.Conv2d(11, 23, 3), nn.ReLU(), nn.MaxPool2d(2))
+    first = (nn.Conv2d(3, channels, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2))
+    second = (nn.Conv2d(channels, 23, 3), nn.ReLU(), nn.MaxPool2d(2))
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(207, 29), nn.ReLU(), nn.Linear(29, 7))
 
 
-def test_a_traced_step_compiles_nothing_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("channels", "sizes"), [(11, (96,) * 6), (13, (96, 80, 64, 48, 32, 16))])
+def test_a_traced_step_compiles_nothing_when_it_runs(
+    channels: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all clients, or of those who are left, down to one."""
     from triton.runtime.jit import JITFunction
 
     compile, plain = JITFunction._do_compile, trace._plain
@@ -57,8 +61,8 @@ def test_a_traced_step_compiles_nothing_when_it_runs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(JITFunction, "_do_compile", noted)
     monkeypatch.setattr(trace, "_plain", seen)
     monkeypatch.setattr(ahead, "_COMPILED", set())
-    data = classification((96,) * 6, shape=(3, 18, 18), classes=7)
-    task = Task(network(), classes=7)
+    data = classification(sizes, shape=(3, 18, 18), classes=7)
+    task = Task(network(channels), classes=7)
     made = federation_of("stacked", task, data, local={"batch": 16}, device="cuda")
     play(method("fedavg", made), made, [range(6)] * 2)
     assert not late

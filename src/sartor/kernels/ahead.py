@@ -2,8 +2,7 @@
 
 Triton compiles a kernel when it is first launched, for the shapes that it is launched with, and keeps it on
 disk. A step launches dozens of such variants, and on a machine that has none of them it would wait for one
-after the other. Here a step is gone through once with tensors that have shapes but no memory: nothing is
-launched, what would be is noted, and threads compile it.
+after the other. Here a step is gone through once: what it would launch is noted, and threads compile it.
 
 Nothing depends on it. A kernel that was not compiled here, or could not be, is when it is launched.
 """
@@ -14,13 +13,13 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,13 +31,45 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-MOST_THREADS = 16
-"""Kernels that are compiled at once."""
+LONGEST = ("_descend", "_direct")
+"""Kernels that take longest to compile: with loops unrolled they are several times as long as others."""
 
 _COMPILED: set[tuple[Any, ...]] = set()
 """Variants, with their device, that were compiled ahead; Triton keeps them as long as the process lives."""
 
-_NOTING = threading.RLock()
+_BEGUN: list[threading.Thread] = []
+"""What makes Triton ready."""
+
+_NOTING, _COMPILING = threading.RLock(), threading.Lock()
+
+
+def begin(device: torch.device) -> None:
+    """Make Triton ready behind what goes on, if there will be kernels: the sooner the better, and once.
+
+    Before the first kernel Triton compiles what talks to the driver, and hashes hundreds of megabytes of its
+    own, by which it names what it keeps on disk. Either takes half a second or more.
+    """
+    if device.type == "cuda" and HAS_TRITON and not _BEGUN:
+        _quietly(_triton)  # PyTorch imports it too, and two threads at once would wait for each other
+        threads = [threading.Thread(target=_quietly, args=(work,)) for work in (_key, _driver)]
+        for thread in threads:
+            thread.start()
+        _BEGUN.extend(threads)
+
+
+def _key() -> Any:
+    return importlib.import_module("triton.runtime.cache").triton_key()
+
+
+def _driver() -> Any:
+    return _compiler().driver.active
+
+
+def _quietly(work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except Exception as error:  # which the first kernel will show
+        log.debug("Triton is not made ready: %s", error)
 
 
 class Launch(NamedTuple):
@@ -60,11 +91,6 @@ class Launch(NamedTuple):
         with torch.cuda.device(device):
             return self.kernel.run(*self.arguments, grid=(1,), warmup=True, **self.options)
 
-    def load(self, device: torch.device) -> None:
-        """Have it compiled and loaded, and what launches it compiled; nobody may launch it meanwhile."""
-        with torch.cuda.device(device):
-            _ = self.compile(device).run
-
 
 def _kind(parameter: Any, value: Any) -> Any:
     """What matters of an argument that is not a constant."""
@@ -80,25 +106,11 @@ def _kind(parameter: Any, value: Any) -> Any:
 class Ahead:
     """Compiles what steps on a device need; does nothing where that is not ``wanted``, or without Triton."""
 
-    def __init__(self, device: torch.device, wanted: bool) -> None:
+    def __init__(self, device: torch.device, wanted: bool, samples: int = 0) -> None:
         self.wanted = wanted and device.type == "cuda" and HAS_TRITON
         if self.wanted and str(device) == "cuda":  # threads would take the first
             device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
-        self._begun: threading.Thread | None = None
-
-    def begin(self, samples: int) -> None:
-        """Compile the shuffle of so many samples behind what goes on, and with it what any kernel needs."""
-        if self.wanted:
-            self._begun = threading.Thread(target=self._begin, args=(samples,), daemon=True)
-            self._begun.start()
-
-    def _begin(self, samples: int) -> None:
-        try:
-            for launch in shuffles(samples, self.device):
-                launch.compile(self.device)
-        except Exception as error:  # which the first kernel will show
-            log.debug("Triton is not made ready: %s", error)
+        self.device, self.samples = device, samples
 
     def traced(self, trace: Callable[[], T]) -> T:
         """What tracing gives, for which numbers do not matter: kernels that rewriting replaces need not run.
@@ -113,52 +125,72 @@ class Ahead:
                 log.debug("a step is traced with its kernels: %s", error)
         return trace()
 
-    def graph(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
-        """Compile what a graph launches for such inputs."""
-        if self.wanted:
-            self._compile(lambda: launches_of(graph, inputs))
-
-    def step(self, step: Callable[[], Any]) -> None:
-        """Compile what a step launches as it stands; it is taken, without its kernels."""
-
-        def launches() -> list[Launch]:
-            unlaunched = Unlaunched()
-            with unlaunched:
-                step()
-            return unlaunched.launches
-
-        if self.wanted:
-            self._compile(launches)
-
-    def _compile(self, launches: Callable[[], Iterable[Launch]]) -> None:
+    def compile(self, step: Callable[[], Any]) -> None:
+        """Compile what a step launches, and the shuffle of samples; it is taken, without its kernels."""
+        if not self.wanted:
+            return
         try:
-            every = {(self.device, *launch.variant): launch for launch in launches()}
+            launches = [*shuffles(self.samples, self.device), *launches_of(step)]
+            every = {(self.device, *launch.variant): launch for launch in launches}
+            for thread in _BEGUN:
+                thread.join()
+            with _COMPILING:  # runs that train together need the same
+                new = [launch for variant, launch in every.items() if variant not in _COMPILED]
+                _COMPILED.update(every)
+                if len(new) > 1:
+                    compile_all(new, self.device)
         except Exception as error:  # which the step itself will show
             log.debug("kernels are not compiled ahead: %s", error)
-            return
-        if self._begun is not None:
-            self._begun.join()
-        new = [launch for variant, launch in every.items() if variant not in _COMPILED]
-        _COMPILED.update(every)
-        if len(new) > 1:
-            compile_all(new, self.device)
 
 
 def compile_all(launches: Sequence[Launch], device: torch.device) -> None:
     """Compile all of these at once; one that fails will fail again where it is launched."""
-    threads = min(MOST_THREADS, len(launches), os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool:
-        # A step ends with its update, which takes longest to compile.
-        for done in [pool.submit(launch.load, device) for launch in reversed(launches)]:
+    threads = 2 * min(len(launches), os.cpu_count() or 1)  # some wait for their turn, or for a compiler of C
+    with ThreadPoolExecutor(threads) as pool, _in_turn(pool):
+        longest_first = sorted(launches, key=lambda launch: launch.kernel.__name__ not in LONGEST)
+        for done in [pool.submit(launch.compile, device) for launch in longest_first]:
             if (error := done.exception()) is not None:
                 log.debug("a kernel is not compiled ahead: %s", error)
 
 
-def launches_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Launch]:
-    """What a graph would launch for such inputs, in order."""
+@contextmanager
+def _in_turn(pool: Executor) -> Iterator[None]:
+    """Have one kernel read at a time, and what launches it made meanwhile.
+
+    Kernels are read by Python, which runs one thread at a time: those that take turns with twenty others
+    would begin late with the rest, which is not Python's. What launches a kernel is a module in C for its
+    signature, which Triton makes once it is compiled, unless it lies on disk already.
+    """
+    compiler, turn, made = _compiler(), threading.Lock(), set()
+    own = compiler.ASTSource.make_ir
+
+    def make_ir(source: Any, *arguments: Any, **options: Any) -> Any:
+        with turn:
+            signature = tuple(source.signature.values())
+            if signature not in made:
+                made.add(signature)
+                pool.submit(lambda: compiler.driver.active.launcher_cls(source, _Unknown()))
+            return own(source, *arguments, **options)
+
+    compiler.ASTSource.make_ir = make_ir
+    try:
+        yield
+    finally:
+        compiler.ASTSource.make_ir = own
+
+
+class _Unknown:
+    """What is known of a kernel that is not compiled yet."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def launches_of(step: Callable[[], Any]) -> list[Launch]:
+    """What a step would launch, in order."""
     unlaunched = Unlaunched()
-    with unlaunched.mode, unlaunched:
-        graph.forward(*map(unlaunched.mode.from_tensor, inputs))
+    with unlaunched:
+        step()
     return unlaunched.launches
 
 
@@ -245,3 +277,8 @@ def _stand_in(argument: Any) -> Any:
 def _triton() -> Any:
     """What is compiled and launched, and what stands for a tensor there."""
     return importlib.import_module("triton.runtime.jit")
+
+
+def _compiler() -> Any:
+    """What reads kernels, and knows the driver."""
+    return importlib.import_module("triton.compiler.compiler")

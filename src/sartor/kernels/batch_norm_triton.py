@@ -100,7 +100,7 @@ def _normalise(
         tl.store(result + at, value, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def _sums(
     gradient,  # like x
     x,  # [lane, sample, CHANNELS, PLACES]
@@ -144,7 +144,7 @@ def _sums(
     tl.store(sums + lanes * CHANNELS + program, tl.sum(of_bias, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def _differentiate(
     gradient,  # like x
     x,  # [lane, sample, CHANNELS, PLACES]

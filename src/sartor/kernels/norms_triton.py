@@ -75,7 +75,7 @@ def _normalise(
     tl.store(result + at, value, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def _differentiate(
     gradient,  # like x
     x,  # [lane, sample, GROUPS, CHANNELS, PLACES]

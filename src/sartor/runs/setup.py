@@ -35,6 +35,7 @@ from sartor.federation.attacks import Attack
 from sartor.federation.clock import Conditions
 from sartor.federation.reduction import Mean, needs_selection
 from sartor.federation.settings import FederationSettings
+from sartor.kernels.ahead import begin
 from sartor.model.groups import assign, build_groups
 from sartor.model.networks import Factory, ModelChoice, build_task, check_told, settled
 from sartor.model.objectives import Objective, chosen_objective
@@ -105,6 +106,7 @@ def set_up(
         normalise = experiment.data.normalise and plain
     if experiment.engine.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
+    begin(torch.device(experiment.engine.device))  # while data are read
     partition = None
     if data is None:
         objective = None if task is None else task.objective

@@ -46,6 +46,7 @@ from sartor.errors import NotStackable
 from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Outcome, Work
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
+from sartor.kernels.ahead import begin
 from sartor.kernels.device import digits, free_bytes, to_device
 from sartor.model.task import Task
 from sartor.nests import Nest
@@ -109,6 +110,7 @@ class StackedEngine(LocalEngine):
     def __init__(
         self, task: Task, data: ClientData, settings: FederationSettings, origins: Origins | None = None
     ) -> None:
+        begin(torch.device(settings.device))  # while samples are brought there
         super().__init__(task, data, settings, origins)
         self._given = data
         self._others: set[ClientFunction] = set()

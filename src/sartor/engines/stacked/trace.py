@@ -179,8 +179,7 @@ class Tracer:
         self.task, self.settings, self.most, self.norms = task, settings, most, norms
         self.device = torch.device(settings.device)
         self.apart = settings.way == "apart"
-        self.ahead = Ahead(self.device, wanted=not settings.compile)
-        self.ahead.begin(min(most.get("train", 0), FEW))
+        self.ahead = Ahead(self.device, wanted=not settings.compile, samples=min(most.get("train", 0), FEW))
 
     def advance(
         self, program: Program, fixed: Fixed, rows: Rows, memo: list[Any]
@@ -256,13 +255,14 @@ class Tracer:
         program.taken[key] += 1
         like = [kind for kind in program.taken if _but_lanes(kind) == _but_lanes(key)]
         traced = [kind for kind in like if kind in program.steps and kind[1] > 1]
-        if len(traced) > 1 and key not in program.unlike and not self.settings.compile:
-            if len(traced) == 2:  # the first that is not traced; others have the same kernels
-                self.ahead.step(lambda: step(*arguments))
-            result = self._widened(program, key, (traced[0], traced[1]), step, arguments)
+        if len(traced) > 1 and key not in program.unlike and not (self.settings.compile or self.apart):
             if self.device.type == "cpu":
+                result = self._as_it_stands(program, step, arguments)
+                self._widened(program, key, traced, arguments, partial(_gives, tree_leaves(result)))
                 return result
-            if key in program.steps:  # which rounds as all later steps will
+            widest = max(traced[:2], key=lambda kind: kind[1])
+            agrees = partial(_agrees, arguments, program.steps[widest].run, widest[1])
+            if self._widened(program, key, traced, arguments, agrees):
                 return program.steps[key](tree_leaves(arguments))
         if self.device.type == "cpu" and not self.settings.compile:
             # Steps of all widths count until two are traced, by which the others are known.
@@ -283,25 +283,33 @@ class Tracer:
         self,
         program: Program,
         key: Kind,
-        known: tuple[Kind, Kind],
-        step: Callable[..., Any],
+        known: Sequence[Kind],
         arguments: Any,
-    ) -> Any:
-        """A step as it stands; its graph, by two of other widths, is kept if it gives the same.
+        right: Callable[[list[Tensor]], bool],
+    ) -> bool:
+        """Whether a step's graph follows from two of other widths; it is kept if what it gives is right.
 
-        That is to the bit on a CPU; on CUDA a graph has kernels of its own, and rounds otherwise.
+        A CPU compares it to the bit with the step as it stands. On CUDA that has kernels of its own, which
+        round otherwise and would have to be compiled: there a lane is compared with what the widest traced
+        step gives it. Its kernels are those of the other widths, but for some of a single lane.
         """
-        result = self._as_it_stands(program, step, arguments)
-        one, other = (program.steps[kind] for kind in known)
+        one, other = (program.steps[kind] for kind in known[:2])
         graph = of_width((known[0][1], one.graph), (known[1][1], other.graph), key[1])
-        if graph is not None:
-            self.ahead.graph(graph, tree_leaves(arguments))
-        carry = None if self.device.type == "cpu" else tree_leaves(arguments[3])
-        if graph is not None and _gives(graph, tree_leaves(arguments), tree_leaves(result), carry):
+        if graph is None:
+            program.unlike.add(key)
+            return False
+        forward, inputs = graph.forward, tree_leaves(arguments)
+        if key[1] == 1:
+            self.ahead.compile(lambda: forward(*inputs))
+        try:
+            follows = right(forward(*inputs))
+        except (RuntimeError, IndexError, ValueError):  # a size that was another's
+            follows = False
+        if follows:
             program.steps[key] = replace(one, run=_plain(graph), graph=graph)
         else:
             program.unlike.add(key)
-        return result
+        return follows
 
     def some(self, program: Program, key: Kind, fixed: Fixed, every: Any, rows: Tensor) -> Any:
         """These rows of what there is for every client; of what a step does not read, any so many."""
@@ -407,7 +415,7 @@ class Tracer:
         if self.device.type == "cpu" and not self.settings.compile:
             quicken(graph)
         graph.recompile()
-        self.ahead.graph(graph, inputs)
+        self.ahead.compile(lambda: graph.forward(*inputs))
         run = self._compiled(graph) if self.settings.compile else _plain(graph)
         return Traced(run, result_spec[-1], reads, graph)
 
@@ -504,15 +512,25 @@ def _but_lanes(kind: Kind) -> tuple[Any, ...]:
     return kind[:1] + kind[2:]
 
 
-def _gives(
-    graph: fx.GraphModule, inputs: list[Tensor], expected: list[Tensor], before: list[Tensor] | None = None
+def _gives(expected: list[Tensor], given: list[Tensor]) -> bool:
+    """Whether a step gave just this."""
+    return all(map(_same, given, expected))
+
+
+def _agrees(
+    arguments: Any, run: Callable[[list[Tensor]], list[Tensor]], lanes: int, given: list[Tensor]
 ) -> bool:
-    """Whether a graph gives just this; or nearly, where it is told what there was before the step."""
-    try:
-        given = graph.forward(*inputs)
-        return all(map(_same, given, expected) if before is None else map(_near, given, expected, before))
-    except (RuntimeError, IndexError, ValueError):  # a size that was another's
-        return False
+    """Whether a step gave every lane nearly what one of so many lanes gives it."""
+    fixed, *own = arguments
+    count = len(arguments[-1])
+    for begin in range(0, count, lanes):
+        places = torch.arange(begin, begin + lanes, device=arguments[-1].device) % count
+        rows, memo, carry, *turn = tree_map(partial(torch.index_select, dim=0, index=places), own)
+        expected = run(tree_leaves((fixed, rows, memo, carry, *turn)))
+        picked = [value.index_select(0, places) for value in given]
+        if not all(map(_near, picked, expected, tree_leaves(carry))):
+            return False
+    return True
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+
+aten = torch.ops.aten
 
 
 def of_width(
@@ -46,14 +48,31 @@ def of_width(
                 getattr(known, node.target), getattr(also, node.target)
             ):
                 return None
-            args, kwargs = merged((node.args, node.kwargs), (beside.args, beside.kwargs))
-            made[node], partner[node] = (
-                graph.create_node(node.op, node.target, args, kwargs, node.name),
-                beside,
-            )
+            target, given, others = node.target, (node.args, node.kwargs), (beside.args, beside.kwargs)
+            if lanes == 1 and _scattered(node) and _scattered(beside):
+                target, given, others = aten.as_strided.default, _placed(node), _placed(beside)
+            args, kwargs = merged(given, others)
+            made[node], partner[node] = graph.create_node(node.op, target, args, kwargs, node.name), beside
     except _Unlike:
         return None
     return fx.GraphModule(known, graph)
+
+
+def _scattered(node: fx.Node) -> bool:
+    """Whether this views what lies apart from lane to lane, as a layer does in the models of all lanes."""
+    if node.target is not aten.view.default or "val" not in node.meta:
+        return False
+    viewed = node.all_input_nodes[0].meta.get("val")
+    return isinstance(viewed, Tensor) and not viewed.is_contiguous()
+
+
+def _placed(view: fx.Node) -> tuple[Any, Any]:
+    """The arguments that say where the numbers of a view lie.
+
+    With a single lane PyTorch makes up how far the next would be, and kernels would be compiled for that.
+    """
+    known = view.meta["val"]
+    return (view.args[0], list(known.shape), list(known.stride())), {}
 
 
 class _Unlike(Exception):
