@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
@@ -41,6 +40,7 @@ from sartor.engines.schedule import (
     usual,
 )
 from sartor.engines.stacked.graphs import Graphs
+from sartor.engines.stacked.told import OfRounds, Told, parted
 from sartor.engines.stacked.trace import Checked, Fixed, Kind, Program, Rows, Tracer
 from sartor.errors import NotStackable
 from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Outcome, Work
@@ -62,6 +62,9 @@ STEPPED = 1 << 24
 WHOLE = 128
 """Steps of a call that is captured as a whole; one with more is made of captured steps."""
 
+
+HEADER_ROUNDS = 1
+"""Where a header has the rounds."""
 
 LAYERS = "layers"
 """What names the streams that layers draw from."""
@@ -95,6 +98,18 @@ class Table(NamedTuple):
         return self.of(to_device(part, device) for part in self.parts)
 
 
+class Prepared(NamedTuple):
+    """What is known of a call before its round is, for clients who may be asked the same again."""
+
+    who: bytes
+    keeps: bool
+    lasts: bool
+    """Whether it is so in every round."""
+    shape: Hashable | None
+    call: Callable[[list[Tensor]], Checked]
+    told: Told
+
+
 class StackedEngine(LocalEngine):
     """Runs client functions for many clients at once, in chunks that fit into memory.
 
@@ -121,6 +136,7 @@ class StackedEngine(LocalEngine):
         self._expected: dict[tuple[Batches, int], Usual] = {}
         self._counted: dict[int, Tensor] = {}
         self._known: tuple[Any, str] | None = None
+        self._prepared: dict[Hashable, Prepared] = {}
         self._samples = torch.compile(scan_table, dynamic=False) if settings.compile else scan_table
         if settings.compile:  # PyTorch's default precision is meant; its hint at a coarser one is no news
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
@@ -236,18 +252,35 @@ class StackedEngine(LocalEngine):
         if program is None:
             program = self.programs[key] = Program(work.function, work.hyper)
         program.round = work.round
+        for split in {batches.split for batches in program.scans or ()}:
+            self._bring(split, work.numbers)
+        prepared, who = self._prepared.get(key), work.numbers.tobytes()
+        if prepared is None or prepared.who != who or prepared.keeps != work.keeps:
+            prepared = self._prepare(program, work, names, who)
+            if prepared.lasts:
+                self._prepared[key] = prepared
+        return self.graphs.call(prepared.shape, prepared.call, prepared.told, work.rounds, arguments)
+
+    def _prepare(
+        self, program: Program, work: Work, names: tuple[tuple[str, ...], ...], who: bytes
+    ) -> Prepared:
+        """What is known of a call of these clients before its round is."""
         plans = None
         if program.scans is not None:
-            for split in {batches.split for batches in program.scans}:
-                self._bring(split, work.numbers)
             plans = [self._plan(batches, work) for batches in program.scans]
         tables = [self._table(plan, work) for plan in plans or ()]
-        parts = [*self._header(work), *(part for table in tables for part in table.parts)]
-        numbers, sizes = _joined(parts), [part.shape for part in parts]
+        parts = self._header(work)
+        changing: dict[int, OfRounds] = {HEADER_ROUNDS: lambda rounds: rounds}
+        for table in tables:
+            for place, stream in enumerate(table.keys, len(parts)):
+                changing[place] = partial(self._keys, stream, work.numbers)
+            parts += table.parts
+        sizes = [part.shape for part in parts]
+        work = replace(work, shared={}, own={}, buffers=None)  # which are a round's, and not to be held
 
         def call(inputs: list[Tensor]) -> Checked:
             joined, *given = inputs
-            there, values = _parted(joined, sizes), iter(given)
+            there, values = parted(joined, sizes), iter(given)
             header = Rows(next(there), next(there), {name: next(there) for name in self.samples}, {}, ())
             if self.origins is not None:
                 header = header._replace(origins=(next(there), next(there)))
@@ -258,7 +291,8 @@ class StackedEngine(LocalEngine):
         shape = None
         if plans is not None and sum(plan.shape.steps for plan in plans) <= WHOLE:
             shape = (id(program), *((plan.shape, plan.stretches) for plan in plans))
-        return self.graphs.call(shape, call, numbers, arguments)
+        lasts = plans is not None and all(plan.batches.law is None for plan in plans)
+        return Prepared(who, work.keeps, lasts, shape, call, Told(who, parts, changing))
 
     def _header(self, work: Work) -> list[np.ndarray]:
         """Who these clients are: numbers, rounds, how many samples of each split they have, and origins."""
@@ -485,11 +519,8 @@ class StackedEngine(LocalEngine):
     def _table(self, plan: Plan, work: Work) -> Table:
         """What a scan has to know of these clients: made on the host, where it takes a few operations."""
         batches, numbers = plan.batches, work.numbers
-        seed, own = self.settings.seed, numbers
-        if self.origins is not None:
-            seed, own = self.origins.seeds[numbers], self.origins.numbers[numbers]
         streams = [batches.stream] * batches.shuffled + [LAYERS] * self._tracer.draws(batches)
-        keys = {name: random.keys(seed, name, work.rounds, own) for name in streams}
+        keys = {name: self._keys(name, numbers, work.rounds) for name in streams}
         if plan.table is None:
             return Table(keys)
         rows, real = plan.table[0], plan.table[3]
@@ -497,6 +528,12 @@ class StackedEngine(LocalEngine):
         starts = self.samples[batches.split].starts[numbers[np.minimum(rows, len(numbers) - 1)]]
         turns = np.concatenate([plan.table, np.where(real > 0, starts, 0)[None]])
         return Table(keys, () if plan.order is None else (plan.order,), (turns,))
+
+    def _keys(self, stream: str, numbers: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+        """What clients draw from in these rounds: a key each; a row of them for each round of a column."""
+        if self.origins is None:
+            return random.keys(self.settings.seed, stream, rounds, numbers)
+        return random.keys(self.origins.seeds[numbers], stream, rounds, self.origins.numbers[numbers])
 
     def _plan(self, batches: Batches, work: Work) -> Plan:
         sizes = self.samples[batches.split].counts[work.numbers]
@@ -536,25 +573,6 @@ class StackedEngine(LocalEngine):
             return law.epochs(seed, torch.from_numpy(work.rounds), torch.from_numpy(numbers)).numpy()
         seeds, own = (torch.from_numpy(part[numbers]) for part in (self.origins.seeds, self.origins.numbers))
         return law.epochs(seeds, torch.from_numpy(work.rounds), own).numpy()
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Arrays in one, which travels faster; each begins where 16 bytes do, as kernels read them."""
-    joined = np.zeros(sum(part.size + part.size % 2 for part in parts), dtype=np.int64)
-    end = 0
-    for part in parts:
-        joined[end : end + part.size] = part.ravel()
-        end += part.size + part.size % 2
-    return joined
-
-
-def _parted(joined: Tensor, shapes: list[tuple[int, ...]]) -> Iterator[Tensor]:
-    """Those arrays again, as tensors."""
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = joined.split_with_sizes([size + size % 2 for size in sizes])
-    for part, size, shape in zip(parts, sizes, shapes, strict=True):
-        exact = part[:size] if size % 2 else part
-        yield exact if len(shape) == 1 else exact.view(shape)
 
 
 def _folded(keys: Tensor, turns: Tensor) -> Tensor:
