@@ -415,7 +415,7 @@ class Federation:
         shared, each, first = self._arguments([0], shared, None)
         self._exchanges += 1
         outcome = self._run(function, first, self._rounds(first), shared, each, self.buffers, hyper=hyper)
-        if not self._good(function, first, outcome).all():
+        if self._good(function, first, outcome) is not None:
             self._nobody()
         if outcome.buffers is not None:
             self.buffers = outcome.buffers[0]
@@ -804,13 +804,13 @@ class Federation:
     ) -> Replies:
         """Take replies in: bad ones are refused, states of the others move, buffers are averaged."""
         answered = numbers = outcome.clients
-        size = sum(value[:1].nbytes for value in outcome.sent.values())
+        size = sum(value.nbytes // max(1, len(value)) for value in outcome.sent.values())
         if self.protection is not None:
             outcome = self.protection.settled(outcome)
         outcome = self._passage.up(function, outcome, sent)
         outcome = self.attackers.forged(function, outcome, sent)
         good = self._good(function, numbers, outcome)
-        if not good.all():
+        if good is not None:
             places = to_device(np.flatnonzero(good), self._device)
             numbers, outcome = numbers[good], outcome.rows(places)
             before = before if before is None or before.dim() == 1 else before[places]
@@ -828,12 +828,11 @@ class Federation:
             self._take_buffers(replies, before, outcome.buffers)
         return replies if self.protection is None else self.protection.bounded(function, replies)
 
-    def _good(self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome) -> np.ndarray:
-        """Which replies are finite and small enough; the first bad one ends the run if it is to."""
-        everyone = np.ones(len(numbers), dtype=bool)
+    def _good(self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome) -> np.ndarray | None:
+        """Which replies are finite and small enough, where not all are; the first bad one may end the run."""
         norms = norms_of(outcome.sent, outcome.kept) if outcome.norms is None else outcome.norms
         if not norms:
-            return everyone
+            return None
         who = f"{self.method or name_of(function)}, round {self.round}"
         most, ratio = self.conditions.largest_norm, self.conditions.largest_ratio
         check = Check(who, numbers, tuple(norms), list(norms.values()), most, ratio)
@@ -841,13 +840,14 @@ class Federation:
             self._checks.append(check)
             if self._device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
                 self._verify()
-            return everyone
+            return None
         (bad,) = Check.bad([check])
+        if not bad.any():
+            return None
         good = np.asarray(~bad.any(axis=0))
-        if not good.all():
-            self._count("bad", int((~good).sum()))
-            told = check.told(bad, self.names)
-            log.warning("%s: %d of %d replies left out", told, (~good).sum(), len(good))
+        self._count("bad", int((~good).sum()))
+        told = check.told(bad, self.names)
+        log.warning("%s: %d of %d replies left out", told, (~good).sum(), len(good))
         return good
 
     def _verify(self) -> None:
