@@ -176,6 +176,28 @@ def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
     return rank - epoch * size  # the j-th place of an epoch holds one of that epoch's places
 
 
+def in_batches(
+    keys: Tensor, sizes: Tensor, places: Tensor, start: Tensor, numbers: Tensor, batches: int, width: int
+) -> Tensor:
+    """What :func:`shuffled` gives, from each client's start on: [batches, clients, width].
+
+    ``start`` is that of all clients and ``numbers`` says which these are.
+    """
+    few = places.numel() <= FEW and HAS_TRITON and not torch.compiler.is_compiling()
+    if keys.is_cuda and few:
+        from sartor.kernels import shuffle_triton
+
+        found: Tensor = shuffle_triton.in_batches(keys, sizes, places.numel(), start, numbers, batches, width)
+        return found
+    return batched(start[numbers, None] + shuffled(keys, sizes, places), batches, width)
+
+
+def batched(order: Tensor, batches: int, width: int) -> Tensor:
+    """Of every client's order, [clients, places], so many batches one after the other."""
+    first = order[:, : batches * width]
+    return first.reshape(len(order), batches, width).transpose(0, 1).contiguous()
+
+
 def _counted(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
     from sartor.kernels import shuffle_triton
 

@@ -72,7 +72,8 @@ def test_full_batches_are_the_orders_one_after_the_other(
     turns = torch.arange(made.shape.steps)[:, None].expand(made.shape.steps, clients)
     size, start = torch.full((clients,), width * in_turn), torch.arange(9) * 1000
     given = (keys, width, torch.arange(made.shape.places), torch.arange(clients) + 2, start, size)
-    found, expected = (scan_table(batches, *given, lanes, turns, full) for full in (True, False))
+    whole = torch.full(turns.shape, width)
+    found, expected = (scan_table(batches, *given, lanes, turns, full) for full in (whole, None))
     assert all(map(torch.equal, found, expected))
     assert found[0].is_contiguous()
 

@@ -135,6 +135,7 @@ class StackedEngine(LocalEngine):
         self._plans: dict[Hashable, Plan] = {}
         self._expected: dict[tuple[Batches, int], Usual] = {}
         self._counted: dict[int, Tensor] = {}
+        self._filled: dict[tuple[int, ...], Tensor] = {}
         self._known: tuple[Any, str] | None = None
         self._prepared: dict[Hashable, Prepared] = {}
         self._samples = torch.compile(scan_table, dynamic=False) if settings.compile else scan_table
@@ -315,6 +316,13 @@ class StackedEngine(LocalEngine):
             self._counted[end] = torch.arange(end, device=self.device)
         return self._counted[end]
 
+    def _everywhere(self, number: int, like: Tensor) -> Tensor:
+        """So much for every turn; the same tensor each time."""
+        key = (number, *like.shape)
+        if key not in self._filled:
+            self._filled[key] = torch.full_like(like, number, memory_format=torch.contiguous_format)
+        return self._filled[key]
+
     # Running a program ----------------------------------------------------------------------------
 
     def _execute(
@@ -419,8 +427,9 @@ class StackedEngine(LocalEngine):
             lanes = self._counting(clients).expand(shape.steps, clients)
             turns = self._counting(shape.steps)[:, None].expand(shape.steps, clients)
             start = self.samples[batches.split].start
+            full = self._everywhere(shape.width, turns) if shape.full else None
             drawn: tuple[Tensor, ...] = self._samples(
-                batches, shuffled, shape.width, places, rows.number, start, size, lanes, turns, shape.full
+                batches, shuffled, shape.width, places, rows.number, start, size, lanes, turns, full
             )
             if LAYERS in keys:
                 drawn = (*drawn, _folded(keys[LAYERS], turns))
