@@ -17,6 +17,7 @@ from sartor.errors import SartorError
 from sartor.federation.functions import name_of
 from sartor.federation.reduction import PLAIN, Reducer
 from sartor.kernels.device import to_device
+from sartor.kernels.lengths import lengths
 
 Arguments = Mapping[str, Any]
 ClientFunction = Callable[..., "Reply"]
@@ -400,14 +401,17 @@ def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=device)
 
 
-def norms_of(sent: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The norm of each reply and new state, by what an error would call it; a row each of ``[clients]``."""
+def norms_of(
+    sent: dict[str, Tensor], kept: dict[str, Tensor], of_rows: Callable[[Tensor], Tensor] = lengths
+) -> dict[str, Tensor]:
+    """The norm of each reply and new state, by what an error would call it; a row each of ``[clients]``.
+
+    ``of_rows`` gives the norms of the rows of a matrix.
+    """
     named = {f"{name!r}": value for name, value in sent.items()}
     named.update({f"{STATE}{name!r}": value for name, value in kept.items()})
     return {
-        name: torch.linalg.vector_norm(value[:, None].flatten(1), dim=1)
-        for name, value in named.items()
-        if value.is_floating_point()
+        name: of_rows(value[:, None].flatten(1)) for name, value in named.items() if value.is_floating_point()
     }
 
 

@@ -56,6 +56,7 @@ from sartor.kernels import (
 )
 from sartor.kernels.ahead import Ahead
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
+from sartor.kernels.lengths import lengths
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
 from sartor.nests import Nest
@@ -197,7 +198,9 @@ class Tracer:
         def clients(fixed: Fixed, rows: Rows, memo: list[Any]) -> Any:
             result = torch.vmap(partial(client, fixed=fixed))(rows, memo)
             if not suspended:
-                return *result, norms_of(result[0], result[1]) if self.norms else {}
+                # A compiler puts them together with what they are the norms of.
+                of_rows = partial(torch.linalg.vector_norm, dim=1) if self.settings.compile else lengths
+                return *result, norms_of(result[0], result[1], of_rows) if self.norms else {}
             if self.device.type == "cuda":  # one layout for all steps: a compiled step is for one layout only
                 result = tree_map(lambda value: value.contiguous(), result)
             return result
