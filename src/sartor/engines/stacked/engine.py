@@ -41,10 +41,11 @@ from sartor.engines.schedule import (
 )
 from sartor.engines.stacked.graphs import Graphs
 from sartor.engines.stacked.told import OfRounds, Told, parted
-from sartor.engines.stacked.trace import Checked, Fixed, Kind, Program, Rows, Tracer
+from sartor.engines.stacked.trace import Checked, Fixed, Folded, Kind, Program, Rows, Tracer
 from sartor.errors import NotStackable
-from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Outcome, Work
+from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Lent, Outcome, Work
 from sartor.federation.functions import name_of
+from sartor.federation.reduction import PLAIN
 from sartor.federation.settings import FederationSettings
 from sartor.kernels.device import digits, free_bytes, to_device
 from sartor.model.task import Task
@@ -98,15 +99,18 @@ class Table(NamedTuple):
         return self.of(to_device(part, device) for part in self.parts)
 
 
+Who = tuple[bytes, bool, tuple[str, ...]]
+"""The clients of a call, whether they keep anything, and what of their replies is added up."""
+
+
 class Prepared(NamedTuple):
     """What is known of a call before its round is, for clients who may be asked the same again."""
 
-    who: bytes
-    keeps: bool
+    who: Who
     lasts: bool
     """Whether it is so in every round."""
     shape: Hashable | None
-    call: Callable[[list[Tensor]], Checked]
+    call: Callable[[list[Tensor]], Folded]
     told: Told
 
 
@@ -194,8 +198,8 @@ class StackedEngine(LocalEngine):
             self.chunk = self._fitting_chunk()
         while True:
             try:
-                sent, kept, after, norms = self._chunks(work, self.chunk)
-                return Outcome(work.numbers, sent, kept, after[0] if after else None, norms or None)
+                (sent, kept, after, norms), lent = self._chunks(work, self.chunk)
+                return Outcome(work.numbers, sent, kept, after[0] if after else None, norms or None, lent)
             except (torch.OutOfMemoryError, MemoryError):
                 if min(self.chunk, clients) == 1:
                     raise
@@ -203,7 +207,7 @@ class StackedEngine(LocalEngine):
                 log.warning("out of memory: training %d clients at once from now on", self.chunk)
                 self.graphs.forget()
 
-    def _chunks(self, work: Work, limit: int) -> Checked:
+    def _chunks(self, work: Work, limit: int) -> tuple[Checked, Lent | None]:
         clients = len(work.numbers)
         pieces = -(-clients // limit)
         size = min(bucket(-(-clients // pieces)), limit)
@@ -217,11 +221,11 @@ class StackedEngine(LocalEngine):
             taken = order[first : first + size]
             places = np.concatenate([taken, np.repeat(taken[:1], size - len(taken))])
             index = to_device(places, self.device)
-            result = self.run_chunk(work.rows(places, index))
+            result, _ = self.run_chunk(work.rows(places, index))
             results.append(tree_map(partial(_first, len(taken)), result))
         back = to_device(np.argsort(order, kind="stable"), self.device)
         joined: Checked = tree_map(lambda *pieces: torch.cat(pieces)[back], *results)
-        return joined
+        return joined, None
 
     def _fitting_chunk(self) -> int:
         """How many clients fit: some copies of the model and a batch's activations, with room to spare.
@@ -241,7 +245,7 @@ class StackedEngine(LocalEngine):
 
     # A chunk: plain, or captured and replayed -----------------------------------------------------
 
-    def run_chunk(self, work: Work) -> Checked:
+    def run_chunk(self, work: Work) -> tuple[Checked, Lent | None]:
         """Run the function at clients that fit into memory together."""
         names = (tuple(work.shared), tuple(work.own))
         arguments = [*work.shared.values(), *work.own.values()]
@@ -255,15 +259,19 @@ class StackedEngine(LocalEngine):
         program.round = work.round
         for split in {batches.split for batches in program.scans or ()}:
             self._bring(split, work.numbers)
-        prepared, who = self._prepared.get(key), work.numbers.tobytes()
-        if prepared is None or prepared.who != who or prepared.keeps != work.keeps:
+        folds: tuple[str, ...] = ()
+        if work.fold is not None and self.graphs.wanted:
+            folds = work.fold.names
+            arguments.append(work.fold.weights)
+        prepared, who = self._prepared.get(key), (work.numbers.tobytes(), work.keeps, folds)
+        if prepared is None or prepared.who != who:
             prepared = self._prepare(program, work, names, who)
             if prepared.lasts:
                 self._prepared[key] = prepared
         return self.graphs.call(prepared.shape, prepared.call, prepared.told, work.rounds, arguments)
 
     def _prepare(
-        self, program: Program, work: Work, names: tuple[tuple[str, ...], ...], who: bytes
+        self, program: Program, work: Work, names: tuple[tuple[str, ...], ...], who: Who
     ) -> Prepared:
         """What is known of a call of these clients before its round is."""
         plans = None
@@ -279,21 +287,25 @@ class StackedEngine(LocalEngine):
         sizes = [part.shape for part in parts]
         work = replace(work, shared={}, own={}, buffers=None)  # which are a round's, and not to be held
 
-        def call(inputs: list[Tensor]) -> Checked:
+        numbers, _, folds = who
+
+        def call(inputs: list[Tensor]) -> Folded:
             joined, *given = inputs
+            weights = given.pop() if folds else None
             there, values = parted(joined, sizes), iter(given)
             header = Rows(next(there), next(there), {name: next(there) for name in self.samples}, {}, ())
             if self.origins is not None:
                 header = header._replace(origins=(next(there), next(there)))
             known = [table.of(there) for table in tables]
             shared, own = (dict(zip(group, values, strict=False)) for group in names)
-            return self._execute(program, work, plans, header, shared, own, tuple(values), known)
+            result = self._execute(program, work, plans, header, shared, own, tuple(values), known)
+            return _folded_up(result, folds, weights)
 
         shape = None
         if plans is not None and sum(plan.shape.steps for plan in plans) <= WHOLE:
-            shape = (id(program), *((plan.shape, plan.stretches) for plan in plans))
+            shape = (id(program), folds, *((plan.shape, plan.stretches) for plan in plans))
         lasts = plans is not None and all(plan.batches.law is None for plan in plans)
-        return Prepared(who, work.keeps, lasts, shape, call, Told(who, parts, changing))
+        return Prepared(who, lasts, shape, call, Told(numbers, parts, changing))
 
     def _header(self, work: Work) -> list[np.ndarray]:
         """Who these clients are: numbers, rounds, how many samples of each split they have, and origins."""
@@ -582,6 +594,16 @@ class StackedEngine(LocalEngine):
             return law.epochs(seed, torch.from_numpy(work.rounds), torch.from_numpy(numbers)).numpy()
         seeds, own = (torch.from_numpy(part[numbers]) for part in (self.origins.seeds, self.origins.numbers))
         return law.epochs(seeds, torch.from_numpy(work.rounds), own).numpy()
+
+
+def _folded_up(result: Checked, names: tuple[str, ...], weights: Tensor | None) -> Folded:
+    """What a call gives, with the means of replies that are to be added up; rows are as they lie."""
+    sent, kept, after, norms = result
+    rows = {name: value for name, value in sent.items() if name in names and value.dim() == 2}
+    rows = {name: value for name, value in rows.items() if value.is_floating_point()}
+    means = {name: PLAIN.sum(name, value, weights) for name, value in rows.items() if weights is not None}
+    left = {name: value for name, value in sent.items() if name not in rows}
+    return (left, kept, after, norms), rows, means
 
 
 def _folded(keys: Tensor, turns: Tensor) -> Tensor:

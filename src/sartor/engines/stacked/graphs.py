@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sartor.engines.stacked.pinned import Pinned
 from sartor.engines.stacked.told import Told, most_told
-from sartor.engines.stacked.trace import Checked
+from sartor.engines.stacked.trace import Checked, Folded
+from sartor.federation.exchange import Lent
 from sartor.kernels.device import free_bytes
 
 STRIDES = (16, 4, 1)
@@ -79,19 +81,31 @@ class Graph:
     graph: Any
     rows: Coming
     inputs: list[Tensor]
-    outputs: Checked
+    outputs: Folded
     keep: Any
+    given: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """What lies in the places of the inputs: which tensors, and how often those had been changed."""
 
-    def replay(self, told: Told, rounds: np.ndarray, others: list[Tensor], pinned: Pinned) -> Checked:
+    def replay(
+        self, told: Told, rounds: np.ndarray, others: list[Tensor], pinned: Pinned
+    ) -> tuple[Checked, Lent | None]:
         """Put the inputs where the graph reads them, and make the call again."""
         rows = self.rows
         if not rows.marks or rows.marks[0] != told.mark(rounds):
             rows.put(*told.coming(rounds, rows.most), pinned)
         rows.marks.popleft()
-        _copy(self.inputs, others)
+        new = [place for place, value in enumerate(others) if not self._holds(place, value)]
+        _copy([self.inputs[place] for place in new], [others[place] for place in new])
         self.graph.replay()
-        sent, kept, after, norms = self.outputs
-        return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
+        return _given(self.outputs)
+
+    def _holds(self, place: int, value: Tensor) -> bool:
+        """Whether a place has this very tensor, as the weights of a cohort that comes again; noted if not."""
+        known, changes = self.given.get(place, (None, 0))
+        if known is not None and known() is value and changes == value._version:
+            return True
+        self.given[place] = weakref.ref(value), value._version
+        return False
 
 
 @dataclass
@@ -198,6 +212,8 @@ class Graphs:
         self.wanted = wanted and device.type == "cuda"
         self.captured: OrderedDict[Hashable, Graph] = OrderedDict()
         """Calls by shape, the one used last at the end."""
+        self._lent: weakref.ref[Lent] | None = None
+        """What the last call has lent."""
         self._latest: tuple[Hashable, Graph] | None = None
         """The shape used last, and its call."""
         self._met: OrderedDict[Hashable, None] = OrderedDict()
@@ -220,11 +236,11 @@ class Graphs:
     def call(
         self,
         shape: Hashable | None,
-        call: Callable[[list[Tensor]], Checked],
+        call: Callable[[list[Tensor]], Folded],
         told: Told,
         rounds: np.ndarray,
         others: list[Tensor],
-    ) -> Checked:
+    ) -> tuple[Checked, Lent | None]:
         """Make a call with these inputs: what it is told, which the host makes for its rounds, and tensors.
 
         One without a shape is not captured as a whole: what it will do is not known yet, or too much.
@@ -235,7 +251,24 @@ class Graphs:
             return [there, *others]
 
         if not self.wanted:
-            return call(inputs())
+            return call(inputs())[0], None
+        lent = None if self._lent is None else self._lent()
+        if lent is not None:
+            lent.keep()
+        result, lent = self._made(shape, call, told, rounds, others, inputs)
+        self._lent = None if lent is None else weakref.ref(lent)
+        return result, lent
+
+    def _made(
+        self,
+        shape: Hashable | None,
+        call: Callable[[list[Tensor]], Folded],
+        told: Told,
+        rounds: np.ndarray,
+        others: list[Tensor],
+        inputs: Callable[[], list[Tensor]],
+    ) -> tuple[Checked, Lent | None]:
+        """What a call gives, and lends: in one graph, if there is one or should be."""
         if self._latest is not None and shape is self._latest[0]:  # a shape takes long to compare
             return self._latest[1].replay(told, rounds, others, self._pinned)
         captured = None if shape is None else self.captured.get(shape)
@@ -244,8 +277,7 @@ class Graphs:
         elif shape is None or shape not in self._met:
             if shape is not None:
                 _put(self._met, shape, None, MOST_SHAPES)
-            sent, kept, after, norms = call(inputs())
-            return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
+            return _given(call(inputs()))
         else:
             captured = self._captured_call(call, told.length, others)
             del self._met[shape]
@@ -294,7 +326,7 @@ class Graphs:
             torch.cuda.empty_cache()
 
     def _captured_call(
-        self, call: Callable[[list[Tensor]], Checked], length: int, others: list[Tensor]
+        self, call: Callable[[list[Tensor]], Folded], length: int, others: list[Tensor]
     ) -> Graph:
         """Capture a call that is told so many numbers.
 
@@ -370,6 +402,13 @@ def _put(entries: OrderedDict[Hashable, Any], key: Hashable, entry: Any, most: i
     entries[key] = entry
     if len(entries) > most:
         entries.popitem(last=False)
+
+
+def _given(made: Folded) -> tuple[Checked, Lent | None]:
+    """What a call gives, out of the way of the next; rows that are only to be added up are lent."""
+    (sent, kept, after, norms), rows, means = made
+    result = _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
+    return result, Lent(dict(rows), _cloned(means)) if rows else None
 
 
 def _cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -68,6 +68,9 @@ Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], dict[str, Tensor]]
 """That of a chunk, and where a graph computes them along with it, the norms of all of it."""
 
+Folded = tuple[Checked, dict[str, Tensor], dict[str, Tensor]]
+"""That of a call: without the replies of which only sums are asked for, those, and their means."""
+
 
 @dataclass
 class Traced:
