@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import resource
 import time
@@ -137,6 +138,8 @@ def task_of(workload: Workload) -> Task:
 def cohorts(workload: Workload) -> Iterator[np.ndarray]:
     """Who takes part, round by round: the same for all that are measured."""
     rng, clients = np.random.default_rng(1), len(workload.sizes)
+    if workload.drawn == clients:
+        yield from itertools.repeat(np.arange(clients))
     while True:
         yield np.sort(rng.choice(clients, workload.drawn, replace=False))
 

@@ -267,6 +267,33 @@ def test_the_kernel_shuffles_alike(places: int) -> None:
     assert torch.equal(ours.cpu(), random.shuffled(keys, sizes, torch.arange(places)))
 
 
+@kernels
+@pytest.mark.parametrize(("size", "width", "batches"), [(12, 4, 3), (12, 4, 2), (150, 10, 15), (6, 3, 11)])
+def test_the_kernel_lays_out_batches_alike(size: int, width: int, batches: int) -> None:
+    """Also of fewer than a pass, and of several."""
+    from sartor.kernels import shuffle_triton as random_kernels
+
+    numbers, start = torch.tensor([4, 0, 7]), torch.arange(9) * 1000
+    places = size * -(-batches * width // size)
+    keys = random.stream(0, "batch", 4, numbers)
+    sizes = torch.full((3,), size)
+    keys, sizes, start, numbers = (part.to(DEVICE) for part in (keys, sizes, start, numbers))
+    ours = random_kernels.in_batches(keys, sizes, places, start, numbers, batches, width)
+    order = random_kernels.shuffled(keys, sizes, places)
+    for row, batch in enumerate(ours):
+        assert torch.equal(batch, start[numbers, None] + order[:, row * width : (row + 1) * width])
+    there = (part.cpu() for part in (keys, sizes, torch.arange(places), start, numbers))
+    assert torch.equal(ours.cpu(), random.in_batches(*there, batches, width))
+
+
+@kernels
+def test_the_kernel_divides_exactly() -> None:
+    """Every number of places and every size that it is for: an epoch too many would be another shuffle."""
+    sizes, places = torch.arange(1, random.FEW + 1), torch.arange(random.FEW)
+    quotient = ((places.float()[None] + 0.5) * (1.0 / sizes.float()[:, None])).int()
+    assert torch.equal(quotient, (places[None] // sizes[:, None]).int())
+
+
 def test_networks_draw_from_the_seed_as_pytorch_sets_it() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)

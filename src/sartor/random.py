@@ -99,13 +99,15 @@ def _first(seed: int, purpose: str) -> int | Tensor:
 def keys(seed: int | np.ndarray, purpose: str, rounds: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """What :func:`stream` gives for clients in their rounds, on the host: a key each.
 
+    Rounds in a column give a row for each.
+
     >>> found = keys(0, "batch", np.array([3, 3]), np.array([0, 7]))
     >>> found.tolist() == [stream(0, "batch", 3, 0), stream(0, "batch", 3, 7)]
     True
     """
-    same = len(set(rounds.tolist())) == 1  # as a rule, and one number is folded faster than many
+    same = bool((rounds == rounds.flat[0]).all())  # as a rule, and one number is folded faster than many
     first: Word = _first(seed, purpose) if isinstance(seed, int) else stream(cast(Any, seed), purpose)
-    folded: Word = fold(first, cast(Any, int(rounds[0]) if same else rounds))
+    folded: Word = fold(first, cast(Any, int(rounds.flat[0]) if same else rounds))
     return np.asarray(fold(folded, cast(Any, numbers)))
 
 
@@ -172,6 +174,28 @@ def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
     order = (epoch << 43) | _shift(words(keys[:, None], place), 21)
     rank = torch.argsort(order, dim=1, stable=True)
     return rank - epoch * size  # the j-th place of an epoch holds one of that epoch's places
+
+
+def in_batches(
+    keys: Tensor, sizes: Tensor, places: Tensor, start: Tensor, numbers: Tensor, batches: int, width: int
+) -> Tensor:
+    """What :func:`shuffled` gives, from each client's start on: [batches, clients, width].
+
+    ``start`` is that of all clients and ``numbers`` says which these are.
+    """
+    few = places.numel() <= FEW and HAS_TRITON and not torch.compiler.is_compiling()
+    if keys.is_cuda and few:
+        from sartor.kernels import shuffle_triton
+
+        found: Tensor = shuffle_triton.in_batches(keys, sizes, places.numel(), start, numbers, batches, width)
+        return found
+    return batched(start[numbers, None] + shuffled(keys, sizes, places), batches, width)
+
+
+def batched(order: Tensor, batches: int, width: int) -> Tensor:
+    """Of every client's order, [clients, places], so many batches one after the other."""
+    first = order[:, : batches * width]
+    return first.reshape(len(order), batches, width).transpose(0, 1).contiguous()
 
 
 def _counted(keys: Tensor, sizes: Tensor, places: int) -> Tensor:

@@ -17,8 +17,10 @@ from helpers import federation_of
 from sartor import random
 from sartor.client.local import Batches
 from sartor.engines.schedule import plan, sample_table, samples_at, scan_table
-from sartor.engines.stacked.engine import StackedEngine, _joined, _parted
-from sartor.engines.stacked.graphs import EARNED, STRIDES
+from sartor.engines.stacked import told as told_of_calls
+from sartor.engines.stacked.engine import StackedEngine
+from sartor.engines.stacked.graphs import EARNED, STRIDES, Coming
+from sartor.engines.stacked.told import Told, joined, parted
 
 
 @given(
@@ -31,6 +33,15 @@ def test_keys_are_those_of_the_streams(who: list[tuple[int, int, int]], one_seed
     found = random.keys(int(seeds[0]) if one_seed else seeds, "batch", rounds, numbers)
     for key, (seed, *rest) in zip(found.tolist(), who, strict=True):
         assert key == random.stream(who[0][0] if one_seed else seed, "batch", *rest)
+
+
+@given(st.integers(0, 2**40), st.integers(1, 5), st.booleans())
+def test_keys_of_several_rounds_are_a_row_for_each(first: int, clients: int, one_seed: bool) -> None:
+    rounds, numbers = np.arange(first, first + 4), np.arange(clients) * 7
+    seed = 3 if one_seed else np.arange(clients)
+    rows = random.keys(seed, "batch", rounds[:, None], numbers)
+    for row, round in zip(rows, rounds, strict=True):
+        assert np.array_equal(row, random.keys(seed, "batch", np.full(clients, round), numbers))
 
 
 @given(BATCHES, SIZES, st.integers(0, 14), st.booleans())
@@ -61,18 +72,41 @@ def test_full_batches_are_the_orders_one_after_the_other(
     turns = torch.arange(made.shape.steps)[:, None].expand(made.shape.steps, clients)
     size, start = torch.full((clients,), width * in_turn), torch.arange(9) * 1000
     given = (keys, width, torch.arange(made.shape.places), torch.arange(clients) + 2, start, size)
-    found, expected = (scan_table(batches, *given, lanes, turns, full) for full in (True, False))
+    whole = torch.full(turns.shape, width)
+    found, expected = (scan_table(batches, *given, lanes, turns, full) for full in (whole, None))
     assert all(map(torch.equal, found, expected))
     assert found[0].is_contiguous()
 
 
 def test_arrays_travel_in_one_and_begin_where_kernels_expect_them() -> None:
     parts = [np.arange(3), np.arange(10).reshape(2, 5), np.zeros(0, dtype=np.int64), np.array([7])]
-    joined = torch.from_numpy(_joined(parts))
-    found = list(_parted(joined, [part.shape for part in parts]))
-    for part, there in zip(parts, found, strict=True):
-        assert np.array_equal(part, there.numpy())
-        assert there.storage_offset() % 2 == 0
+    there = torch.from_numpy(joined(parts))
+    found = list(parted(there, [part.shape for part in parts]))
+    for part, own in zip(parts, found, strict=True):
+        assert np.array_equal(part, own.numpy())
+        assert own.storage_offset() % 2 == 0
+
+
+def test_rounds_to_come_are_told_once_they_follow_each_other() -> None:
+    """A row for each, with the mark that its call will have; others are told of one call at a time."""
+    parts = [np.array([4, 5, 9]), np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64)]
+    told = Told(b"who", parts, {1: lambda rounds: rounds, 2: lambda rounds: 10 * rounds + parts[0]})
+
+    def rounds(*which: int) -> np.ndarray:
+        return np.array(which, dtype=np.int64)
+
+    def count(which: np.ndarray) -> int:
+        rows, marks = told.coming(which, 4)
+        assert np.array_equal(rows[0], told.numbers(which))
+        assert marks[0] == told.mark(which)
+        for later, (row, mark) in enumerate(zip(rows, marks, strict=True)):
+            assert np.array_equal(row, told.numbers(which + later))
+            assert mark == told.mark(which + later)
+        return len(rows)
+
+    assert told.numbers(rounds(7, 7, 8)).tolist() == [4, 5, 9, 0, 7, 7, 8, 0, 74, 75, 89, 0]
+    assert [count(rounds(*[first] * 3)) for first in (7, 8, 12, 20, 20, 21)] == [1, 4, 4, 1, 1, 4]
+    assert [count(rounds(*which)) for which in ((25, 25, 26), (26, 26, 26), (27, 27, 27))] == [1, 1, 4]
 
 
 def test_long_graphs_are_captured_where_they_are_wanted_often(captures: list[Again]) -> None:  # noqa: F811
@@ -99,3 +133,28 @@ def test_a_cohort_that_comes_again_is_captured_and_gives_the_same(
     torch.testing.assert_close(weights(made, cohorts=cohorts), expected, rtol=1e-9, atol=1e-9)
     assert isinstance(made.engine, StackedEngine)
     assert made.engine.graphs.captured
+
+
+def test_what_is_told_ahead_is_what_each_round_would_be_told(
+    captures: list[Again],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same clients for longer than is told at once, and others in between."""
+    told: list[int] = []
+    usual = Coming.put
+
+    def noting(self: Coming, numbers: np.ndarray, *others: Any) -> None:
+        told.append(len(numbers))
+        usual(self, numbers, *others)
+
+    monkeypatch.setattr(Coming, "put", noting)
+    monkeypatch.setattr(told_of_calls, "AHEAD", 4)
+    cohorts = [*[[3, 5, 8]] * 9, [2, 3, 5], *[[3, 5, 8]] * 3, [5, 3, 8]]
+    made, expected = federation(), federation("loop")
+    for one in (made, expected):
+        one.round = 3
+    torch.testing.assert_close(
+        weights(made, cohorts=cohorts), weights(expected, cohorts=cohorts), rtol=1e-9, atol=1e-9
+    )
+    assert told[:3] == [1, 4, 4]
+    assert max(told) == 4

@@ -128,14 +128,18 @@ class Client:
         self._noise = noise
         self.watched = False
         """Whether what it does is told, so that only noised gradients may see its training samples."""
-        self.gradients = torch.zeros_like(counts["train"])
-        """How many noised gradients were taken."""
+        self._gradients: Tensor | None = None
         self._descents = 0
 
     @property
     def n(self) -> Tensor:
         """The number of training samples."""
         return self.counts["train"]
+
+    @property
+    def gradients(self) -> Tensor:
+        """How many noised gradients were taken."""
+        return torch.zeros_like(self.n) if self._gradients is None else self._gradients
 
     def stream(self, name: str) -> int | Tensor:
         """The key of this client's stream of that name in this round: what is random follows from it."""
@@ -332,8 +336,7 @@ class Client:
 
     def rate(self, lr: float | Tensor) -> float | Tensor:
         """η of this round, by ``local.lr_decay`` and a schedule over rounds."""
-        # Work that a client does again in one round has another number above these bits.
-        factor = self.local.round_factor(self.round & 0xFFFFFFFF)
+        factor = self.local.round_factor(self.round)
         return lr if factor is None else lr * factor.to(self.task.dtype)
 
     def work(self, lr: float | Tensor) -> Tensor:
@@ -460,7 +463,7 @@ class Client:
 
         carry = self.scan(body, carry, batches)
         self.buffers = carry.get("buffers")
-        self.gradients = carry.get("gradients", self.gradients)
+        self._gradients = carry.get("gradients", self._gradients)
         return carry["w"], carry["memory"]
 
     def _averaged(

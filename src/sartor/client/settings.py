@@ -131,7 +131,8 @@ class Local:
         """The factor on the learning rate in rounds, which count from 1, in float64; None: it is always 1."""
         if self.lr_decay == 1.0 and self.rounds is None:
             return None
-        over = (round - 1).clamp(min=0)
+        # Work that a client does again in one round has another number above these bits.
+        over = ((round & 0xFFFFFFFF) - 1).clamp(min=0)
         factor = None
         if self.lr_decay != 1.0:
             factor = torch.pow(torch.full_like(over, self.lr_decay, dtype=torch.float64), over)

@@ -207,7 +207,7 @@ class _Shared:
         numbers = np.concatenate([engine.first + work.numbers for engine, work in asked])
         rounds = np.concatenate([work.rounds for _, work in asked])
         works = [work for _, work in asked]
-        joined = replace(works[0], numbers=numbers, rounds=rounds)
+        joined = replace(works[0], numbers=numbers, rounds=rounds, fold=None)
         if len(works) > 1:
             rows = [_rows(work) for work in works]
             joined = replace(

@@ -361,17 +361,18 @@ def scan_table(
     sizes: Tensor,
     rows: Tensor,
     turns: Tensor,
-    full: bool = False,
+    full: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The samples of every turn of a scan and how many are real.
 
-    ``start`` holds all clients, ``sizes`` and ``keys`` these ones. ``full``: every client has its lane, and
-    so many samples that all batches are full.
+    ``start`` holds all clients, ``sizes`` and ``keys`` these ones. Where every client has its lane, and so
+    many samples that all batches are full, ``full`` says for every turn how many that is.
     """
+    if batches.anew:
+        full = None
+    if full is not None and keys is not None:  # batch after batch, as the order has them
+        return random.in_batches(keys, sizes, places, start, numbers, len(turns), width), full
     order = sample_order(keys, sizes, places)
-    if full and not batches.anew:  # batch after batch, as the order has them
-        steps, clients = turns.shape
-        index = start[numbers, None] + order[:, : steps * width]
-        index = index.view(clients, steps, width).transpose(0, 1).contiguous()
-        return index, torch.full_like(turns, width)
+    if full is not None:
+        return random.batched(start[numbers, None] + order, len(turns), width), full
     return sample_table(batches, order, start[numbers], sizes, rows, turns, width)

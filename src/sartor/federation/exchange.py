@@ -17,6 +17,7 @@ from sartor.errors import SartorError
 from sartor.federation.functions import name_of
 from sartor.federation.reduction import PLAIN, Reducer
 from sartor.kernels.device import to_device
+from sartor.kernels.lengths import lengths
 
 Arguments = Mapping[str, Any]
 ClientFunction = Callable[..., "Reply"]
@@ -54,6 +55,27 @@ class Reply:
         return self
 
 
+class Lent:
+    """Rows of replies that lie where an engine will write again, and their means.
+
+    They are there to be added up. Whoever still has them when the engine is asked again is left a copy.
+    """
+
+    def __init__(self, rows: dict[str, Tensor], means: dict[str, Tensor]) -> None:
+        self.rows, self.means = rows, means
+
+    def keep(self) -> None:
+        """Copy the rows, before they are written over."""
+        self.rows = {name: value.clone() for name, value in self.rows.items()}
+
+
+class Fold(NamedTuple):
+    """Quantities of which only the mean and the sum will be asked for, and the weights of the mean."""
+
+    names: tuple[str, ...]
+    weights: Tensor
+
+
 @dataclass(frozen=True)
 class Replies:
     """The replies of those who answered, stacked in cohort order."""
@@ -75,6 +97,8 @@ class Replies:
     """The replies of each group, where clients have models of their own."""
     reducer: Reducer = PLAIN
     """What makes a mean of them."""
+    lent: Lent | None = None
+    """Quantities whose rows an engine has lent, with their means by p'_i."""
 
     @property
     def by_group(self) -> dict[int, Replies]:
@@ -91,6 +115,8 @@ class Replies:
                 f"replies: {name!r} was added up as clients answered (fold); there are its mean() and sum() "
                 "by their usual weights, and no rows"
             )
+        if self.lent is not None and name in self.lent.rows:
+            return self.lent.rows[name].clone()
         if name not in self.values:
             raise SartorError(
                 f"replies: clients sent no {name!r}; they sent {', '.join(self.values) or 'nothing'}"
@@ -122,7 +148,7 @@ class Replies:
     @property
     def weights(self) -> Tensor:
         """p'_i = n_i / Σ n_j over those who answered."""
-        return _weights(self.counts.tobytes(), self.device, self.dtype)
+        return shares(self.counts.tobytes(), self.device, self.dtype)
 
     def sum(self, name: str, weights: Tensor | None = None) -> Tensor:
         """Σ weight_i · value_i in the order of the clients' numbers, whatever the cohort's.
@@ -139,7 +165,9 @@ class Replies:
 
     def _sum(self, name: str, weights: Tensor, known: np.ndarray | None = None) -> Tensor:
         """Σ weight_i · value_i; ``known`` is what the host knows of the weights."""
-        values, order = self[name], _by_number(self.clients.tobytes(), self.device)
+        lent = {} if self.lent is None else self.lent.rows
+        values = lent[name] if name in lent else self[name]
+        order = by_number(self.clients.tobytes(), self.device)
         if order is not None:
             values, weights = values[order], weights[order]
             known = None if known is None else known[np.argsort(self.clients, kind="stable")]
@@ -149,6 +177,8 @@ class Replies:
         """The mean over those who answered, by default with the weights p'_i; zero if nobody answered."""
         if weights is None and name in self.folded:
             return self.folded[name][0]
+        if weights is None and self.lent is not None and name in self.lent.means:
+            return self.lent.means[name]
         if weights is None:
             return self._sum(name, self.weights, self.counts)
         return self._sum(name, weights / weights.sum())
@@ -307,6 +337,8 @@ class Work:
     """Whether clients keep what they say they do: not where they are only asked."""
     waits: bool = False
     """Whether what they keep is held back until their answers arrive; all processes of a run then hold it."""
+    fold: Fold | None = None
+    """What an engine may lend instead of giving it, where it has all replies in one place."""
 
     def rows(self, places: np.ndarray, index: Tensor) -> Work:
         """The part of some clients, by their places in it, as an array and as a tensor."""
@@ -317,6 +349,7 @@ class Work:
             rounds=self.rounds[places],
             own={name: value[index] for name, value in self.own.items()},
             buffers=buffers if buffers is None or buffers.dim() == 1 else buffers[index],
+            fold=None,
         )
 
 
@@ -331,6 +364,14 @@ class Outcome:
     buffers: Tensor | None
     norms: dict[str, Tensor] | None = None
     """What :func:`norms_of` gives for them, where an engine found it out on the way."""
+    lent: Lent | None = None
+    """Replies that are not in ``sent``, as only their means and sums are asked for."""
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of one client's reply."""
+        rows = [*self.sent.values(), *({} if self.lent is None else self.lent.rows).values()]
+        return sum(value.nbytes // max(1, len(value)) for value in rows)
 
     def resent(self, sent: dict[str, Tensor]) -> Outcome:
         """The same with other replies; what is known of the norms of states stays known."""
@@ -400,14 +441,17 @@ def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=device)
 
 
-def norms_of(sent: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The norm of each reply and new state, by what an error would call it; a row each of ``[clients]``."""
+def norms_of(
+    sent: dict[str, Tensor], kept: dict[str, Tensor], of_rows: Callable[[Tensor], Tensor] = lengths
+) -> dict[str, Tensor]:
+    """The norm of each reply and new state, by what an error would call it; a row each of ``[clients]``.
+
+    ``of_rows`` gives the norms of the rows of a matrix.
+    """
     named = {f"{name!r}": value for name, value in sent.items()}
     named.update({f"{STATE}{name!r}": value for name, value in kept.items()})
     return {
-        name: torch.linalg.vector_norm(value[:, None].flatten(1), dim=1)
-        for name, value in named.items()
-        if value.is_floating_point()
+        name: of_rows(value[:, None].flatten(1)) for name, value in named.items() if value.is_floating_point()
     }
 
 
@@ -465,7 +509,7 @@ class Check:
 
 
 @lru_cache(maxsize=256)
-def _by_number(clients: bytes, device: torch.device) -> Tensor | None:
+def by_number(clients: bytes, device: torch.device) -> Tensor | None:
     """The order by number of clients that are not in it; a cohort often is the same, and is remembered."""
     numbers = np.frombuffer(clients, dtype=np.int64)
     if (numbers[1:] >= numbers[:-1]).all():
@@ -474,7 +518,7 @@ def _by_number(clients: bytes, device: torch.device) -> Tensor | None:
 
 
 @lru_cache(maxsize=256)
-def _weights(counts: bytes, device: torch.device, dtype: torch.dtype) -> Tensor:
+def shares(counts: bytes, device: torch.device, dtype: torch.dtype) -> Tensor:
     """n_i / Σ n_j, divided in double precision.
 
     Equal clients have the same weights every round: they are remembered.

@@ -33,6 +33,8 @@ from sartor.federation.exchange import (
     Call,
     Check,
     ClientFunction,
+    Fold,
+    Lent,
     NobodyAnswered,
     Outcome,
     PerGroup,
@@ -42,10 +44,12 @@ from sartor.federation.exchange import (
     Sums,
     Work,
     as_tensor,
+    by_number,
     joined,
     norms_of,
     personal,
     references_of,
+    shares,
 )
 from sartor.federation.functions import name_of
 from sartor.federation.passage import Passage
@@ -341,7 +345,14 @@ class Federation:
             replies = self._folded(function, answering, shared, each, hyper, fold, block)
         else:
             outcome = self._run(
-                function, answering, self._rounds(answering), shared, each, self.buffers, hyper=hyper
+                function,
+                answering,
+                self._rounds(answering),
+                shared,
+                each,
+                self.buffers,
+                hyper=hyper,
+                fold=self._fold(answering, fold) if fold and block else None,
             )
             self._buffers_down(outcome, len(asked))
             replies = self._accept(function, outcome, self.buffers, Sent(answering, shared, each))
@@ -366,6 +377,13 @@ class Federation:
         if self.reducer.rule is not None or self.attackers.falsify:
             return 0
         return max(1, self.settings.fold_bytes // max(1, self.task.size * self.task.dtype.itemsize))
+
+    def _fold(self, numbers: np.ndarray, names: Sequence[str]) -> Fold | None:
+        """What is to be added up of these clients' replies, if that is all that will be done to them."""
+        touched = self._passage or self.protection is not None or self.conditions.on_bad_reply != "stop"
+        if touched or by_number(numbers.tobytes(), self._device) is not None:
+            return None
+        return Fold(tuple(names), shares(self._counts[numbers].tobytes(), self._device, self.task.dtype))
 
     def _folded(
         self,
@@ -415,7 +433,7 @@ class Federation:
         shared, each, first = self._arguments([0], shared, None)
         self._exchanges += 1
         outcome = self._run(function, first, self._rounds(first), shared, each, self.buffers, hyper=hyper)
-        if not self._good(function, first, outcome).all():
+        if self._good(function, first, outcome) is not None:
             self._nobody()
         if outcome.buffers is not None:
             self.buffers = outcome.buffers[0]
@@ -775,10 +793,11 @@ class Federation:
         hyper: Any = None,
         keeps: bool = True,
         waits: bool = False,
+        fold: Fold | None = None,
     ) -> Outcome:
         """Run the function at these clients, with their states and float buffers."""
         hyper = self.hyper if hyper is None else hyper
-        work = Work(function, hyper, numbers, rounds, shared, each, buffers, self.round, keeps, waits)
+        work = Work(function, hyper, numbers, rounds, shared, each, buffers, self.round, keeps, waits, fold)
         if self._distant is not None:
             self.states.names_for(work)  # what is missing is said here, before anybody is asked
             outcome = self._distant.run(work)
@@ -804,13 +823,13 @@ class Federation:
     ) -> Replies:
         """Take replies in: bad ones are refused, states of the others move, buffers are averaged."""
         answered = numbers = outcome.clients
-        size = sum(value[:1].nbytes for value in outcome.sent.values())
+        size = outcome.row_bytes
         if self.protection is not None:
             outcome = self.protection.settled(outcome)
         outcome = self._passage.up(function, outcome, sent)
         outcome = self.attackers.forged(function, outcome, sent)
         good = self._good(function, numbers, outcome)
-        if not good.all():
+        if good is not None:
             places = to_device(np.flatnonzero(good), self._device)
             numbers, outcome = numbers[good], outcome.rows(places)
             before = before if before is None or before.dim() == 1 else before[places]
@@ -822,18 +841,17 @@ class Federation:
         self.traffic.up += size * len(numbers)
         self.updates += len(numbers)
         self.notes["updates"] = self.updates
-        replies = self._replies(numbers, self._passage.at_server(outcome.sent), self.reducer)
+        replies = self._replies(numbers, self._passage.at_server(outcome.sent), self.reducer, outcome.lent)
         self.reducer.offered |= bool(len(replies))
         if outcome.buffers is not None and before is not None and len(numbers):
             self._take_buffers(replies, before, outcome.buffers)
         return replies if self.protection is None else self.protection.bounded(function, replies)
 
-    def _good(self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome) -> np.ndarray:
-        """Which replies are finite and small enough; the first bad one ends the run if it is to."""
-        everyone = np.ones(len(numbers), dtype=bool)
+    def _good(self, function: ClientFunction, numbers: np.ndarray, outcome: Outcome) -> np.ndarray | None:
+        """Which replies are finite and small enough, where not all are; the first bad one may end the run."""
         norms = norms_of(outcome.sent, outcome.kept) if outcome.norms is None else outcome.norms
         if not norms:
-            return everyone
+            return None
         who = f"{self.method or name_of(function)}, round {self.round}"
         most, ratio = self.conditions.largest_norm, self.conditions.largest_ratio
         check = Check(who, numbers, tuple(norms), list(norms.values()), most, ratio)
@@ -841,13 +859,14 @@ class Federation:
             self._checks.append(check)
             if self._device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
                 self._verify()
-            return everyone
+            return None
         (bad,) = Check.bad([check])
+        if not bad.any():
+            return None
         good = np.asarray(~bad.any(axis=0))
-        if not good.all():
-            self._count("bad", int((~good).sum()))
-            told = check.told(bad, self.names)
-            log.warning("%s: %d of %d replies left out", told, (~good).sum(), len(good))
+        self._count("bad", int((~good).sum()))
+        told = check.told(bad, self.names)
+        log.warning("%s: %d of %d replies left out", told, (~good).sum(), len(good))
         return good
 
     def _verify(self) -> None:
@@ -966,9 +985,15 @@ class Federation:
         if self._distant is not None:
             self._distant.restore(plain["distant"], self.now)
 
-    def _replies(self, numbers: np.ndarray, sent: dict[str, Tensor], reducer: Reducer = PLAIN) -> Replies:
+    def _replies(
+        self,
+        numbers: np.ndarray,
+        sent: dict[str, Tensor],
+        reducer: Reducer = PLAIN,
+        lent: Lent | None = None,
+    ) -> Replies:
         counts = self._counts[numbers]
-        return Replies(numbers, counts, sent, self._device, self.task.dtype, reducer=reducer)
+        return Replies(numbers, counts, sent, self._device, self.task.dtype, reducer=reducer, lent=lent)
 
     def _take_buffers(self, replies: Replies, before: Tensor, buffers: Tensor) -> None:
         if self.policy == "local":

@@ -75,7 +75,8 @@ class Passage:
         """What is asked, with the transforms around it, and what is sent in place of the arguments."""
         transforms, federation = self.transforms, self._federation
         if not transforms.up:  # nothing goes up as a change: nobody needs to know from where
-            shared, each = without(references_of(function), shared), without(references_of(function), each)
+            references = references_of(function)
+            shared, each = without(references, shared), without(references, each)
         if not transforms or not len(numbers):
             return function, shared, each
         self._seen["down"] |= {*shared, *each}
@@ -210,6 +211,8 @@ class Passage:
 
     def up(self, function: ClientFunction, outcome: Outcome, sent: Sent) -> Outcome:
         """Replies as the method means them: put together of their parts, changes added to what was sent."""
+        if not self.transforms:
+            return outcome
         for place in ("up", "server"):
             self._seen[place] |= {name.split(JOINT)[0] for name in outcome.sent}
         if not self.transforms.up or not outcome.sent or not len(outcome.clients):
@@ -259,6 +262,8 @@ class Passage:
 
         ``kept`` is what they keep, where all are here to say so.
         """
+        if not self._states:
+            return
         inner = inner_function(function)
         known = self._known(inner) if len(clients) else {}
         first = name_of(inner) + JOINT + KNOWN

@@ -195,13 +195,14 @@ def launches_of(step: Callable[[], Any]) -> list[Launch]:
 
 
 def shuffles(samples: int, device: torch.device) -> list[Launch]:
-    """The shuffle of so many samples of a client."""
+    """The shuffles of so many samples of a client: their order, and batches by it."""
     from sartor.kernels import shuffle_triton
 
     launches: list[Launch] = []
     with FakeTensorMode():
         keys = torch.empty(1, dtype=torch.int64, device=device)
     with noted(launches):
+        shuffle_triton.in_batches(keys, keys, max(1, samples), keys, keys, 1, 1)
         shuffle_triton.shuffled(keys, keys, max(1, samples))
     return launches
 

@@ -27,37 +27,91 @@ def word_at(key, place):
 
 
 @triton.jit
-def _sort_key(key, place, size):
-    """Epoch and hash of a client's place in one number."""
-    return ((place // size) << 43) | (word_at(key, place) >> 21).to(tl.int64)
+def _divided(number, by):
+    """How often one whole number goes into another, neither above 1,024: exact, and in a few instructions.
+
+    What rounding adds or takes away is far less than the half that lies between a quotient and the next.
+    """
+    return ((number.to(tl.float32) + 0.5) * (1.0 / by.to(tl.float32))).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["places", "blocks"])
-def _shuffle(keys, sizes, result, places, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+@triton.jit
+def _order(key, place, epoch):
+    """Epoch, hash and place in one number, by which places are put in order.
+
+    There are at most 1,024 places and as many epochs, ten bits each beside the 43 of the hash.
+    """
+    return (epoch.to(tl.int64) << 53) | ((word_at(key, place) >> 21) << 10).to(tl.int64) | place
+
+
+@triton.jit(do_not_specialize=["places", "blocks", "clients", "rows", "width"])
+def _shuffle(
+    keys,
+    sizes,
+    start,  # where the samples of every client lie, by its number
+    numbers,
+    result,  # [rows, client, width]
+    places,
+    blocks,
+    clients,
+    rows,
+    width,
+    STARTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Find where a block of a client's places goes, and write down there which of them it is.
 
     How many places there are differs from cohort to cohort: it is compiled for a power of two of them.
     """
-    client = (tl.program_id(0) // blocks).to(tl.int64)
+    client = tl.program_id(0) // blocks
     key = tl.load(keys + client)
-    size = tl.maximum(tl.load(sizes + client), 1)
-    mine = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    other = tl.arange(0, WIDTH).to(tl.int64)
-    my_key = _sort_key(key, mine, size)[:, None]
-    other_key = _sort_key(key, other, size)[None, :]
-    first = (other_key < my_key) | ((other_key == my_key) & (other[None, :] < mine[:, None]))
-    rank = tl.sum((first & (other < places)[None, :]).to(tl.int32), axis=1)
-    tl.store(result + client * places + rank, mine - rank // size * size, mask=mine < places)
+    # A larger client has one epoch here all the same.
+    size = tl.minimum(tl.maximum(tl.load(sizes + client), 1), WIDTH).to(tl.int32)
+    mine = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    other = tl.arange(0, WIDTH)
+    epoch = _divided(mine, size)
+    own = _order(key, mine, epoch)
+    before = tl.where(other < places, _order(key, other, _divided(other, size)), 0x7FFFFFFFFFFFFFFF)
+    rank = tl.sum((before[None, :] < own[:, None]).to(tl.int32), axis=1)
+    sample = (mine - epoch * size).to(tl.int64)
+    if STARTED:
+        sample += tl.load(start + tl.load(numbers + client))
+    row = _divided(rank, width)
+    at = (row * clients + client).to(tl.int64) * width + (rank - row * width)
+    tl.store(result + at, sample, mask=(mine < places) & (row < rows))
 
 
 def shuffled(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
     """See ``random.shuffled``."""
-    result = torch.empty(len(keys), places, dtype=torch.int64, device=keys.device)
-    blocks = triton.cdiv(places, BLOCK)
-    if len(keys):
+    return _launched(keys, sizes, keys, keys, places, 1, places, False)[0]
+
+
+def in_batches(
+    keys: Tensor, sizes: Tensor, places: int, start: Tensor, numbers: Tensor, rows: int, width: int
+) -> Tensor:
+    """See ``random.in_batches``."""
+    return _launched(keys, sizes, start, numbers, places, rows, width, True)
+
+
+def _launched(
+    keys: Tensor,
+    sizes: Tensor,
+    start: Tensor,
+    numbers: Tensor,
+    places: int,
+    rows: int,
+    width: int,
+    started: bool,
+) -> Tensor:
+    clients, blocks = len(keys), triton.cdiv(places, BLOCK)
+    result = torch.empty(rows, clients, width, dtype=torch.int64, device=keys.device)
+    # Every warp finds out the order of all places by itself, so there are as few as can hold them.
+    size = triton.next_power_of_2(places)
+    if clients:
         with torch.cuda.device_of(keys):
-            _shuffle[(len(keys) * blocks,)](
-                keys.contiguous(), sizes.contiguous(), result,
-                places, blocks, BLOCK, triton.next_power_of_2(places),
+            _shuffle[(clients * blocks,)](
+                keys.contiguous(), sizes.contiguous(), start.contiguous(), numbers.contiguous(), result,
+                places, blocks, clients, rows, width, started, BLOCK, size, num_warps=max(1, size // 256),
             )  # fmt: skip
     return result

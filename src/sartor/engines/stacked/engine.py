@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
@@ -41,10 +40,12 @@ from sartor.engines.schedule import (
     usual,
 )
 from sartor.engines.stacked.graphs import Graphs
-from sartor.engines.stacked.trace import Checked, Fixed, Kind, Program, Rows, Tracer
+from sartor.engines.stacked.told import OfRounds, Told, parted
+from sartor.engines.stacked.trace import Checked, Fixed, Folded, Kind, Program, Rows, Tracer
 from sartor.errors import NotStackable
-from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Outcome, Work
+from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Lent, Outcome, Work
 from sartor.federation.functions import name_of
+from sartor.federation.reduction import PLAIN
 from sartor.federation.settings import FederationSettings
 from sartor.kernels.ahead import begin
 from sartor.kernels.device import digits, free_bytes, to_device
@@ -63,6 +64,9 @@ STEPPED = 1 << 24
 WHOLE = 128
 """Steps of a call that is captured as a whole; one with more is made of captured steps."""
 
+
+HEADER_ROUNDS = 1
+"""Where a header has the rounds."""
 
 LAYERS = "layers"
 """What names the streams that layers draw from."""
@@ -96,6 +100,21 @@ class Table(NamedTuple):
         return self.of(to_device(part, device) for part in self.parts)
 
 
+Who = tuple[bytes, bool, tuple[str, ...]]
+"""The clients of a call, whether they keep anything, and what of their replies is added up."""
+
+
+class Prepared(NamedTuple):
+    """What is known of a call before its round is, for clients who may be asked the same again."""
+
+    who: Who
+    lasts: bool
+    """Whether it is so in every round."""
+    shape: Hashable | None
+    call: Callable[[list[Tensor]], Folded]
+    told: Told
+
+
 class StackedEngine(LocalEngine):
     """Runs client functions for many clients at once, in chunks that fit into memory.
 
@@ -122,7 +141,9 @@ class StackedEngine(LocalEngine):
         self._plans: dict[Hashable, Plan] = {}
         self._expected: dict[tuple[Batches, int], Usual] = {}
         self._counted: dict[int, Tensor] = {}
+        self._filled: dict[tuple[int, ...], Tensor] = {}
         self._known: tuple[Any, str] | None = None
+        self._prepared: dict[Hashable, Prepared] = {}
         self._samples = torch.compile(scan_table, dynamic=False) if settings.compile else scan_table
         if settings.compile:  # PyTorch's default precision is meant; its hint at a coarser one is no news
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
@@ -179,8 +200,8 @@ class StackedEngine(LocalEngine):
             self.chunk = self._fitting_chunk()
         while True:
             try:
-                sent, kept, after, norms = self._chunks(work, self.chunk)
-                return Outcome(work.numbers, sent, kept, after[0] if after else None, norms or None)
+                (sent, kept, after, norms), lent = self._chunks(work, self.chunk)
+                return Outcome(work.numbers, sent, kept, after[0] if after else None, norms or None, lent)
             except (torch.OutOfMemoryError, MemoryError):
                 if min(self.chunk, clients) == 1:
                     raise
@@ -188,7 +209,7 @@ class StackedEngine(LocalEngine):
                 log.warning("out of memory: training %d clients at once from now on", self.chunk)
                 self.graphs.forget()
 
-    def _chunks(self, work: Work, limit: int) -> Checked:
+    def _chunks(self, work: Work, limit: int) -> tuple[Checked, Lent | None]:
         clients = len(work.numbers)
         pieces = -(-clients // limit)
         size = min(bucket(-(-clients // pieces)), limit)
@@ -202,11 +223,11 @@ class StackedEngine(LocalEngine):
             taken = order[first : first + size]
             places = np.concatenate([taken, np.repeat(taken[:1], size - len(taken))])
             index = to_device(places, self.device)
-            result = self.run_chunk(work.rows(places, index))
+            result, _ = self.run_chunk(work.rows(places, index))
             results.append(tree_map(partial(_first, len(taken)), result))
         back = to_device(np.argsort(order, kind="stable"), self.device)
         joined: Checked = tree_map(lambda *pieces: torch.cat(pieces)[back], *results)
-        return joined
+        return joined, None
 
     def _fitting_chunk(self) -> int:
         """How many clients fit: some copies of the model and a batch's activations, with room to spare.
@@ -226,7 +247,7 @@ class StackedEngine(LocalEngine):
 
     # A chunk: plain, or captured and replayed -----------------------------------------------------
 
-    def run_chunk(self, work: Work) -> Checked:
+    def run_chunk(self, work: Work) -> tuple[Checked, Lent | None]:
         """Run the function at clients that fit into memory together."""
         names = (tuple(work.shared), tuple(work.own))
         arguments = [*work.shared.values(), *work.own.values()]
@@ -238,29 +259,55 @@ class StackedEngine(LocalEngine):
         if program is None:
             program = self.programs[key] = Program(work.function, work.hyper)
         program.round = work.round
+        for split in {batches.split for batches in program.scans or ()}:
+            self._bring(split, work.numbers)
+        folds: tuple[str, ...] = ()
+        if work.fold is not None and self.graphs.wanted:
+            folds = work.fold.names
+            arguments.append(work.fold.weights)
+        prepared, who = self._prepared.get(key), (work.numbers.tobytes(), work.keeps, folds)
+        if prepared is None or prepared.who != who:
+            prepared = self._prepare(program, work, names, who)
+            if prepared.lasts:
+                self._prepared[key] = prepared
+        return self.graphs.call(prepared.shape, prepared.call, prepared.told, work.rounds, arguments)
+
+    def _prepare(
+        self, program: Program, work: Work, names: tuple[tuple[str, ...], ...], who: Who
+    ) -> Prepared:
+        """What is known of a call of these clients before its round is."""
         plans = None
         if program.scans is not None:
-            for split in {batches.split for batches in program.scans}:
-                self._bring(split, work.numbers)
             plans = [self._plan(batches, work) for batches in program.scans]
         tables = [self._table(plan, work) for plan in plans or ()]
-        parts = [*self._header(work), *(part for table in tables for part in table.parts)]
-        numbers, sizes = _joined(parts), [part.shape for part in parts]
+        parts = self._header(work)
+        changing: dict[int, OfRounds] = {HEADER_ROUNDS: lambda rounds: rounds}
+        for table in tables:
+            for place, stream in enumerate(table.keys, len(parts)):
+                changing[place] = partial(self._keys, stream, work.numbers)
+            parts += table.parts
+        sizes = [part.shape for part in parts]
+        work = replace(work, shared={}, own={}, buffers=None)  # which are a round's, and not to be held
 
-        def call(inputs: list[Tensor]) -> Checked:
+        numbers, _, folds = who
+
+        def call(inputs: list[Tensor]) -> Folded:
             joined, *given = inputs
-            there, values = _parted(joined, sizes), iter(given)
+            weights = given.pop() if folds else None
+            there, values = parted(joined, sizes), iter(given)
             header = Rows(next(there), next(there), {name: next(there) for name in self.samples}, {}, ())
             if self.origins is not None:
                 header = header._replace(origins=(next(there), next(there)))
             known = [table.of(there) for table in tables]
             shared, own = (dict(zip(group, values, strict=False)) for group in names)
-            return self._execute(program, work, plans, header, shared, own, tuple(values), known)
+            result = self._execute(program, work, plans, header, shared, own, tuple(values), known)
+            return _folded_up(result, folds, weights)
 
         shape = None
         if plans is not None and sum(plan.shape.steps for plan in plans) <= WHOLE:
-            shape = (id(program), *((plan.shape, plan.stretches) for plan in plans))
-        return self.graphs.call(shape, call, numbers, arguments)
+            shape = (id(program), folds, *((plan.shape, plan.stretches) for plan in plans))
+        lasts = plans is not None and all(plan.batches.law is None for plan in plans)
+        return Prepared(who, lasts, shape, call, Told(numbers, parts, changing))
 
     def _header(self, work: Work) -> list[np.ndarray]:
         """Who these clients are: numbers, rounds, how many samples of each split they have, and origins."""
@@ -282,6 +329,13 @@ class StackedEngine(LocalEngine):
         if end not in self._counted:
             self._counted[end] = torch.arange(end, device=self.device)
         return self._counted[end]
+
+    def _everywhere(self, number: int, like: Tensor) -> Tensor:
+        """So much for every turn; the same tensor each time."""
+        key = (number, *like.shape)
+        if key not in self._filled:
+            self._filled[key] = torch.full_like(like, number, memory_format=torch.contiguous_format)
+        return self._filled[key]
 
     # Running a program ----------------------------------------------------------------------------
 
@@ -387,8 +441,9 @@ class StackedEngine(LocalEngine):
             lanes = self._counting(clients).expand(shape.steps, clients)
             turns = self._counting(shape.steps)[:, None].expand(shape.steps, clients)
             start = self.samples[batches.split].start
+            full = self._everywhere(shape.width, turns) if shape.full else None
             drawn: tuple[Tensor, ...] = self._samples(
-                batches, shuffled, shape.width, places, rows.number, start, size, lanes, turns, shape.full
+                batches, shuffled, shape.width, places, rows.number, start, size, lanes, turns, full
             )
             if LAYERS in keys:
                 drawn = (*drawn, _folded(keys[LAYERS], turns))
@@ -487,11 +542,8 @@ class StackedEngine(LocalEngine):
     def _table(self, plan: Plan, work: Work) -> Table:
         """What a scan has to know of these clients: made on the host, where it takes a few operations."""
         batches, numbers = plan.batches, work.numbers
-        seed, own = self.settings.seed, numbers
-        if self.origins is not None:
-            seed, own = self.origins.seeds[numbers], self.origins.numbers[numbers]
         streams = [batches.stream] * batches.shuffled + [LAYERS] * self._tracer.draws(batches)
-        keys = {name: random.keys(seed, name, work.rounds, own) for name in streams}
+        keys = {name: self._keys(name, numbers, work.rounds) for name in streams}
         if plan.table is None:
             return Table(keys)
         rows, real = plan.table[0], plan.table[3]
@@ -499,6 +551,12 @@ class StackedEngine(LocalEngine):
         starts = self.samples[batches.split].starts[numbers[np.minimum(rows, len(numbers) - 1)]]
         turns = np.concatenate([plan.table, np.where(real > 0, starts, 0)[None]])
         return Table(keys, () if plan.order is None else (plan.order,), (turns,))
+
+    def _keys(self, stream: str, numbers: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+        """What clients draw from in these rounds: a key each; a row of them for each round of a column."""
+        if self.origins is None:
+            return random.keys(self.settings.seed, stream, rounds, numbers)
+        return random.keys(self.origins.seeds[numbers], stream, rounds, self.origins.numbers[numbers])
 
     def _plan(self, batches: Batches, work: Work) -> Plan:
         sizes = self.samples[batches.split].counts[work.numbers]
@@ -540,23 +598,14 @@ class StackedEngine(LocalEngine):
         return law.epochs(seeds, torch.from_numpy(work.rounds), own).numpy()
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Arrays in one, which travels faster; each begins where 16 bytes do, as kernels read them."""
-    joined = np.zeros(sum(part.size + part.size % 2 for part in parts), dtype=np.int64)
-    end = 0
-    for part in parts:
-        joined[end : end + part.size] = part.ravel()
-        end += part.size + part.size % 2
-    return joined
-
-
-def _parted(joined: Tensor, shapes: list[tuple[int, ...]]) -> Iterator[Tensor]:
-    """Those arrays again, as tensors."""
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = joined.split_with_sizes([size + size % 2 for size in sizes])
-    for part, size, shape in zip(parts, sizes, shapes, strict=True):
-        exact = part[:size] if size % 2 else part
-        yield exact if len(shape) == 1 else exact.view(shape)
+def _folded_up(result: Checked, names: tuple[str, ...], weights: Tensor | None) -> Folded:
+    """What a call gives, with the means of replies that are to be added up; rows are as they lie."""
+    sent, kept, after, norms = result
+    rows = {name: value for name, value in sent.items() if name in names and value.dim() == 2}
+    rows = {name: value for name, value in rows.items() if value.is_floating_point()}
+    means = {name: PLAIN.sum(name, value, weights) for name, value in rows.items() if weights is not None}
+    left = {name: value for name, value in sent.items() if name not in rows}
+    return (left, kept, after, norms), rows, means
 
 
 def _folded(keys: Tensor, turns: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections import Counter, OrderedDict
+import weakref
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -24,7 +25,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sartor.engines.stacked.pinned import Pinned
-from sartor.engines.stacked.trace import Checked
+from sartor.engines.stacked.told import Told, most_told
+from sartor.engines.stacked.trace import Checked, Folded
+from sartor.federation.exchange import Lent
 from sartor.kernels.device import free_bytes
 
 STRIDES = (16, 4, 1)
@@ -47,23 +50,62 @@ MOST_GRAPHS = 64
 """Captured calls kept per federation; the one unused for longest goes first."""
 
 
+class Coming:
+    """What calls are told, a row of numbers for each, where a graph takes one after the other."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.most, self._length = most_told(length), length
+        self._there = torch.zeros(1 + self.most * length, dtype=torch.int64, device=device)
+        self.marks: deque[Hashable] = deque()
+        """Of which calls there are numbers that were not taken yet."""
+
+    def take(self) -> Tensor:
+        """The next row: an operation of the device, which goes on by itself to the one behind it."""
+        turn, rows = self._there[:1], self._there[1:].view(self.most, self._length)
+        row = rows.index_select(0, turn)[0]
+        turn.add_(1)
+        return row
+
+    def put(self, numbers: np.ndarray, marks: Sequence[Hashable], pinned: Pinned) -> None:
+        """Begin anew with these rows."""
+        begin = np.zeros(1, dtype=np.int64)
+        there = self._there[: 1 + numbers.size]
+        there.copy_(pinned.put(np.concatenate([begin, numbers.ravel()])), non_blocking=True)
+        self.marks = deque(marks)
+
+
 @dataclass
 class Graph:
     """A captured call: replaying it reads the inputs' memory and writes the outputs'."""
 
     graph: Any
+    rows: Coming
     inputs: list[Tensor]
-    outputs: Checked
+    outputs: Folded
     keep: Any
+    given: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """What lies in the places of the inputs: which tensors, and how often those had been changed."""
 
-    def replay(self, numbers: Tensor, others: list[Tensor]) -> Checked:
+    def replay(
+        self, told: Told, rounds: np.ndarray, others: list[Tensor], pinned: Pinned
+    ) -> tuple[Checked, Lent | None]:
         """Put the inputs where the graph reads them, and make the call again."""
-        to_numbers, *rest = self.inputs
-        to_numbers.copy_(numbers, non_blocking=True)
-        _copy(rest, others)
+        rows = self.rows
+        if not rows.marks or rows.marks[0] != told.mark(rounds):
+            rows.put(*told.coming(rounds, rows.most), pinned)
+        rows.marks.popleft()
+        new = [place for place, value in enumerate(others) if not self._holds(place, value)]
+        _copy([self.inputs[place] for place in new], [others[place] for place in new])
         self.graph.replay()
-        sent, kept, after, norms = self.outputs
-        return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
+        return _given(self.outputs)
+
+    def _holds(self, place: int, value: Tensor) -> bool:
+        """Whether a place has this very tensor, as the weights of a cohort that comes again; noted if not."""
+        known, changes = self.given.get(place, (None, 0))
+        if known is not None and known() is value and changes == value._version:
+            return True
+        self.given[place] = weakref.ref(value), value._version
+        return False
 
 
 @dataclass
@@ -170,6 +212,10 @@ class Graphs:
         self.wanted = wanted and device.type == "cuda"
         self.captured: OrderedDict[Hashable, Graph] = OrderedDict()
         """Calls by shape, the one used last at the end."""
+        self._lent: weakref.ref[Lent] | None = None
+        """What the last call has lent."""
+        self._latest: tuple[Hashable, Graph] | None = None
+        """The shape used last, and its call."""
         self._met: OrderedDict[Hashable, None] = OrderedDict()
         """Shapes that came once."""
         self.parts: dict[Hashable, Part | None] = {}
@@ -190,33 +236,54 @@ class Graphs:
     def call(
         self,
         shape: Hashable | None,
-        call: Callable[[list[Tensor]], Checked],
-        numbers: np.ndarray,
+        call: Callable[[list[Tensor]], Folded],
+        told: Told,
+        rounds: np.ndarray,
         others: list[Tensor],
-    ) -> Checked:
-        """Make a call with these inputs: whole numbers, which lie on the host, and tensors.
+    ) -> tuple[Checked, Lent | None]:
+        """Make a call with these inputs: what it is told, which the host makes for its rounds, and tensors.
 
         One without a shape is not captured as a whole: what it will do is not known yet, or too much.
         """
 
         def inputs() -> list[Tensor]:
-            return [self._pinned.put(numbers).to(self._device, non_blocking=True), *others]
+            there = self._pinned.put(told.numbers(rounds)).to(self._device, non_blocking=True)
+            return [there, *others]
 
         if not self.wanted:
-            return call(inputs())
+            return call(inputs())[0], None
+        lent = None if self._lent is None else self._lent()
+        if lent is not None:
+            lent.keep()
+        result, lent = self._made(shape, call, told, rounds, others, inputs)
+        self._lent = None if lent is None else weakref.ref(lent)
+        return result, lent
+
+    def _made(
+        self,
+        shape: Hashable | None,
+        call: Callable[[list[Tensor]], Folded],
+        told: Told,
+        rounds: np.ndarray,
+        others: list[Tensor],
+        inputs: Callable[[], list[Tensor]],
+    ) -> tuple[Checked, Lent | None]:
+        """What a call gives, and lends: in one graph, if there is one or should be."""
+        if self._latest is not None and shape is self._latest[0]:  # a shape takes long to compare
+            return self._latest[1].replay(told, rounds, others, self._pinned)
         captured = None if shape is None else self.captured.get(shape)
         if captured is not None:
             self.captured.move_to_end(shape)
         elif shape is None or shape not in self._met:
             if shape is not None:
                 _put(self._met, shape, None, MOST_SHAPES)
-            sent, kept, after, norms = call(inputs())
-            return _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
+            return _given(call(inputs()))
         else:
-            captured = self._captured_call(call, inputs())
+            captured = self._captured_call(call, told.length, others)
             del self._met[shape]
             _put(self.captured, shape, captured, MOST_GRAPHS)
-        return captured.replay(self._pinned.put(numbers), others)
+        self._latest = shape, captured
+        return captured.replay(told, rounds, others, self._pinned)
 
     def part(self, key: Hashable, part: Callable[..., Any], given: Any) -> Any:
         """What a part of a client function gives for what it is given, as plain values and tensors."""
@@ -248,6 +315,7 @@ class Graphs:
     def forget(self) -> None:
         """Drop all graphs, and give their memory back."""
         self.captured.clear()
+        self._latest = None
         self._met.clear()
         self.parts.clear()
         self.taken.clear()
@@ -257,16 +325,21 @@ class Graphs:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _captured_call(self, call: Callable[[list[Tensor]], Checked], inputs: list[Tensor]) -> Graph:
-        """Capture a call. Whatever it touched is kept: a graph finds its tensors by address."""
-        static = [value.clone() for value in inputs]
+    def _captured_call(
+        self, call: Callable[[list[Tensor]], Folded], length: int, others: list[Tensor]
+    ) -> Graph:
+        """Capture a call that is told so many numbers.
+
+        Whatever it touched is kept: a graph finds its tensors by address.
+        """
+        rows, static = Coming(length, self._device), [value.clone() for value in others]
         self._whole = True
         try:
-            self.aside(lambda: call(static))
-            graph, outputs = self.capture(lambda: call(static))
+            self.aside(lambda: call([rows.take(), *static]))
+            graph, outputs = self.capture(lambda: call([rows.take(), *static]))
         finally:
             self._whole = False
-        return Graph(graph, static, outputs, call)
+        return Graph(graph, rows, static, outputs, call)
 
     def aside(self, work: Callable[[], Any]) -> None:
         """Do something beside what else is done, as what will be captured must have been done once."""
@@ -329,6 +402,13 @@ def _put(entries: OrderedDict[Hashable, Any], key: Hashable, entry: Any, most: i
     entries[key] = entry
     if len(entries) > most:
         entries.popitem(last=False)
+
+
+def _given(made: Folded) -> tuple[Checked, Lent | None]:
+    """What a call gives, out of the way of the next; rows that are only to be added up are lent."""
+    (sent, kept, after, norms), rows, means = made
+    result = _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
+    return result, Lent(dict(rows), _cloned(means)) if rows else None
 
 
 def _cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -57,6 +57,7 @@ from sartor.kernels import (
 )
 from sartor.kernels.ahead import Ahead
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
+from sartor.kernels.lengths import lengths
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
 from sartor.nests import Nest
@@ -67,6 +68,9 @@ Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 
 Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], dict[str, Tensor]]
 """That of a chunk, and where a graph computes them along with it, the norms of all of it."""
+
+Folded = tuple[Checked, dict[str, Tensor], dict[str, Tensor]]
+"""That of a call: without the replies of which only sums are asked for, those, and their means."""
 
 
 @dataclass
@@ -197,7 +201,9 @@ class Tracer:
         def clients(fixed: Fixed, rows: Rows, memo: list[Any]) -> Any:
             result = torch.vmap(partial(client, fixed=fixed))(rows, memo)
             if not suspended:
-                return *result, norms_of(result[0], result[1]) if self.norms else {}
+                # A compiler puts them together with what they are the norms of.
+                of_rows = partial(torch.linalg.vector_norm, dim=1) if self.settings.compile else lengths
+                return *result, norms_of(result[0], result[1], of_rows) if self.norms else {}
             if self.device.type == "cuda":  # one layout for all steps: a compiled step is for one layout only
                 result = tree_map(lambda value: value.contiguous(), result)
             return result
