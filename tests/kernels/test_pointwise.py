@@ -38,7 +38,7 @@ def adam(w: Tensor, g: Tensor, m: Tensor, shared: Tensor, rate: Tensor) -> Any:
 
 
 def partly(w: Tensor, g: Tensor, m: Tensor, shared: Tensor, rate: Tensor) -> Any:
-    moved = torch.maximum(w - 0.1 * g, torch.minimum(m, shared))
+    moved = torch.maximum(w - 0.1 * g, torch.minimum(m, shared).abs()) + 1
     return torch.where(shared > 0, moved.neg(), w) / 3, 1 - moved.reciprocal()
 
 
