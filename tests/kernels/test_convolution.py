@@ -169,6 +169,30 @@ def test_lanes_of_lanes(dims: tuple[int | None, ...], monkeypatch: pytest.Monkey
         assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+def test_several_models_on_lanes_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "_kernels_serve", lambda x, weight: True)
+    x, weight, bias = draw(4, 2, 3, 6, 5), draw(3, 5, 3, 3, 3), draw(3, 5)
+
+    def every(function: Convolution) -> Tensor:
+        models = vmap(lambda x, *model: function(x, *model, 2, 1), in_dims=(None, 0, 0))
+        return vmap(models, in_dims=(0, None, None))(x, weight, bias)
+
+    assert torch.allclose(every(conv2d), every(F.conv2d), rtol=1e-9, atol=1e-9)
+
+
+def test_more_images_than_a_lane_may_have_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "_kernels_serve", lambda x, weight: True)
+    x, weight = draw(4, 2, 3, 6, 5), draw(5, 3, 3, 3)
+    graphs = {}
+    for largest in (2 * 5 * 6 * 5, 2**31 - 1):
+        monkeypatch.setattr(convolution, "_LARGEST", largest)
+        graphs[largest] = make_fx(vmap(lambda x: conv2d(x, weight, None, 1, 1)))(x)
+        assert torch.allclose(graphs[largest](x), vmap(lambda x: F.conv2d(x, weight, None, 1, 1))(x))
+    assert [
+        any("stacked_conv" in str(node.target) for node in graph.graph.nodes) for graph in graphs.values()
+    ] == [False, True]
+
+
 def test_the_gradient_through_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Differentiating the lanes together, by either autograd, is differentiating each of them."""
     monkeypatch.setattr(convolution, "_kernels_serve", lambda x, weight: True)

@@ -153,6 +153,33 @@ def test_samples_are_moved_where_they_are_picked(name: str, moved: tuple[str, ..
     assert not names["aten.index_select"]
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_lanes_with_the_same_weights_are_one_where_nothing_is_differentiated(name: str) -> None:
+    """As the shared model's in an evaluation: one lane for the kernels, with all that follows."""
+    images, *weights = leaves()
+    shared, dims = [weight[0] for weight in weights], (0, None, None, None, None)
+    names, after, before = both(vmap(network(STEPS[name]), dims), images, *shared)
+    same(after, before)
+    same([before[0][1]], [network(STEPS[name])(images[1], *shared)])
+    assert convolutions(names) == 2
+    assert not any(names[f"aten.{step}"] for step in ("relu", "relu_", "max_pool2d_with_indices"))
+    pooled = any(step is not F.relu for step in STEPS[name])
+    assert names["sartor.direct_conv"] == pooled
+    assert names["sartor.laid_images"] == (not pooled)  # the second's are laid already
+    assert not any("stacked_conv" in operation for operation in names)
+
+
+def test_lanes_with_the_same_weights_have_gradients_of_their_own() -> None:
+    images, *weights = leaves()
+    shared, dims = [weight[0] for weight in weights], (0, None, None, None, None)
+    every = [weight[None].expand(LANES, *weight.shape) for weight in shared]
+    gradient = grad(loss(STEPS["relu, pool"]), (1, 2, 3, 4))
+    graph = make_fx(vmap(gradient, dims))(images, *shared)
+    fused.specialise(graph)
+    for ours, theirs in zip(graph(images, *shared), vmap(gradient)(images, *every), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_the_images_gradient() -> None:
     names, after, before = both(vmap(grad(loss(STEPS["relu, pool"]), (0, 1, 2, 3, 4))), *leaves())
     same(after, before)

@@ -20,7 +20,17 @@ from sartor.federation.exchange import Call, Work
 from sartor.federation.federation import Federation
 from sartor.model.task import Task
 from sartor.runs.cadence import FREE, SHARE, STEPS, Cadence, fixed
-from sartor.runs.evaluation import Cell, _answers, cell_of, each_model, evaluate, measured_in, shared_model
+from sartor.runs.evaluation import (
+    Cell,
+    _answers,
+    _likeness,
+    _sums,
+    cell_of,
+    each_model,
+    evaluate,
+    measured_in,
+    shared_model,
+)
 from sartor.runs.record import RunFolder
 from sartor.runs.settings import Evaluate
 from sartor.studies.comparison import compare
@@ -117,6 +127,51 @@ def test_equal_models_are_tried_once(name: str, statistics: bool, tried: int, as
     asked.clear()
     evaluate(algorithm, server, federation, Evaluate(personal_pooled="yes"))
     assert pooled_models(asked) == tried
+
+
+def test_models_are_alike_to_the_bit_alone() -> None:
+    """Equal sums only say where to look; what is no number is equal to itself, and 0 is not -0."""
+    w = torch.randn(6, 9)
+    w[0, 3] = torch.nan
+    w[2], w[3] = w[0], w[1].flip(0)  # as large a sum as that of the second
+    w[4, 0], w[5] = 0.0, w[4]
+    w[5, 0] = -0.0
+    statistics = torch.arange(6.0)[:, None].remainder(2)
+    sums = _sums([w, statistics]).numpy()
+    assert sums[0] == sums[2]
+    assert _likeness(list(zip(w, statistics, strict=True)), sums, known=0) == [0, 1, 0, 3, 4, 5]
+    sums = _sums([w]).numpy()
+    assert sums[1] == sums[3]
+    rows = [(row,) for row in w]
+    assert _likeness(rows, sums, known=1) == [0, 1, 0, 3, 4, 5]
+    assert _likeness(rows, np.zeros(6), known=3) == [0, 0, 0, 3, 4, 5]
+    for dtype in (torch.float64, torch.bfloat16):
+        assert _likeness([(row,) for row in w.to(dtype)], np.zeros(6), known=1)[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [
+        ("fedavg", 1),  # both cells
+        ("separate", 3),  # clients' own data; whether models are alike that seem so; the pooled data
+        ("ditto", 1 + 3),
+        ("ifca", 2 + 2),  # the best model is tried on clients' own data; all are known on the pooled
+    ],
+)
+def test_the_host_waits_seldom(name: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that can be asked is asked before anything is looked at, so that the device does not idle."""
+    algorithm, server, federation = played(name, "stacked", statistics=False)
+    settings, seen = Evaluate(personal_pooled="yes"), []
+    for way in ("cpu", "item", "tolist", "__bool__", "__float__", "__int__"):
+        usual = getattr(torch.Tensor, way)
+
+        def noted(value: torch.Tensor, usual: Any = usual, way: str = way) -> Any:
+            seen.append(way)
+            return usual(value)
+
+        monkeypatch.setattr(torch.Tensor, way, noted)
+    evaluate(algorithm, server, federation, settings)
+    assert seen == ["cpu"] * waits
 
 
 @pytest.mark.parametrize("splits", [(), ("validation",)])

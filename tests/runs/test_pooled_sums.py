@@ -16,7 +16,6 @@ from sartor.data.clients import ClientData, Split, from_clients
 from sartor.data.partitions import apply, make_partition
 from sartor.data.sources import Source
 from sartor.engines.base import LocalEngine
-from sartor.federation.federation import Federation
 from sartor.model.task import Task
 from sartor.runs import evaluation
 from sartor.runs.evaluation import Cell, evaluate
@@ -47,13 +46,13 @@ def network(*layers: nn.Module) -> Task:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The splits that clients are asked about."""
     seen: list[str] = []
-    answers = evaluation._answers
+    made = evaluation.evaluation_of
 
-    def noted(federation: Federation, call: Any, clients: Any, splits: tuple[str, ...], what: Any) -> Any:
-        seen.extend(splits)
-        return answers(federation, call, clients, splits, what)
+    def noted(function: Any, splits: str, tallies: str) -> Any:
+        seen.extend(splits.split("+"))
+        return made(function, splits, tallies)
 
-    monkeypatch.setattr(evaluation, "_answers", noted)
+    monkeypatch.setattr(evaluation, "evaluation_of", noted)
     return seen
 
 

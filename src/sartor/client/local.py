@@ -55,6 +55,8 @@ class Batches:
     """Whether ``local.augment`` is for them."""
     anew: bool = False
     """Whether each is drawn anew among all samples, rather than all of them in turn."""
+    summed: int = 0
+    """Where all that a batch does is to add to so many numbers: they may be of any size, and go at once."""
 
     def width(self, most: int) -> int:
         """Samples per batch, where the largest client has ``most``."""
@@ -293,7 +295,8 @@ class Client:
             added = self.task.each(of_model, cast("Sequence[Any]", model)) if several else of_model(model)
             return {name: value + added[name] for name, value in total.items()}
 
-        totals = self.scan(add, zeros, Batches(split, self._evaluation_batch))
+        summed = sum(value.numel() for value in zeros.values())
+        totals = self.scan(add, zeros, Batches(split, self._evaluation_batch, summed=summed))
         return {**totals, "n": like}
 
     def _counted(self, batch: Batch, counted: dict[str, Tally], model: Any) -> dict[str, Tensor]:

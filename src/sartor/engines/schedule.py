@@ -14,6 +14,9 @@ lanes at any time, and nobody ever changes place.
 
 A short batch is padded, unless a sample's result depends on the others of its batch: then batches are taken
 together that are as wide as each other.
+
+Where batches do no more than add something up, a lane has a piece of a client's samples: all pieces of all
+clients go at once, and they are narrow, so that little is padded however unlike clients are.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ WIDTHS = 4
 """Numbers of lanes per power of two where there are fewer and fewer."""
 FEW_WIDTHS = 2
 """As many where each of them is captured."""
+NARROWEST = 16
+"""Samples of a piece at least."""
 
 
 def bucket(number: int, grain: int = 8) -> int:
@@ -59,6 +64,8 @@ class Shape:
     """Whether all lanes go through the same samples, which then lie there once."""
     in_a_row: bool = False
     """Whether the samples of one step are all that there are, lane by lane."""
+    pieces: bool = False
+    """Whether a lane has a piece of a client's samples, one client's behind the other's."""
 
 
 class Stretch(NamedTuple):
@@ -228,6 +235,41 @@ def exactly(
     shape = Shape(clients, sum(part.steps for part in parts), width, places, packed=True, full=True)
     whose, which = (np.concatenate([np.zeros(0, dtype=np.int64), *tables]) for tables in (rows, turns))
     return Plan(batches, sizes, shape, whose, which, tuple(parts))
+
+
+def piece_width(batches: Batches, sizes: np.ndarray, sample: int, piece: int) -> int:
+    """How wide pieces of clients with these numbers of samples are at best: little is padded, and not many.
+
+    A sample takes so many numbers, a piece some besides, and so does what it adds, which is gathered.
+
+    >>> piece_width(Batches(size=500, summed=101), np.array([20, 400]), 1000, 0)
+    32
+    >>> piece_width(Batches(size=500, summed=101), np.array([400, 400]), 1000, 0)
+    400
+    """
+    widest = batches.width(int(sizes.max(initial=0)))
+    doubled = (NARROWEST << times for times in range(widest.bit_length()))
+
+    def cost(width: int) -> int:
+        counts = batches.per_epoch(sizes, width)
+        gathered = len(sizes) * int(counts.max(initial=0)) * batches.summed
+        return int(counts.sum()) * (width * sample + piece + batches.summed) + gathered
+
+    return min([widest, *itertools.takewhile(lambda width: width < widest, doubled)], key=cost)
+
+
+def in_pieces(batches: Batches, sizes: np.ndarray, width: int) -> Plan:
+    """Steps of pieces, each of as many samples as if every client had a lane and full batches."""
+    clients, counts = len(sizes), batches.per_epoch(sizes, width)
+    total = int(counts.sum())
+    most = int(sizes.max(initial=0))
+    steps = -(-total * width // max(1, clients * (batches.size or most)))
+    lanes = bucket(-(-total // max(1, steps)))
+    rows, turns = np.full(steps * lanes, clients), np.zeros(steps * lanes, dtype=np.int64)
+    rows[:total] = np.repeat(np.arange(clients), counts)
+    turns[:total] = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = Shape(lanes, steps, width, bucket(max(1, most)), packed=True, full=False, pieces=True)
+    return Plan(batches, sizes, shape, rows, turns, (Stretch(1, lanes, width),) * steps)
 
 
 def _in_order(

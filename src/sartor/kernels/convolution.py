@@ -12,7 +12,7 @@ one differentiable function, ``_Product``, holds all three, and may be different
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ def conv2d(
     """
     if isinstance(padding, str) or not _kernels_serve(x, weight):
         return F.conv2d(x, weight, bias, stride, padding)
-    shape = _shape(x, weight, _pair(stride), _pair(padding))
+    differentiated = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    shape = replace(_shape(x, weight, _pair(stride), _pair(padding)), passed=not differentiated)
     if not shape.fits(x.shape, weight.shape):
         return F.conv2d(x, weight, bias, stride, padding)
     return _apply("result", x, weight, bias, shape)
@@ -73,6 +74,8 @@ class _Shape:
     padding: Pair
     image: Pair
     kernel: Pair
+    passed: bool = False
+    """Whether nothing is differentiated, so that images of lanes with the same weights may be one lane's."""
 
     @property
     def result(self) -> Pair:
@@ -157,6 +160,13 @@ class _Product(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         """Lanes of both operands go to the kernels; lanes of one are more samples or channels of it."""
         left_lanes, right_lanes, bias_lanes = in_dims[1:4]
+        if shape.passed and left.dim() == 5 and right_lanes is None and bias_lanes is None:
+            images = left.movedim(left_lanes, 0)
+            one = images.reshape(1, -1, *images.shape[2:])
+            if shape.fits(one.shape[1:], right.shape):
+                own = None if bias is None else bias[None]
+                result = _apply(role, one, right[None], own, shape)
+                return result.view(*images.shape[:2], *result.shape[2:]), 0
         if bias is not None:
             own = bias_lanes is not None
             bias = bias.movedim(bias_lanes, 0) if own else bias.expand(info.batch_size, *bias.shape)

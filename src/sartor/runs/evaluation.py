@@ -14,7 +14,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial, wraps
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,13 @@ log = logging.getLogger(__name__)
 CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
 MOST_HELD = 10**8
 """Numbers of personal models that are held at once to find equal ones."""
+WHOLE = 2**52
+"""Whole numbers below it are exact in float64."""
+
+Question = tuple[Call, np.ndarray, tuple[str, ...]]
+"""How models are made, who tries them, and on which splits."""
+Counted = dict[str, np.ndarray]
+"""What was counted by name, a row for each client."""
 
 POOLED_BUDGET = 10**11
 """``evaluate.personal_pooled = auto`` stops at this many clients × pooled samples × parameters."""
@@ -185,52 +191,63 @@ def _shared_cells(models: Tensor, clients: np.ndarray, tried: Tried) -> dict[str
     federation, what = tried.federation, tried.what
     # Buffers that clients keep to themselves are no part of a model that is tried on all data.
     statistics = federation.mean_buffers if federation.policy == "local" else None
-    asked, pooled = _on_pooled(models, statistics, clients, tried)
-    best = max(range(len(pooled)), key=lambda place: (rank(pooled[place]), -place))
     one, splits = models.dim() == 1, _validated(federation)
+    call, questions = Call(shared_model, {"w": models}), _on_pooled(models, statistics, clients, federation)
+    counts_own = "test" in questions and statistics is None
+    if one and not counts_own:
+        questions["local"] = call, clients, ("test", *splits)
+    elif splits:
+        questions["local"] = call, clients, splits
+    found = _all_answers(federation, questions, what)
+    each = each_model(_total(found))
+    if federation.engine.pools:
+        tried.add(models, federation.buffers if statistics is None else statistics, each)
+    pooled = [cell_of(counted, what) for counted in each]
+    best = max(range(len(pooled)), key=lambda place: (rank(pooled[place]), -place))
     cells = {"shared_pooled": pooled[best] if one else _best_of(pooled, best)}
-    local = {}
-    if asked is None or statistics is not None:
-        shared = Call(shared_model, {"w": models if one else models[best]})
-        local = _answers(federation, shared, clients, ("test", *splits) if one else ("test",), what)
-    else:  # every client has counted on its own test data already
-        local["test"] = {name: rows[clients] for name, rows in each_model(asked)[best].items()}
-    cells["shared_local"] = cell_of(local["test"], what)
+    if counts_own:  # every client has counted on its own test data already
+        local = {name: rows[clients] for name, rows in each_model(found["test"]["test"])[best].items()}
+    elif one:
+        local = found["local"]["test"]
+    else:
+        call = Call(shared_model, {"w": models[best]})
+        local = _answers(federation, call, clients, ("test",), what)["test"]
+    cells["shared_local"] = cell_of(local, what)
     if splits:
         # The best by its own: which one is best on test data must not be seen here.
-        if "validation" not in local:
-            local = _answers(federation, Call(shared_model, {"w": models}), clients, splits, what)
-        judged = [cell_of(each, what) for each in each_model(local["validation"])]
+        judged = [cell_of(counted, what) for counted in each_model(found["local"]["validation"])]
         cells["shared_validation"] = max(judged, key=rank)
     return cells
 
 
 def _on_pooled(
-    models: Tensor, statistics: Tensor | None, clients: np.ndarray, tried: Tried
-) -> tuple[dict[str, np.ndarray] | None, list[Cell]]:
-    """A cell of each shared model on the pooled test data, and what every client counted for it.
+    models: Tensor, statistics: Tensor | None, clients: np.ndarray, federation: Federation
+) -> dict[str, Question]:
+    """What is asked to know the shared models on the pooled test data, by the split that it is about.
 
     Those are the same for every client, so one of them is asked; where nobody has them all, or they are
     the clients' own, every client is asked for its share, and what they count is added up.
     """
-    federation, what = tried.federation, tried.what
     engine, everyone = federation.engine, np.arange(federation.clients)
     # Several models are quicker on the pooled data, of which one is then tried on the clients' own.
     added = engine.adds_up and models.dim() == 1 and statistics is None and len(clients) == len(everyone)
     call = Call(shared_model, {"w": models, **({} if statistics is None else {"statistics": statistics})})
-    counted = None
     if engine.pools and not added:
-        total = _answers(federation, call, clients[:1], ("pooled",), what)["pooled"]
-    else:
-        counted = _answers(federation, call, everyone, ("test",), what)["test"]
-        total = {name: values.sum(axis=0, keepdims=True) for name, values in counted.items()}
+        return {"pooled": (call, clients[:1], ("pooled",))}
+    asked: dict[str, Question] = {"test": (call, everyone, ("test",))}
     if added and "rest" in engine.counts:
-        rest = _answers(federation, call, clients[:1], ("rest",), what)["rest"]
-        total = {name: values + rest[name] for name, values in total.items()}
-    found = each_model(total)
-    if engine.pools:
-        tried.add(models, federation.buffers if statistics is None else statistics, found)
-    return counted, [cell_of(each, what) for each in found]
+        asked["rest"] = call, clients[:1], ("rest",)
+    return asked
+
+
+def _total(found: dict[str, dict[str, Counted]]) -> Counted:
+    """What was counted on the pooled test data, in all of them or added up."""
+    if "pooled" in found:
+        return found["pooled"]["pooled"]
+    total = {name: values.sum(axis=0, keepdims=True) for name, values in found["test"]["test"].items()}
+    if "rest" in found:
+        total = {name: values + found["rest"]["rest"][name] for name, values in total.items()}
+    return total
 
 
 def _personal_cells(call: Call, clients: np.ndarray, tried: Tried, pooling: bool) -> dict[str, Cell]:
@@ -258,18 +275,18 @@ class Tried:
 
     def __init__(self, federation: Federation, what: Measured) -> None:
         self.federation, self.what = federation, what
-        self._counted: dict[bytes, dict[str, np.ndarray]] = {}
+        self._shared: list[Tensor] = []
+        """The shared models and their buffers, a row for each."""
+        self._counted: list[Counted] = []
+        """What was counted with each of them."""
 
-    def add(self, models: Tensor, buffers: Tensor | None, found: Sequence[dict[str, np.ndarray]]) -> None:
-        """Remember what was counted with shared models that have these buffers."""
+    def add(self, models: Tensor, buffers: Tensor | None, found: Sequence[Counted]) -> None:
+        """Remember what was counted with the shared models, which have these buffers."""
         rows = models.view(len(found), -1)
-        keys = _keys([rows] if buffers is None else [rows, buffers.expand(len(found), -1)])
-        for key, each in zip(keys, found, strict=True):
-            self._counted[key] = {name: row[0] for name, row in each.items()}
+        self._shared = [rows] if buffers is None else [rows, buffers.expand(len(found), -1)]
+        self._counted = [{name: row[0] for name, row in each.items()} for each in found]
 
-    def personal(
-        self, call: Call, clients: np.ndarray, splits: tuple[str, ...]
-    ) -> dict[str, dict[str, np.ndarray]]:
+    def personal(self, call: Call, clients: np.ndarray, splits: tuple[str, ...]) -> dict[str, Counted]:
         """What clients count with their own models on their splits and on the pooled test data."""
         most = max(1, MOST_HELD // max(1, self.federation.task.size))
         parts = []
@@ -282,43 +299,64 @@ class Tried:
             for split, counted in parts[0].items()
         }
 
-    def _block(
-        self, call: Call, clients: np.ndarray, splits: tuple[str, ...]
-    ) -> dict[str, dict[str, np.ndarray]]:
+    def _block(self, call: Call, clients: np.ndarray, splits: tuple[str, ...]) -> dict[str, Counted]:
         function = comparison_of(call.function, "+".join(splits), "+".join(self.what.tallies))
         values = dict(self.federation.ask(function, clients, call.shared, call.each).values)
         models: dict[str, Tensor] = {name: values.pop(name) for name in ("w", "statistics") if name in values}
-        found = _by_split(values)
-        if models:  # else they are functions and were tried by their clients
-            found["pooled"] = self._pooled(models, clients)
+        # Without numbers they are functions, and were tried by their clients.
+        sums = [_sums(parts) for parts in (self._shared, [*models.values()]) if parts] if models else []
+        brought = _brought([*values.values(), *sums])
+        found = _by_split(dict(zip(values, brought, strict=False)))
+        if models:
+            found["pooled"] = self._pooled(models, clients, np.concatenate(brought[len(values) :]))
         return found
 
-    def _pooled(self, models: dict[str, Tensor], clients: np.ndarray) -> dict[str, np.ndarray]:
-        """What is counted with these models, one of each client; those not known yet are tried."""
-        keys = _keys(list(models.values()))
-        first = {key: place for place, key in reversed(list(enumerate(keys))) if key not in self._counted}
-        if first:
-            places = np.sort(list(first.values()))
+    def _pooled(self, models: dict[str, Tensor], clients: np.ndarray, sums: np.ndarray) -> Counted:
+        """What is counted with these models, one of each client; those not known yet are tried.
+
+        ``sums`` are those of the shared models and of these.
+        """
+        rows = [*zip(*self._shared, strict=True), *zip(*models.values(), strict=True)]
+        known = len(self._counted)
+        like = _likeness(rows, sums, known)
+        counted = dict(enumerate(self._counted))
+        new = [place for place in range(known, len(rows)) if like[place] == place]
+        if new:
+            places = np.array(new) - known
             index = self.federation.tensor(places)
-            call = Call(shared_model, each={name: rows[index] for name, rows in models.items()})
-            new = _answers(self.federation, call, clients[places], ("pooled",), self.what)["pooled"]
-            for row, place in enumerate(places.tolist()):
-                self._counted[keys[place]] = {name: rows[row] for name, rows in new.items()}
-        names = self._counted[keys[0]]
-        return {name: np.stack([self._counted[key][name] for key in keys]) for name in names}
+            call = Call(shared_model, each={name: every[index] for name, every in models.items()})
+            found = _answers(self.federation, call, clients[places], ("pooled",), self.what)["pooled"]
+            for row, place in enumerate(new):
+                counted[place] = {name: values[row] for name, values in found.items()}
+        each = [counted[place] for place in like[known:]]
+        return {name: np.stack([one[name] for one in each]) for name in each[0]}
 
 
-def _keys(parts: Sequence[Tensor]) -> list[bytes]:
-    """What tells models apart, of which the parts have a row each."""
-    rows = [part.cpu().contiguous().view(torch.uint8).numpy() for part in parts]
-    return [_digest(row) for row in zip(*rows, strict=True)]
+def _sums(parts: Sequence[Tensor]) -> Tensor:
+    """A number of each model, of which the parts have a row each: equal models have equal numbers."""
+    return torch.stack([_bits(part).sum(1) for part in parts]).sum(0).remainder(WHOLE)
 
 
-def _digest(row: Sequence[np.ndarray]) -> bytes:
-    digest = blake2b(digest_size=16)
-    for part in row:  # as they lie, without a copy
-        digest.update(part.data)
-    return digest.digest()
+def _likeness(rows: Sequence[tuple[Tensor, ...]], sums: np.ndarray, known: int) -> list[int]:
+    """The place of a model before each, after the ``known`` ones, that is equal to it; else its own."""
+    first: dict[float, int] = {}
+    like = [first.setdefault(number, place) for place, number in enumerate(sums.tolist())]
+    alike = [place for place in range(known, len(rows)) if like[place] != place]
+    if alike:
+        equal = _brought([torch.stack([_equal(rows[place], rows[like[place]]) for place in alike])])[0]
+        for place in np.array(alike)[equal == 0].tolist():
+            like[place] = place
+    return like
+
+
+def _equal(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> Tensor:
+    """Whether two models are equal to the bit, as a tensor where they are."""
+    return torch.stack([(_bits(a) == _bits(b)).all() for a, b in zip(one, other, strict=True)]).all()
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Numbers as the whole numbers that their bits are."""
+    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
 def personal_models(algorithm: Algorithm[Any, Any], server: Any, clients: np.ndarray) -> Call | None:
@@ -452,30 +490,53 @@ def model_of(function: ClientFunction) -> ClientFunction:
 
 def _answers(
     federation: Federation, call: Call, clients: np.ndarray, splits: tuple[str, ...], what: Measured
-) -> dict[str, dict[str, np.ndarray]]:
+) -> dict[str, Counted]:
     """What clients count on each split, one row each; a client that is gone has counted nothing."""
-    function = evaluation_of(call.function, "+".join(splits), "+".join(what.tallies))
-    replies = federation.ask(function, clients, call.shared, call.each)
-    found = _by_split(replies.values)
-    return {split: _believed(federation, found[split], replies.clients, clients, split) for split in splits}
+    return _all_answers(federation, {"": (call, clients, splits)}, what)[""]
 
 
-def _by_split(values: Mapping[str, Tensor]) -> dict[str, dict[str, np.ndarray]]:
+def _all_answers(
+    federation: Federation, questions: Mapping[str, Question], what: Measured
+) -> dict[str, dict[str, Counted]]:
+    """As :func:`_answers` to several questions: all are asked before the host waits for what is counted."""
+    replies = {}
+    for name, (call, clients, splits) in questions.items():
+        function = evaluation_of(call.function, "+".join(splits), "+".join(what.tallies))
+        replies[name] = federation.ask(function, clients, call.shared, call.each)
+    brought = iter(_brought([value for given in replies.values() for value in given.values.values()]))
+    answers = {}
+    for name, (_, clients, splits) in questions.items():
+        counted = replies[name].clients
+        found = _by_split({key: next(brought) for key in replies[name].values})
+        answers[name] = {
+            split: _believed(federation, found[split], counted, clients, split) for split in splits
+        }
+    return answers
+
+
+def _brought(values: Sequence[Tensor]) -> list[np.ndarray]:
+    """Numbers on the host, in float64: in one go, as each would wait for the device."""
+    joined = torch.cat([value.double().flatten() for value in values]).cpu().numpy()
+    parts = np.split(joined, np.cumsum([value.numel() for value in values])[:-1])
+    return [part.reshape(value.shape) for part, value in zip(parts, values, strict=True)]
+
+
+def _by_split(values: Mapping[str, np.ndarray]) -> dict[str, Counted]:
     """What was counted, by split and name."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    found: dict[str, Counted] = {}
     for key, value in values.items():
         split, _, name = key.partition(".")
-        found.setdefault(split, {})[name] = value.double().cpu().numpy()
+        found.setdefault(split, {})[name] = value
     return found
 
 
 def _believed(
     federation: Federation,
-    answers: dict[str, np.ndarray],
+    answers: Counted,
     counted: np.ndarray,
     clients: np.ndarray,
     split: str,
-) -> dict[str, np.ndarray]:
+) -> Counted:
     """A row for each of the clients: what those have ``counted`` who answered, if it can be, else zeros."""
     if not federation.engine.pools:  # what clients elsewhere say that they have counted may be anything
         # Of pixels or words there may be any number in a sample.
@@ -495,7 +556,7 @@ def _believed(
     return filled
 
 
-def each_model(answers: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+def each_model(answers: Counted) -> list[Counted]:
     """What was counted with each model, where everyone has tried several; else what was counted."""
     if answers["loss"].ndim == 1:
         return [answers]
@@ -505,7 +566,7 @@ def each_model(answers: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     ]
 
 
-def _possible(answers: dict[str, np.ndarray], samples: np.ndarray, per_sample: bool) -> np.ndarray:
+def _possible(answers: Counted, samples: np.ndarray, per_sample: bool) -> np.ndarray:
     """Which clients have counted as many samples as they have, each once."""
     good: np.ndarray = answers["n"] == samples
     for counted in each_model(answers):
@@ -514,7 +575,7 @@ def _possible(answers: dict[str, np.ndarray], samples: np.ndarray, per_sample: b
     return good
 
 
-def cell_of(answers: dict[str, np.ndarray], what: Measured) -> Cell:
+def cell_of(answers: Counted, what: Measured) -> Cell:
     """A cell of what clients have counted, one row each."""
     n = answers["n"]
     loss = answers["loss"] / np.maximum(n, 1)

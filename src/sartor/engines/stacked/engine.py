@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -33,6 +33,8 @@ from sartor.engines.schedule import (
     Stretch,
     Usual,
     bucket,
+    in_pieces,
+    piece_width,
     plan,
     sample_order,
     samples_at,
@@ -140,6 +142,7 @@ class StackedEngine(LocalEngine):
         self._tracer = Tracer(task, settings, most, norms=self.graphs.wanted)
         self._plans: dict[Hashable, Plan] = {}
         self._expected: dict[tuple[Batches, int], Usual] = {}
+        self._widths: dict[tuple[Batches, bool], int] = {}
         self._counted: dict[int, Tensor] = {}
         self._filled: dict[tuple[int, ...], Tensor] = {}
         self._known: tuple[Any, str] | None = None
@@ -219,9 +222,9 @@ class StackedEngine(LocalEngine):
         order = np.argsort(-self.samples["train"].counts[work.numbers], kind="stable")
         results: list[Any] = []
         for first in range(0, clients, size):
-            # A last chunk is filled up with copies of its first client, so that all chunks have one shape.
+            # A last chunk is filled up with copies of its last client, so that all chunks have one shape.
             taken = order[first : first + size]
-            places = np.concatenate([taken, np.repeat(taken[:1], size - len(taken))])
+            places = np.concatenate([taken, np.repeat(taken[-1:], size - len(taken))])
             index = to_device(places, self.device)
             result, _ = self.run_chunk(work.rows(places, index))
             results.append(tree_map(partial(_first, len(taken)), result))
@@ -278,7 +281,8 @@ class StackedEngine(LocalEngine):
         """What is known of a call of these clients before its round is."""
         plans = None
         if program.scans is not None:
-            plans = [self._plan(batches, work) for batches in program.scans]
+            scans = program.scans
+            plans = [self._plan(batches, work, scans[:place]) for place, batches in enumerate(scans)]
         tables = [self._table(plan, work) for plan in plans or ()]
         parts = self._header(work)
         changing: dict[int, OfRounds] = {HEADER_ROUNDS: lambda rounds: rounds}
@@ -364,7 +368,7 @@ class StackedEngine(LocalEngine):
                 return finished
             if plans is None and self._bring(batches.split, work.numbers):
                 fixed = fixed._replace(data=self._data())
-            scan_plan = self._plan(batches, work) if plans is None else plans[len(scans)]
+            scan_plan = self._plan(batches, work, scans) if plans is None else plans[len(scans)]
             table = self._table(scan_plan, work).there(self.device) if plans is None else tables[len(scans)]
             run = partial(self._scan, program, len(scans))
             trains = work.keeps or scan_plan.shape.packed or batches.shuffled
@@ -454,6 +458,9 @@ class StackedEngine(LocalEngine):
         if LAYERS in keys:
             # For all steps at once, as a key takes many small operations.
             drawn = (*drawn, _folded(keys[LAYERS][lanes.clamp(max=clients - 1)], turns))
+        if shape.pieces:
+            key = (position, shape.lanes, *key[2:])
+            return self._in_pieces(program, key, plan, lanes, given, carry, drawn)
         if table.order:
             return self._in_order(program, key, plan, table.order[0], given, carry, drawn)
         # One more row, for idle lanes to work on.
@@ -471,6 +478,35 @@ class StackedEngine(LocalEngine):
             for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
                 whole.index_copy_(0, whose, part)
         return tree_map(lambda value: value[:clients], carry)
+
+    def _in_pieces(
+        self,
+        program: Program,
+        key: Kind,
+        plan: Plan,
+        whose: Tensor,
+        given: Given,
+        carry: Any,
+        turns: tuple[Tensor, ...],
+    ) -> Any:
+        """A scan that adds something up: what every piece of the samples adds, summed for each client."""
+        fixed, rows, memo = given
+        total, width, client = len(whose), plan.shape.width, whose.clamp(max=len(rows.number) - 1)
+        # One more row, of nothing, for clients with fewer pieces.
+        added = tree_map(lambda value: value.new_zeros((total + 1, *value.shape[1:])), carry)
+        end = 0
+        for stretch in plan.stretches:
+            there, turn = slice(end, end + stretch.lanes), _laid_out(turns, end, stretch)
+            some = self._tracer.some(program, key, fixed, (rows, memo), client[there])
+            own = tree_map(lambda value: value[there], added)  # noqa: B023
+            after = self._steps(program, key, plan, (fixed, *some), own, turn)
+            for whole, part in zip(tree_leaves(added), tree_leaves(after), strict=True):
+                whole[there] = part
+            end += stretch.lanes
+        count = plan.batches.per_epoch(rows.counts[plan.batches.split], width)[:, None]
+        column = self._counting(-(-plan.shape.places // width))
+        place = torch.where(column < count, count.cumsum(0) - count + column, total)
+        return tree_map(lambda value, every: value + every[place].sum(1, dtype=value.dtype), carry, added)
 
     def _in_order(
         self,
@@ -558,14 +594,19 @@ class StackedEngine(LocalEngine):
             return random.keys(self.settings.seed, stream, rounds, numbers)
         return random.keys(self.origins.seeds[numbers], stream, rounds, self.origins.numbers[numbers])
 
-    def _plan(self, batches: Batches, work: Work) -> Plan:
+    def _plan(self, batches: Batches, work: Work, before: Sequence[Batches]) -> Plan:
+        """How these clients take the steps of a scan, with the scans ``before`` it in their function."""
         sizes = self.samples[batches.split].counts[work.numbers]
         epochs = None if batches.law is None else self._epochs(batches.law, work)
         common = not batches.shuffled and self.samples[batches.split].common(work.numbers)
-        key = (batches, common, sizes.tobytes(), None if epochs is None else epochs.tobytes())
+        pieces = self._pieces(batches, bool(work.own) or not all(scan.summed for scan in before))
+        key = (batches, common, pieces, sizes.tobytes(), None if epochs is None else epochs.tobytes())
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
+            if pieces:
+                self._plans[key] = in_pieces(batches, sizes, pieces)
+                return self._plans[key]
             expected, rounded = self._usual(batches, len(sizes)), self.graphs.wanted
             lanes = self.settings.lanes
             self._plans[key] = plan(
@@ -581,6 +622,20 @@ class StackedEngine(LocalEngine):
                 own=self.keeps_lanes,
             )
         return self._plans[key]
+
+    def _pieces(self, batches: Batches, own: bool) -> int:
+        """How wide the pieces of a scan that adds something up are; 0 where batches are better.
+
+        ``own``: every client has a model of its own, which its pieces have a copy of each.
+        """
+        if not batches.summed or not self.keeps_lanes or self._exact or self.settings.lanes:
+            return 0
+        key = (batches, own)
+        if key not in self._widths:
+            sizes, model = self.samples[batches.split].counts, own * self.task.size
+            width = piece_width(batches, sizes, self._activations, model)
+            self._widths[key] = width if width < batches.width(int(sizes.max(initial=0))) else 0
+        return self._widths[key]
 
     def _usual(self, batches: Batches, clients: int) -> Usual:
         """What is to be expected of so many clients, whoever they are."""

@@ -323,7 +323,7 @@ class Tracer:
         reads = self.reads(program, key, fixed)
         return tree_unflatten(
             [
-                leaf.index_select(0, rows) if read else leaf[: len(rows)]
+                leaf.index_select(0, rows) if read else leaf[:1].expand(len(rows), *leaf.shape[1:])
                 for leaf, read in zip(leaves, reads, strict=False)
             ],
             spec,

@@ -1,0 +1,157 @@
+"""What only adds up takes the samples of all clients in narrow pieces at once, and counts the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_pieces import Again, captures  # noqa: F401
+from test_schedule import check_turns
+from torch import Tensor, nn
+
+from helpers import classification, federation_of, method, play
+from sartor.client.local import Batches
+from sartor.data.clients import ClientData
+from sartor.engines import schedule
+from sartor.engines.schedule import in_pieces, piece_width, turn_table
+from sartor.engines.stacked.engine import StackedEngine
+from sartor.model.task import Task
+from sartor.runs.evaluation import Cell, evaluate
+from sartor.runs.settings import Evaluate
+
+SIZES = (0, 1, 9, 40, 7, 24, 16, 3, 155, 12)
+NETWORKS = {
+    "dense": lambda: nn.Linear(5, 4),
+    "statistics": lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 4)),
+}
+
+
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=12), st.sampled_from([1, 2, 16, 32]), st.integers(1, 70)
+)
+def test_every_sample_is_in_one_piece(sizes: list[int], width: int, size: int) -> None:
+    counts = np.array(sizes, dtype=np.int64)
+    made = in_pieces(Batches("test", size, summed=1), counts, width)
+    assert made.rows is not None
+    assert made.turns is not None
+    assert made.shape.steps == len(made.stretches)
+    assert len(made.rows) == made.shape.steps * made.shape.lanes
+    check_turns(made.rows[:, None], made.turns[:, None], -(-counts // width))
+    given = (torch.from_numpy(part) for part in (counts, made.rows, made.turns))
+    begin, real = turn_table(made.batches, *given, width, made.shape.places)
+    taken = [
+        place
+        for first, many in zip(begin.tolist(), real.tolist(), strict=True)
+        for place in range(first, first + many)
+    ]
+    assert taken == [
+        client * made.shape.places + place for client, many in enumerate(sizes) for place in range(many)
+    ]
+    # No more samples are held at once than if every client had its batch.
+    most = size * len(sizes)
+    assert made.shape.lanes <= schedule.bucket(max(1, -(-most // width)))
+
+
+def test_pieces_are_as_wide_as_costs_least() -> None:
+    batches, unlike = Batches("test", 500, summed=101), np.array([390, 100, 60, 30, 10, 3])
+    assert piece_width(batches, unlike, 10**5, 0) == 16
+    assert piece_width(batches, unlike, 10**5, 10**8) == 390  # a copy of a large model for each
+    assert piece_width(Batches("test", 500, summed=10**7), unlike, 10**5, 0) == 390  # large sums
+    assert piece_width(batches, np.full(6, 390), 10**5, 0) == 390
+    assert piece_width(batches, np.full(6, 10_000), 10**5, 0) == 500
+    assert piece_width(batches, np.zeros(3, dtype=np.int64), 10**5, 0) == 1
+
+
+class Centred(nn.Module):
+    """A layer that mixes the samples of a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=0)
+
+
+def cells(engine: str, name: str, network: Any, times: int = 1, **settings: Any) -> dict[str, Cell]:
+    """What is evaluated after a round, and how often."""
+    torch.manual_seed(0)
+    data: ClientData = classification(SIZES, shape=(5,), dtype=torch.float64)
+    made = federation_of(engine, Task(network().double(), classes=4), data, local={"batch": 4}, **settings)
+    algorithm = method(name, made)
+    server = play(algorithm, made, [[0, 3, 5, 8]])
+    found = [evaluate(algorithm, server, made, Evaluate(personal_pooled="yes")) for _ in range(times)]
+    return found[-1]
+
+
+def same(found: dict[str, Cell], expected: dict[str, Cell]) -> None:
+    assert found.keys() == expected.keys()
+    for name, cell in found.items():
+        np.testing.assert_array_equal(cell.n, expected[name].n)
+        np.testing.assert_allclose(cell.loss, expected[name].loss, rtol=1e-9)
+        for score, values in cell.scores.items():
+            np.testing.assert_array_equal(values, expected[name].scores[score])
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch, traced: None) -> list[Any]:
+    """Every plan of pieces, which are taken here as on CUDA, and narrow ones."""
+    made: list[Any] = []
+
+    def noted(*arguments: Any) -> Any:
+        made.append(in_pieces(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(StackedEngine, "keeps_lanes", True)
+    monkeypatch.setattr(schedule, "NARROWEST", 2)
+    monkeypatch.setattr("sartor.engines.stacked.engine.in_pieces", noted)
+    return made
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "fedupdate", "ifca"])
+def test_pieces_count_what_the_loop_counts(
+    captures: list[Again],  # noqa: F811
+    plans: list[Any],
+    name: str,
+    network: str,
+    graphs: bool,
+) -> None:
+    """One shared model or several, personal ones that are kept or trained; captured when they come again."""
+    expected = cells("loop", name, NETWORKS[network])
+    same(cells("stacked", name, NETWORKS[network], times=4, graphs=graphs), expected)
+    assert plans
+    assert any(graph.whole for graph in captures) is graphs
+
+
+@pytest.mark.parametrize("settings", [{"chunk": 3}, {"evaluation_batch": 5}])
+def test_chunks_and_several_steps_count_the_same(
+    captures: list[Again],  # noqa: F811
+    plans: list[Any],
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sartor.engines.stacked.engine.piece_width", lambda *_: 2)
+    expected = cells("loop", "fedavg", NETWORKS["statistics"])
+    same(cells("stacked", "fedavg", NETWORKS["statistics"], times=4, **settings), expected)
+    assert max(plan.shape.steps for plan in plans) > 1 or "chunk" in settings
+
+
+def test_batches_stay_whole_where_samples_mix_or_lanes_are_few(plans: list[Any]) -> None:
+    def mixing() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 6), Centred(), nn.Linear(6, 4))
+
+    same(cells("stacked", "ditto", mixing), cells("loop", "ditto", mixing))
+    cells("stacked", "ditto", NETWORKS["dense"], lanes=3)
+    assert not plans
+
+
+def test_little_is_padded_however_unlike_clients_are() -> None:
+    """Clients as Dirichlet's law with α = 0.1 makes them."""
+    sizes = np.maximum(1, (390 * np.exp(-np.linspace(0, 5, 100))).astype(np.int64))
+    batches = Batches("test", 500, summed=101)
+    made = in_pieces(batches, sizes, piece_width(batches, sizes, 118_794, 0))
+    assert made.shape.steps == 1
+    assert made.shape.lanes * made.shape.width < 1.25 * sizes.sum()
+    assert 100 * sizes.max() > 4 * sizes.sum()
