@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from helpers import classification, federation_of, method, play, resnet18
+from sartor.engines import schedule
 from sartor.engines.stacked.engine import StackedEngine
 from sartor.engines.stacked.graphs import STRIDES
 from sartor.federation import Federation
 from sartor.model.task import Task
+from sartor.runs.evaluation import evaluate
+from sartor.runs.settings import Evaluate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -61,6 +65,42 @@ def test_a_deep_network_equals_the_loop(way: str) -> None:
     expected = weights(federation(groups, "loop", "cpu"), cohorts=COHORTS[:3])
     made = federation(groups, "stacked", "cuda", way=way)
     torch.testing.assert_close(weights(made, cohorts=COHORTS[:3]), expected, rtol=1e-7, atol=1e-7)
+
+
+def plain() -> nn.Module:
+    """Two convolutions whose images go from one to the other, laid."""
+    torch.manual_seed(0)
+    first, second = (nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2)), (nn.Conv2d(4, 6, 2), nn.ReLU())
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(24, 4))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "ifca"])
+@pytest.mark.parametrize(
+    ("build", "dtype", "within"), [(convolutions, torch.float64, 1e-9), (plain, torch.float32, 1e-4)]
+)
+def test_pieces_of_samples_count_what_the_loop_counts(
+    name: str,
+    build: Callable[[], nn.Module],
+    dtype: torch.dtype,
+    within: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schedule, "NARROWEST", 2)
+    cells = []
+    for engine, device, times in (("loop", "cpu", 1), ("stacked", "cuda", 4)):
+        made = federation(build, engine, device, dtype)
+        algorithm = method(name, made)
+        server = play(algorithm, made, COHORTS[:1])
+        for _ in range(times):  # as it stands, in pieces, and captured as a whole
+            found = evaluate(algorithm, server, made, Evaluate(personal_pooled="yes"))
+        cells.append(found)
+    assert isinstance(made.engine, StackedEngine)
+    assert any(plan.shape.pieces for plan in made.engine._plans.values())
+    for name, cell in cells[0].items():
+        np.testing.assert_array_equal(cells[1][name].n, cell.n)
+        np.testing.assert_allclose(cells[1][name].loss, cell.loss, rtol=within)
+        if dtype is torch.float64:
+            np.testing.assert_array_equal(cells[1][name].scores["accuracy"], cell.scores["accuracy"])
 
 
 def test_no_cohort_needs_a_capture_of_its_own() -> None:

@@ -164,8 +164,8 @@ class _Product(torch.autograd.Function):
             images = left.movedim(left_lanes, 0)
             one = images.reshape(1, -1, *images.shape[2:])
             if shape.fits(one.shape[1:], right.shape):
-                own = None if bias is None else bias[None]
-                result = _apply(role, one, right[None], own, shape)
+                bias = None if bias is None else bias[None]
+                result = _apply(role, one, right[None], bias, shape)
                 return result.view(*images.shape[:2], *result.shape[2:]), 0
         if bias is not None:
             own = bias_lanes is not None
