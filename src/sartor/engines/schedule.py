@@ -243,7 +243,7 @@ def piece_width(batches: Batches, sizes: np.ndarray, sample: int, piece: int) ->
     A sample takes so many numbers, a piece some besides, and so does what it adds, which is gathered.
 
     >>> piece_width(Batches(size=500, summed=101), np.array([20, 400]), 1000, 0)
-    32
+    16
     >>> piece_width(Batches(size=500, summed=101), np.array([400, 400]), 1000, 0)
     400
     """
