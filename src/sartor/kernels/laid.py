@@ -37,10 +37,10 @@ class Parts(NamedTuple):
 
 
 def parts_of(positions: int, channels: int) -> Parts:
-    """The way to go through so many positions of a lane: in as many parts as fit into one sum afterwards."""
+    """The way to go through so many positions of a lane."""
     columns = power(room(channels), 4, 64)
     rows = 2048 // columns
-    turns = power(-(-positions // (128 * rows)), 1, 8)
+    turns = power(positions // (32 * rows), 1, 8)
     return Parts(rows, columns, turns, -(-positions // (rows * turns)))
 
 
@@ -337,16 +337,14 @@ class Split(NamedTuple):
 def split(gradient: torch.Size, weight: Sequence[int], tiles: Tiles | None = None) -> Split:
     """The way to add up weights [O, C, h, w] from a gradient [L, B, O, h, w], however many lanes there are.
 
-    There are enough programs per lane to fill the device, and at least a thousand positions for each of them;
-    half as many where one tile is all there is, so that a single lane has work for more of the device.
+    There are enough programs per lane to fill the device, and at least a thousand positions for each of them.
     """
     out, size = weight[0], math.prod(weight[1:])
     tiles = tiles or _correlate_tiles(out, size)
     line = power(gradient[4], 1, tiles.depth)
     pieces = gradient[1] * -(-gradient[3] // (tiles.depth // line)) * -(-gradient[4] // line)
     programs = -(-out // tiles.rows) * -(-size // tiles.columns)
-    least = 512 if programs == 1 else 1024
-    share = -(-pieces // max(1, min(64, -(-64 // programs), pieces * tiles.depth // least)))
+    share = -(-pieces // max(1, min(32, -(-64 // programs), pieces * tiles.depth // 1024)))
     return Split(tiles, line, share, -(-pieces // share))
 
 

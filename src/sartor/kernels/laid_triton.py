@@ -295,4 +295,4 @@ def _convolve_tiles(out: int, channels: int, positions: int) -> Tiles:
         return Tiles(64, columns, 32, warps=2 if columns == 16 else 4, stages=3 if columns == 128 else 4)
     if columns == channels == 16:  # all terms of a tile are of one place in the window
         return Tiles(256, columns, 16, warps=4, stages=3)
-    return Tiles(128, columns, 32, warps=4, stages=3 if columns == 128 else 4)
+    return Tiles(128, columns, 32, warps=8 if columns == 64 else 4, stages=2 if columns < 64 else 3)

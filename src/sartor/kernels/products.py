@@ -30,8 +30,6 @@ _MANY = 1024
 
 _PROGRAMS = 400
 """A product's terms are split among programs until there are about so many; measured on an H200."""
-_LONG = 512, 640
-"""Sums that leave each of twice as many programs half so many terms are split until there are so many."""
 
 
 def share(lanes: int, rows: int, columns: int, depth: int) -> int:
@@ -41,10 +39,7 @@ def share(lanes: int, rows: int, columns: int, depth: int) -> int:
     """
     programs = lanes * -(-rows // 64) * -(-columns // 64)
     splits = 1
-    terms, most = _LONG
-    while splits < 8 and depth >= 128 * splits:
-        if 2 * splits * programs > (most if depth >= terms * splits else _PROGRAMS):
-            break
+    while splits < 8 and 2 * splits * programs <= _PROGRAMS and depth >= 128 * splits:
         splits *= 2
     return depth if splits == 1 else -(-depth // (32 * splits)) * 32
 
