@@ -199,4 +199,4 @@ def test_a_browser_shows_the_runs_and_follows_them(browser: Browser, watch: Watc
         event["params"]["request"]["url"] for event in sent if event["method"] == "Network.requestWillBeSent"
     ]
     here = f"http://127.0.0.1:{watch.port}/"
-    assert all(url.startswith((here, "data:", "chrome:", "about:")) for url in asked_for)
+    assert all(url.startswith((here, "data:", "chrome:", "chrome-untrusted:", "about:")) for url in asked_for)
