@@ -24,6 +24,7 @@ MERGED = ("likelihood_gradient", "descended", "completed_product")
         ("fedavg", {}, True),
         ("fedavg", {"lr_decay": 0.9}, True),
         ("fedavg", {"momentum": 0.5, "weight_decay": 0.1}, False),
+        ("fedavg", {"optimizer": "adam"}, False),
         ("fedprox", {}, False),
         ("scaffold", {}, False),
         ("per-fedavg", {}, False),
@@ -33,7 +34,7 @@ MERGED = ("likelihood_gradient", "descended", "completed_product")
 def test_a_run_is_the_same(
     traced: None, name: str, local: dict[str, Any], steps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``steps``: whether the model moves where its gradient is joined."""
+    """``steps``: whether the model moves where its gradient is joined, and is not moved by more than that."""
     data, specialise = classification(RAGGED), products.specialise
     left, found = {}, []
 
@@ -61,6 +62,7 @@ def test_a_run_is_the_same(
             if node.target is torch.ops.sartor.descended.default
         ]
         assert any(moved) is (steps and merged)
+        assert any("sartor.pointwise." in target for target in targets) is (merged and not steps)
     for key, value in left[False].items():
         assert torch.equal(value, left[True][key]), key
 
