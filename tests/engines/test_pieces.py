@@ -40,7 +40,9 @@ class Again:
 
     def __init__(self, graphs: Graphs, work: Callable[[], Any], into: Sequence[Tensor]) -> None:
         self.graphs, self.whole = graphs, graphs._whole
+        before = [place.clone() for place in into]  # which a capture leaves as they are
         self.work, self.given, self.replays = work, work(), 0
+        torch._foreach_copy_(list(into), before) if into else None
         self.places = into or tree_leaves(self.given)
 
     def replay(self) -> None:

@@ -147,20 +147,35 @@ def descended(
     between them are products of two ``operands`` each; see ``products.stacked_product``. Without ``w`` the
     result is the gradient itself.
     """
+    return computed(w, layers, operands, numbers, of_right, places, alpha, rates)
+
+
+def computed(
+    w: Tensor | None,
+    layers: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    numbers: Sequence[Tensor | None],
+    of_right: Sequence[bool],
+    places: Sequence[int],
+    alpha: float,
+    rates: Tensor | None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """What :func:`descended` gives, written ``into`` a tensor if there is one, which may be ``w``."""
     pairs = zip(operands[::2], operands[1::2], numbers, of_right, places, strict=True)
     made = [Product(*product) for product in pairs]
     if (layers or operands)[0].is_cuda:
         from sartor.kernels import descent_triton
 
-        result: Tensor = descent_triton.descended(w, layers, made, alpha, rates)
+        result: Tensor = descent_triton.descended(w, layers, made, alpha, rates, into)
         return result
     pieces = [layer[:, 0] if layer.shape[1] == 1 else layer.sum(1) for layer in layers]
     for left, right, rows, of_other, place in made:
         pieces.insert(place, stacked_product(left, right, rows, of_other, left.shape[-1])[0].flatten(1))
-    gradient = torch.cat(pieces, 1)
-    if w is None:
-        return gradient
-    return torch.sub(w, gradient if rates is None else rates * gradient, alpha=alpha)
+    result = torch.cat(pieces, 1)
+    if w is not None:
+        result = torch.sub(w, result if rates is None else rates * result, alpha=alpha)
+    return result if into is None else into.copy_(result)
 
 
 @descended.register_fake

@@ -122,16 +122,23 @@ def _there(layout: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def descended(
-    w: Tensor | None, layers: Sequence[Tensor], made: Sequence[Product], alpha: float, rates: Tensor | None
+    w: Tensor | None,
+    layers: Sequence[Tensor],
+    made: Sequence[Product],
+    alpha: float,
+    rates: Tensor | None,
+    into: Tensor | None = None,
 ) -> Tensor:
-    """See ``descent.descended``."""
+    """See ``descent.computed``: a program reads of ``w`` just what it writes to the result."""
     layers = [layer if layer.stride(2) == 1 else layer.contiguous() for layer in layers]
     w, rates = (value if value is None else value.contiguous() for value in (w, rates))
     sizes = [layer.shape[2] for layer in layers]
     for product in made:
         sizes.insert(product.place, product.size)
     lanes, starts = made[0].lanes if made else len(layers[0]), [0, *itertools.accumulate(sizes)]
-    result = (made[0].left if made else layers[0]).new_empty(lanes, starts[-1])
+    result = into
+    if result is None:
+        result = (made[0].left if made else layers[0]).new_empty(lanes, starts[-1])
     for left, right, numbers, of_right, place in made:
         goes = Place(result, starts[place], w, alpha, rates)
         multiply(left, right, numbers, of_right, left.shape[-1], place=goes)

@@ -8,6 +8,7 @@ down no more than what is read elsewhere. The kernel is in ``pointwise_triton.py
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import operator
@@ -121,10 +122,15 @@ def _replace(graph: fx.Graph, group: Sequence[fx.Node]) -> None:
 @torch.library.custom_op("sartor::pointwise", mutates_args=())
 def pointwise(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
     """What a program makes of inputs that go with one another; see ``Program``, of which this is the JSON."""
+    return computed(inputs, program, ())
+
+
+def computed(inputs: Sequence[Tensor], program: str, into: Sequence[Tensor | None]) -> list[Tensor]:
+    """What :func:`pointwise` gives, each written ``into`` a tensor if there is one, which may be an input."""
     if any(value.is_cuda for value in inputs):
         from sartor.kernels import pointwise_triton
 
-        made: list[Tensor] = pointwise_triton.pointwise(inputs, program)
+        made: list[Tensor] = pointwise_triton.pointwise(inputs, program, into)
         return made
     steps, given = json.loads(program)
     values = list(inputs)
@@ -132,7 +138,11 @@ def pointwise(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
         operands = [values[part] if isinstance(part, int) else part for part in parts]
         alpha = {"alpha": operands.pop()} if name in ("add", "sub") and len(operands) > 2 else {}
         values.append(_PLAIN[name](*operands, **alpha))
-    return [values[number] for number in given]
+    results = [values[number] for number in given]
+    return [
+        result if place is None else place.copy_(result)
+        for result, place in itertools.zip_longest(results, into)
+    ]
 
 
 @pointwise.register_fake

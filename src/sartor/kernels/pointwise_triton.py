@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
+from itertools import zip_longest
 
 import torch
 import triton
@@ -97,11 +98,12 @@ def _kernel(program: str, spread: tuple[bool, ...]):
     return triton.jit(namespace["_pointwise"], do_not_specialize=["blocks"])
 
 
-def pointwise(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
-    """See ``pointwise.pointwise``."""
+def pointwise(inputs: Sequence[Tensor], program: str, into: Sequence[Tensor | None] = ()) -> list[Tensor]:
+    """See ``pointwise.computed``: a program reads all that it needs of its places before it writes there."""
     shape = torch.broadcast_shapes(*(value.shape for value in inputs))
     like = next(value for value in inputs if value.dtype == torch.float32)
-    results = [like.new_empty(shape) for _ in json.loads(program)[1]]
+    wanted = zip_longest(json.loads(program)[1], into)
+    results = [like.new_empty(shape) if place is None else place for _, place in wanted]
     lanes, size = shape
     every = [value.expand(shape) for value in inputs]
     # Where rows follow one another they are as good as one.

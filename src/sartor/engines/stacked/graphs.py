@@ -16,8 +16,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -192,17 +193,19 @@ class Steps:
     def _capture(self, stride: int, places: list[Tensor]) -> tuple[Any, list[Tensor]]:
         turns = [place.view(stride, self._lanes, *place.shape[1:]) for place in places]
 
-        def take(turns: list[Tensor]) -> Any:
-            return self._step(self._given, self._carry, turns)
-
         if not self._captured:  # whatever a first step brings with it, as a kernel that is compiled
-            self._graphs.aside(lambda: take([turn[:1] for turn in turns]))
-        graph, _ = self._graphs.capture(lambda: take(turns), into=tree_leaves(self._carry))
+            once = [turn[:1] for turn in turns]
+            self._graphs.aside(lambda: self._step(self._given, self._carry, once))
+        steps = partial(self._step, self._given, self._carry, turns, over=True)
+        graph, _ = self._graphs.capture(steps, into=tree_leaves(self._carry))
         return graph, places
 
 
-Step = Callable[[Any, Any, Sequence[Tensor]], Any]
-"""Some steps: from what is given, the carry and the turns to the carry after them."""
+class Step(Protocol):
+    """Some steps: from what is given, the carry and the turns to the carry after them."""
+
+    def __call__(self, given: Any, carry: Any, turns: Sequence[Tensor], *, over: bool = False) -> Any:
+        """It may be written ``over`` the carry that is given."""
 
 
 class Graphs:

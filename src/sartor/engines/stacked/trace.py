@@ -57,6 +57,7 @@ from sartor.kernels import (
 )
 from sartor.kernels.ahead import Ahead
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
+from sartor.kernels.in_place import in_place
 from sartor.kernels.lengths import lengths
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
@@ -81,16 +82,25 @@ class Traced:
     result: TreeSpec
     reads: list[bool]
     graph: fx.GraphModule
+    run_over: Callable[[list[Tensor]], list[Tensor]] | None = None
+    """The same for a step, which writes over what it goes on from; made when it is wanted."""
 
     def __call__(self, inputs: list[Tensor]) -> Any:
         """The result for such arguments."""
         return tree_unflatten(self.run(inputs), self.result)
 
-    def repeated(self, given: list[Tensor], carry: Any, turns: Iterable[tuple[Tensor, ...]]) -> Any:
-        """A step's result after some turns: each goes on from the carry that the one before gave."""
-        leaves = tree_leaves(carry)
+    def repeated(
+        self, given: list[Tensor], carry: Any, turns: Iterable[tuple[Tensor, ...]], over: bool = False
+    ) -> Any:
+        """A step's result after some turns: each goes on from the carry that the one before gave.
+
+        It may be written ``over`` that.
+        """
+        leaves, run = tree_leaves(carry), self.run
+        if over and all(leaf.is_contiguous() for leaf in leaves):
+            run = self.run_over = self.run_over or _plain(in_place(self.graph, len(given), len(leaves)))
         for turn in turns:
-            leaves = self.run([*given, *leaves, *turn])
+            leaves = run([*given, *leaves, *turn])
         return tree_unflatten(leaves, self.result)
 
 
@@ -230,13 +240,15 @@ class Tracer:
         given: tuple[Fixed, Rows, list[Any]],
         carry: Any,
         turns: Sequence[Tensor],
+        over: bool = False,
     ) -> Any:
         """The carry of every lane after some turns in which it keeps its client.
 
         Turns are samples, how many are real and, where anything is drawn, keys. The lanes take their steps
-        together, or apart: one after the other, and side by side in a graph.
+        together, or apart: one after the other, and side by side in a graph. ``over`` allows them to write
+        over the carry that is given.
         """
-        step = self._step_of(program, batches, plan)
+        step, over = self._step_of(program, batches, plan), over and not (self.settings.compile or self.apart)
         program.lanes = plan.shape.lanes
         turns = [*turns, turns[-1]][:3]  # a key that is not read
 
@@ -244,7 +256,9 @@ class Tracer:
             every = list(zip(*turns, strict=True))
             while every and key not in program.steps:
                 carry = self._one(program, key, step, (*given, carry, *every.pop(0)))
-            return program.steps[key].repeated(tree_leaves(given), carry, every) if every else carry
+            if not every:
+                return carry
+            return program.steps[key].repeated(tree_leaves(given), carry, every, over)
 
         if not self.apart:
             return taken(given, carry, turns)
@@ -312,7 +326,7 @@ class Tracer:
         except (RuntimeError, IndexError, ValueError):  # a size that was another's
             follows = False
         if follows:
-            program.steps[key] = replace(one, run=_plain(graph), graph=graph)
+            program.steps[key] = replace(one, run=_plain(graph), graph=graph, run_over=None)
         else:
             program.unlike.add(key)
         return follows
