@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
+
 
 @triton.jit
 def _tile(start, rows, columns, row_step, column_step, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -55,6 +57,7 @@ def _attend(
     OUTER: tl.constexpr,
 ):  # fmt: skip
     """The attention of one head."""
+    wait_turn()
     program = tl.program_id(0).to(tl.int64)
     sample, head = program // heads, program % heads
     start = sample * query_sample + head * query_head
@@ -98,6 +101,7 @@ def _differentiate(
     OUTER: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one head."""
+    wait_turn()
     program = tl.program_id(0).to(tl.int64)
     sample, head = program // heads, program % heads
     start = sample * query_sample + head * query_head
@@ -130,7 +134,7 @@ def attend(query: Tensor, turned_key: Tensor, value: Tensor, scale: float) -> Te
     with torch.cuda.device_of(query):
         _attend[(query.shape[0] * query.shape[1],)](
             query, turned_key, value, result, query.shape[1], scale, *strides,
-            *_sizes(query, value), num_warps=4,
+            *_sizes(query, value), num_warps=4, **EARLY,
         )  # fmt: skip
     return result
 
@@ -144,7 +148,7 @@ def gradients(
     with torch.cuda.device_of(query):
         _differentiate[(query.shape[0] * query.shape[1],)](
             gradient, query, turned_key, value, by_query, by_key, by_value, query.shape[1], scale, *strides,
-            *_sizes(query, value), num_warps=4,
+            *_sizes(query, value), num_warps=4, **EARLY,
         )  # fmt: skip
     return by_query, by_key, by_value
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
 from sartor.kernels.norms_triton import in_rows
 
 BLOCK = 2048
@@ -33,6 +34,7 @@ def _moments(
     BLOCK: tl.constexpr,
 ):
     """Blocks have a mean and a sum of squares around it each, which are joined one after the other."""
+    wait_turn()
     lane = (tl.program_id(0) // CHANNELS).to(tl.int64)
     channel = tl.program_id(0) % CHANNELS
     x += (lane * samples * CHANNELS + channel) * PLACES
@@ -79,6 +81,7 @@ def _normalise(
     TILE_PLACES: tl.constexpr,
 ):
     """Some rows by their channels' statistics and weights."""
+    wait_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < rows
     lane = (row // rows_of_lane).to(tl.int64)
@@ -120,6 +123,7 @@ def _sums(
     BLOCK: tl.constexpr,
 ):
     """The gradients of a channel's weight and bias."""
+    wait_turn()
     program = tl.program_id(0)
     lane = (program // CHANNELS).to(tl.int64)
     channel = program % CHANNELS
@@ -171,6 +175,7 @@ def _differentiate(
     TILE_PLACES: tl.constexpr,
 ):
     """The gradient of some rows."""
+    wait_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < rows
     lane = (row // rows_of_lane).to(tl.int64)
@@ -206,7 +211,8 @@ def moments(x: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     mean, variance = x.new_empty(lanes, channels), x.new_empty(lanes, channels)
     with torch.cuda.device_of(x):
         _moments[(lanes * channels,)](
-            x, counted, mean, variance, samples, channels, places, _block(samples * places), num_warps=4,
+            x, counted, mean, variance, samples, channels, places, _block(samples * places),
+            num_warps=4, **EARLY,
         )  # fmt: skip
     return mean, variance
 
@@ -231,7 +237,7 @@ def normalise(
         _normalise[(triton.cdiv(rows, tile[0]),)](
             x, weight, bias, mean, variance, added, result, weight.stride(0), bias.stride(0),
             rows, samples * channels, eps, channels, places, beside is not None, rectified, *tile,
-            num_warps=4,
+            num_warps=4, **EARLY,
         )  # fmt: skip
     return result
 
@@ -259,12 +265,12 @@ def gradients(
     with torch.cuda.device_of(x):
         _sums[(lanes * channels,)](
             gradient, x, weight, bias, mean, variance, sums, weight.stride(0), bias.stride(0),
-            lanes, samples, eps, channels, places, rectified, _block(samples * places), num_warps=4,
+            lanes, samples, eps, channels, places, rectified, _block(samples * places), num_warps=4, **EARLY,
         )  # fmt: skip
         _differentiate[(triton.cdiv(rows, tile[0]),)](
             gradient, x, weight, bias, counted, mean, variance, share, sums, added, result,
             weight.stride(0), bias.stride(0), lanes, rows, samples * channels, eps,
-            channels, places, beside is not None, rectified, *tile, num_warps=4,
+            channels, places, beside is not None, rectified, *tile, num_warps=4, **EARLY,
         )  # fmt: skip
     return result, sums
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sartor.kernels import laid_triton
 from sartor.kernels.convolution import Pair, room
+from sartor.kernels.early_triton import EARLY, wait_turn
 from sartor.kernels.laid import Tiles, split
 from sartor.kernels.laid_triton import biases, larger, precision, store
 from sartor.kernels.moves_triton import add_up, along, border, lay
@@ -56,6 +57,7 @@ def _correlate(
     Here k = (channel, tap of the window), the order of the weights in memory. A tile of positions is a piece
     of DEPTH / LINE rows of one sample, so that places in it differ from tile to tile by one number only.
     """
+    wait_turn()
     TAPS: tl.constexpr = KERNEL_HEIGHT * KERNEL_WIDTH
     SIZE: tl.constexpr = CHANNELS * TAPS
     AREA: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
@@ -129,6 +131,7 @@ def _direct(
 
     A thread has all four positions of a window: what it reads of the image serves several of them.
     """
+    wait_turn()
     AREA: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
     COLUMN_BLOCKS: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     row_blocks = tl.cdiv(samples * AREA, ROWS)
@@ -198,7 +201,7 @@ def correlate(x: Tensor, gradient: Tensor, stride: Pair, kernel: Pair, tiles: Ti
             x, gradient, result, lanes, samples, share, 0,
             channels, height, width, out, *area, *kernel, *stride, line,
             precision(), tiles.rows, tiles.columns, tiles.depth,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            num_warps=tiles.warps, num_stages=tiles.stages, **EARLY,
         )  # fmt: skip
     return result
 
@@ -228,6 +231,6 @@ def direct(
         _direct[(programs * lanes,)](
             x.contiguous(), weights, *biases(bias, x), result, places, samples,
             channels, height, width, out, room(out), *size, *kernel, *stride,
-            bias is not None, relu, last, *tiles, num_warps=warps,
+            bias is not None, relu, last, *tiles, num_warps=warps, **EARLY,
         )  # fmt: skip
     return result, places

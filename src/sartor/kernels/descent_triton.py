@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sartor.kernels.descent import Product
+from sartor.kernels.early_triton import EARLY, wait_turn
 from sartor.kernels.products_triton import Place, multiply
 
 AT_ONCE = 8
@@ -93,6 +94,7 @@ def _descend(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """result = w - rate · Σ terms at the places of some layers; Σ terms alone without STEPS."""
+    wait_turn()
     block = tl.program_id(0) % blocks
     lane = (tl.program_id(0) // blocks).to(tl.int64)
     rate = alpha
@@ -157,6 +159,6 @@ def descended(
             _descend[(blocks * lanes,)](
                 result if w is None else w, result, result if rates is None else rates,
                 _there(tuple(layout), result.device), alpha, blocks, starts[-1], *some, *others,
-                len(some), w is not None, rates is not None, BLOCK, COLUMNS,
+                len(some), w is not None, rates is not None, BLOCK, COLUMNS, **EARLY,
             )  # fmt: skip
     return result

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sartor.kernels.convolution import Pair, room
+from sartor.kernels.early_triton import EARLY, wait_turn
 from sartor.kernels.laid import NOWHERE, Tiles, power
 from sartor.kernels.moves_triton import lay
 
@@ -119,6 +120,7 @@ def _convolve(
 
     Positions are those of the samples in order; where they are pooled, those of a window follow each other.
     """
+    wait_turn()
     SIZE: tl.constexpr = KERNEL_HEIGHT * KERNEL_WIDTH * CHANNELS
     AREA: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
     WINDOW: tl.constexpr = 4 if POOLED else 1
@@ -267,7 +269,7 @@ def _launch(
             channels, height, width, out, *size, *kernel, *step, *spread, *padding,
             turned, turned or max(padding) > 0, bias is not None, relu, pool, last,
             precision(), tiles.rows, tiles.columns, tiles.depth,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            num_warps=tiles.warps, num_stages=tiles.stages, **EARLY,
         )  # fmt: skip
     return result, places
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
+
 BLOCK = 8192
 """Numbers that a program reads at once."""
 
@@ -23,6 +25,7 @@ def _lengths(rows, result, size, ahead, PARTS: tl.constexpr, BLOCK: tl.constexpr
 
     Its parts are not waited for one after the other.
     """
+    wait_turn()
     row = tl.program_id(0).to(tl.int64)
     rows += row * ahead
     total = tl.zeros((BLOCK,), tl.float32)
@@ -43,6 +46,6 @@ def lengths(rows: Tensor) -> Tensor:
         with torch.cuda.device_of(rows):
             _lengths[(count,)](
                 rows, result, size, rows.stride(0), triton.cdiv(size, block), block,
-                num_warps=max(1, min(16, block // 128)),
+                num_warps=max(1, min(16, block // 128)), **EARLY,
             )  # fmt: skip
     return result

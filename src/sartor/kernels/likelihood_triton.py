@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
+
 
 @triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=["numbers", "real"])
 def _pull(
@@ -33,6 +35,7 @@ def _pull(
     COLUMNS: tl.constexpr,
 ):
     """result[sample, class] = share · (1[class is its own] - softmax(scores)[class])."""
+    wait_turn()
     TILES: tl.constexpr = (SAMPLES + ROWS - 1) // ROWS
     lane = (tl.program_id(0) // TILES).to(tl.int64)
     row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
@@ -87,6 +90,6 @@ def pulled(
                 parts, parts if bias is None else bias,
                 *(result if value is None else value for value in given), result, even, lanes,
                 samples, classes, many, 0 if bias is None else bias.stride(0), bias is not None,
-                numbers is not None, shares, rows, columns, num_warps=1,
+                numbers is not None, shares, rows, columns, num_warps=1, **EARLY,
             )  # fmt: skip
     return result

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sartor.kernels.convolution import Pair, room
+from sartor.kernels.early_triton import EARLY, wait_turn
 from sartor.kernels.laid import NOWHERE, parts_of, power
 
 _NOWHERE = tl.constexpr(NOWHERE)
@@ -50,6 +51,7 @@ def _move(
     COLUMNS: tl.constexpr,
 ):
     """Copy images, all or those with these numbers: laid, or channels first with a border of zeros."""
+    wait_turn()
     WIDE: tl.constexpr = WIDTH + 2 * BORDER_WIDTH
     PIXELS: tl.constexpr = (HEIGHT + 2 * BORDER_HEIGHT) * WIDE
     SPACE: tl.constexpr = ROOM if ROOM else CHANNELS
@@ -113,7 +115,7 @@ def _moved(
         _move[(count * blocks,)](
             images, images if numbers is None else numbers.contiguous(), result,
             shape[1] if numbers is None else count, lane, row, channel,
-            channels, height, width, *border, last, space, numbers is not None, rows, columns,
+            channels, height, width, *border, last, space, numbers is not None, rows, columns, **EARLY,
         )  # fmt: skip
     return result
 
@@ -144,6 +146,7 @@ def _spread(
     TURNS: tl.constexpr,
 ):
     """Every position takes its window's gradient if it held the maximum; with sums over a part of them."""
+    wait_turn()
     COLUMN_BLOCKS: tl.constexpr = (ROOM + COLUMNS - 1) // COLUMNS
     AREA: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
     PIXELS: tl.constexpr = HEIGHT * WIDTH
@@ -209,6 +212,7 @@ def spread(
             gradient, places, *results, sums, lanes, samples, 0,
             channels, *size, *area, 1 if tuple(area) == tuple(size) else 2,
             0 if given_first else last, 0 if places_first else last, last, laid, first, rows, columns, turns,
+            **EARLY,
         )  # fmt: skip
     return *results, sums
 
@@ -216,6 +220,7 @@ def spread(
 @triton.jit(do_not_specialize=["count"])
 def _add_up(parts, result, count, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """result[number] = Σ parts[part, number], in the same order however many numbers there are."""
+    wait_turn()
     number = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, count, ROWS):
@@ -235,6 +240,6 @@ def add_up(parts: Tensor) -> Tensor:
     columns = 1024 // rows
     with torch.cuda.device_of(parts):
         _add_up[(triton.cdiv(result.numel(), columns),)](
-            parts.contiguous(), result, len(parts), result.numel(), rows, columns
+            parts.contiguous(), result, len(parts), result.numel(), rows, columns, **EARLY
         )
     return result

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
+
 HELD = 2048
 """Numbers that a program holds at once, unless a row has more."""
 
@@ -55,6 +57,7 @@ def _normalise(
     TILE_PLACES: tl.constexpr,
 ):
     """Some rows normalised, times their channels' weights, plus their biases."""
+    wait_turn()
     SIZE: tl.constexpr = CHANNELS * PLACES
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, TILE_CHANNELS)
@@ -101,6 +104,7 @@ def _differentiate(
     TILE_PLACES: tl.constexpr,
 ):
     """The gradient for the rows of one group in some samples of a lane, and their sums for its weights."""
+    wait_turn()
     SIZE: tl.constexpr = CHANNELS * PLACES
     program = tl.program_id(0)
     group = program % GROUPS
@@ -162,7 +166,8 @@ def normalise(
     with torch.cuda.device_of(x):
         _normalise[(triton.cdiv(rows, tile[0]),)](
             x, weight, bias, added, result, weight.stride(0), bias.stride(0), rows, samples * groups, eps,
-            groups, channels // groups, places, beside is not None, rectified, *tile, num_warps=warps,
+            groups, channels // groups, places, beside is not None, rectified, *tile,
+            num_warps=warps, **EARLY,
         )  # fmt: skip
     return result
 
@@ -192,7 +197,8 @@ def gradients(
         _differentiate[(lanes * parts * groups,)](
             gradient, x, weight, bias, added, result, sums, weight.stride(0), bias.stride(0),
             lanes, samples, parts, share, eps,
-            groups, channels // groups, places, beside is not None, rectified, *tile, num_warps=warps,
+            groups, channels // groups, places, beside is not None, rectified, *tile,
+            num_warps=warps, **EARLY,
         )  # fmt: skip
     return result, sums[:, 0] if parts == 1 else sums.sum(1)
 

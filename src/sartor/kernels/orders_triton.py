@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
+
 NUMBERS = 2048
 """Numbers of one program, of all rows."""
 EPSILON = tl.constexpr(1e-6)
@@ -37,6 +39,7 @@ def _order(
     BLOCK: tl.constexpr,
 ):
     """The median of a block of columns, the mean between two edges of the weight, or that near the median."""
+    wait_turn()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     own = tl.arange(0, N)
     share = tl.load(weights + own, mask=own < n, other=0.0)
@@ -83,7 +86,7 @@ def _made(rows: Tensor, weights: Tensor, kind: str, edges: tuple[float, float], 
     with torch.cuda.device_of(rows):
         _order[(triton.cdiv(size, block),)](
             rows, weights.float().contiguous(), result, n, size, rows.stride(0), *edges, near,
-            kind, width, block,
+            kind, width, block, **EARLY,
         )  # fmt: skip
     return result
 

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
+
 BLOCK = 1024
 """Numbers of one program."""
 
@@ -76,6 +78,7 @@ def _source(program: str, spread: Sequence[bool]) -> str:
     ]
     head = f"""\
 def _pointwise({", ".join(arguments)}, blocks, size, BLOCK: tl.constexpr):
+    wait_turn()
     block = tl.program_id(0) % blocks
     lane = (tl.program_id(0) // blocks).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -93,7 +96,7 @@ def _kernel(program: str, spread: tuple[bool, ...]):
     source = _source(program, spread)
     name = f"<pointwise {sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    namespace = {"tl": tl, "__name__": __name__}
+    namespace = {"tl": tl, "wait_turn": wait_turn, "__name__": __name__}
     exec(compile(source, name, "exec"), namespace)
     return triton.jit(namespace["_pointwise"], do_not_specialize=["blocks"])
 
@@ -117,6 +120,6 @@ def pointwise(inputs: Sequence[Tensor], program: str, into: Sequence[Tensor | No
     blocks = triton.cdiv(size, BLOCK)
     with torch.cuda.device_of(like):
         _kernel(program, spread)[(blocks * lanes,)](
-            *results, *every, *(value.stride(0) for value in every), blocks, size, BLOCK
+            *results, *every, *(value.stride(0) for value in every), blocks, size, BLOCK, **EARLY
         )
     return results

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
+
 BLOCK = 1024
 
 
@@ -28,6 +30,7 @@ def _spread(
     BLOCK: tl.constexpr,
 ):
     """Every place of the image takes its window's gradient if it held the maximum."""
+    wait_turn()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = at % (HEIGHT * WIDTH)
     y = place // WIDTH // KERNEL_HEIGHT
@@ -46,6 +49,6 @@ def spread(gradient: Tensor, indices: Tensor, image: list[int], kernel: list[int
         with torch.cuda.device_of(gradient):
             _spread[(triton.cdiv(result.numel(), BLOCK),)](
                 gradient.contiguous(), indices.contiguous(), result, result.numel(),
-                *image, *gradient.shape[2:], *kernel, BLOCK,
+                *image, *gradient.shape[2:], *kernel, BLOCK, **EARLY,
             )  # fmt: skip
     return result

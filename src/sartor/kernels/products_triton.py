@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
+
 
 @triton.jit
 def _parts(numbers):
@@ -72,6 +74,7 @@ def _multiply(
 
     SHARE is a multiple of TILE_DEPTH or all of DEPTH, so that no tile reaches into the next split.
     """
+    wait_turn()
     ROW_TILES: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
     COLUMN_TILES: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
     program = tl.program_id(0)
@@ -154,6 +157,7 @@ def _complete(
     BLOCK: tl.constexpr,
 ):
     """Parts of a product added up, and what follows."""
+    wait_turn()
     blocks = tl.cdiv(size, BLOCK)
     lane = (tl.program_id(0) // blocks).to(tl.int64)
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -198,7 +202,7 @@ def completed(
         _complete[(triton.cdiv(size, block) * lanes,)](
             parts, parts if bias is None else bias, parts if positive is None else positive, result, lanes,
             size, columns, 0 if bias is None else bias.stride(0),
-            many, bias is not None, positive is not None, clipped, block,
+            many, bias is not None, positive is not None, clipped, block, **EARLY,
         )  # fmt: skip
     return result
 
@@ -257,7 +261,7 @@ def multiply(
             rows, columns, depth, terms, *left_strides, *right_strides, numbered,
             0 if bias is None else bias.stride(0), positive is not None, clipped,
             ahead, before is not None, rates is not None, precision,
-            tile_rows, tile_columns, tile_depth, num_warps=warps, num_stages=3,
+            tile_rows, tile_columns, tile_depth, num_warps=warps, num_stages=3, **EARLY,
         )  # fmt: skip
     return result
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
 from sartor.kernels.shuffle_triton import word_at
 
 NUMBERS = 1024
@@ -45,6 +46,7 @@ def _quantise(
     SIGNS: tl.constexpr,
 ):
     """The codes of some of a row's numbers."""
+    wait_turn()
     lane = (tl.program_id(0) // programs).to(tl.int64)
     byte = tl.program_id(0) % programs * BYTES + tl.arange(0, BYTES)
     place = tl.arange(0, EACH)[None, :]
@@ -83,6 +85,7 @@ def _restore(
     SIGNS: tl.constexpr,
 ):
     """Some of a row's numbers."""
+    wait_turn()
     lane = (tl.program_id(0) // programs).to(tl.int64)
     at = tl.program_id(0) % programs * BLOCK + tl.arange(0, BLOCK)
     byte = tl.load(codes + lane * tl.cdiv(size, EACH) + at // EACH, mask=at < size, other=0).to(tl.int32)
@@ -104,7 +107,7 @@ def quantised(x: Tensor, scale: Tensor, keys: Tensor, most: int, block: int, bit
     with torch.cuda.device_of(x):
         _quantise[(programs * lanes,)](
             x, scale, keys, codes, size, scale.shape[1], block, float(most), programs,
-            bits, each, NUMBERS // each, most == 0,
+            bits, each, NUMBERS // each, most == 0, **EARLY,
         )  # fmt: skip
     return codes
 
@@ -117,6 +120,6 @@ def restored(codes: Tensor, scale: Tensor, size: int, most: int, block: int, bit
     with torch.cuda.device_of(scale):
         _restore[(programs * lanes,)](
             codes, scale, result, size, scale.shape[1], block, float(most), programs,
-            bits, each, NUMBERS, most == 0,
+            bits, each, NUMBERS, most == 0, **EARLY,
         )  # fmt: skip
     return result

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sartor.kernels.early_triton import EARLY, wait_turn
+
 BLOCK = 16
 
 
@@ -64,6 +66,7 @@ def _shuffle(
 
     How many places there are differs from cohort to cohort: it is compiled for a power of two of them.
     """
+    wait_turn()
     client = tl.program_id(0) // blocks
     key = tl.load(keys + client)
     # A larger client has one epoch here all the same.
@@ -112,6 +115,7 @@ def _launched(
         with torch.cuda.device_of(keys):
             _shuffle[(clients * blocks,)](
                 keys.contiguous(), sizes.contiguous(), start.contiguous(), numbers.contiguous(), result,
-                places, blocks, clients, rows, width, started, BLOCK, size, num_warps=max(1, size // 256),
+                places, blocks, clients, rows, width, started, BLOCK, size,
+                num_warps=max(1, size // 256), **EARLY,
             )  # fmt: skip
     return result
