@@ -29,7 +29,7 @@ Word: TypeAlias = Any
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
-FEW = 1024
+FEW = 4096
 """Up to so many samples of a client are shuffled by counting on a GPU, instead of sorting."""
 
 

@@ -1,7 +1,8 @@
 """The shuffle of every client's samples as a Triton kernel; ``random.py`` says what it computes.
 
 Samples are put in order by counting for each how many come before it. That takes the square of their number,
-and for a few hundred of them far less time than the steps of a sort. This module needs Triton.
+and for up to some thousands of them far less time than a sort and what comes before it. This module needs
+Triton.
 """
 
 # mypy: ignore-errors
@@ -30,7 +31,7 @@ def word_at(key, place):
 
 @triton.jit
 def _divided(number, by):
-    """How often one whole number goes into another, neither above 1,024: exact, and in a few instructions.
+    """How often one whole number goes into another, neither above 4,096: exact, and in a few instructions.
 
     What rounding adds or takes away is far less than the half that lies between a quotient and the next.
     """
@@ -39,11 +40,8 @@ def _divided(number, by):
 
 @triton.jit
 def _order(key, place, epoch):
-    """Epoch, hash and place in one number, by which places are put in order.
-
-    There are at most 1,024 places and as many epochs, ten bits each beside the 43 of the hash.
-    """
-    return (epoch.to(tl.int64) << 53) | ((word_at(key, place) >> 21) << 10).to(tl.int64) | place
+    """Epoch and hash in one number, by which places are put in order; of two alike the first comes first."""
+    return (epoch.to(tl.int64) << 43) | (word_at(key, place) >> 21).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["places", "blocks", "clients", "rows", "width"])
@@ -76,7 +74,8 @@ def _shuffle(
     epoch = _divided(mine, size)
     own = _order(key, mine, epoch)
     before = tl.where(other < places, _order(key, other, _divided(other, size)), 0x7FFFFFFFFFFFFFFF)
-    rank = tl.sum((before[None, :] < own[:, None]).to(tl.int32), axis=1)
+    alike = (before[None, :] == own[:, None]) & (other[None, :] < mine[:, None])
+    rank = tl.sum(((before[None, :] < own[:, None]) | alike).to(tl.int32), axis=1)
     sample = (mine - epoch * size).to(tl.int64)
     if STARTED:
         sample += tl.load(start + tl.load(numbers + client))
