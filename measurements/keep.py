@@ -4,8 +4,9 @@
     python measurements/keep.py made             # results/comfed-table4-paper.jsonl
 
 The lines have the scores of every evaluation. What is printed goes into the entry's file below
-``src/sartor/studies/papers``, as the numbers that later runs are compared with; of settings of one's own
-nothing is printed, as they make another experiment.
+``src/sartor/studies/papers``, as the numbers that later runs are compared with, along with those that the
+file has of other methods and columns by the same seeds; of settings of one's own nothing is printed, as they
+make another experiment.
 """
 
 from __future__ import annotations
@@ -61,9 +62,16 @@ def curves(run: RunFolder, score: str) -> dict[str, dict[str, float]]:
 
 def measured(made: dict[str, Any], day: str, code: dict[str, str]) -> str:
     """The table of the entry's file with what was measured."""
-    columns = [column.label for column in entry(made["name"]).scales[made["scale"]].columns]
+    stated, seeds = entry(made["name"]), ", ".join(map(str, made["seeds"]))
+    columns = [column.label for column in stated.scales[made["scale"]].columns]
     digits = 1 if made["percent"] else 4
     tables: dict[str, dict[str, list[float]]] = {"values": {}, "deviations": {}}
+    before = stated.measured.get(made["scale"])
+    if before is not None and before.seeds == seeds:  # other methods or columns of the same experiments
+        for table, known in (("values", before.band.values), ("deviations", before.band.deviations)):
+            for method, row in known.items():
+                tables[table][method] = [float("nan") if value is None else value for value in row]
+        code = before.code | code
     for number in made["numbers"]:
         place = columns.index(number["column"])
         for table, key in (("values", "mean"), ("deviations", "deviation")):
@@ -73,7 +81,7 @@ def measured(made: dict[str, Any], day: str, code: dict[str, str]) -> str:
     about = {
         "date": day,
         "hardware": ", ".join(made["hardware"]),
-        "seeds": ", ".join(map(str, made["seeds"])),
+        "seeds": seeds,
         "command": f"sartor reproduce {made['name']} --scale {made['scale']} --seeds {len(made['seeds'])}",
     }
     place = f"measured.{made['scale']}"
