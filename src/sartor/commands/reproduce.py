@@ -47,6 +47,7 @@ def reproduce(
         str | None, typer.Option(help="Some of its columns, as in 100,200.", show_default=False)
     ] = None,
     together: Together = None,
+    jobs: Annotated[int, typer.Option(help="Processes that make its runs at once.", min=1)] = 1,
     device: Device = None,
     imports: Imports = None,
     out: Annotated[
@@ -102,7 +103,7 @@ def reproduce(
         expected = forecast(words[0], **asked)
         print(to_json(expected.to_mapping())) if as_json else _print_forecast(expected)
         return
-    result = reproduction.reproduce(words[0], **asked, together=together, progress=True)
+    result = reproduction.reproduce(words[0], **asked, together=together, jobs=jobs, progress=True)
     figures = _drawn(result)
     if as_json:
         print(to_json({**result.to_mapping(), "figures": [str(path) for path in figures]}))

@@ -14,9 +14,7 @@ from typing import Any, Unpack
 from sartor.errors import SettingError
 from sartor.runs import cost
 from sartor.runs.experiment import Experiment, to_mapping
-from sartor.runs.inputs import gather
 from sartor.runs.record import RunFolder
-from sartor.studies.comparison import CompareSettings, Plan, split_table
 from sartor.studies.library import Runs
 from sartor.studies.reproduction import Asked, Group, Work, planned, row_seconds
 
@@ -89,10 +87,7 @@ def forecast(name: str, **asked: Unpack[Asked]) -> Forecast:
 
 def _parts(group: Group, work: Work, device: str | None, known: dict[str, float]) -> Iterable[Part]:
     """The parts of a comparison; ``known`` are seconds of rounds of one kind."""
-    plan = Plan(gather({"experiment": group.settings, "device": device}))
-    _, tables = split_table(plan.compare, CompareSettings, "compare", {}, group.tables)
-    methods = plan.methods(list(group.tables), tables, "compare")
-    plan.check(methods)
+    plan, methods, _ = group.planned(device)
     runs = Runs(work.out / group.name)
     for method in methods:
         inputs = [plan.inputs(method, seed) for seed in plan.seeds(work.seeds, "compare")]
