@@ -100,8 +100,8 @@ def reproduce(
     if dry_run:
         from sartor.studies.forecast import forecast
 
-        expected = forecast(words[0], **asked)
-        print(to_json(expected.to_mapping())) if as_json else _print_forecast(expected)
+        expected = forecast(words[0], **asked, jobs=jobs)
+        print(to_json(expected.to_mapping())) if as_json else _print_forecast(expected, jobs)
         return
     result = reproduction.reproduce(words[0], **asked, together=together, jobs=jobs, progress=True)
     figures = _drawn(result)
@@ -218,7 +218,7 @@ def _cut(columns: Sequence[Column], label: str, settings: Mapping[str, Any]) -> 
     return f" (the runs end after round {end})" if isinstance(end, int) and end < round else ""
 
 
-def _print_forecast(expected: Forecast) -> None:
+def _print_forecast(expected: Forecast, jobs: int) -> None:
     """What an entry takes, a line for each method and its columns."""
     from sartor.runs.durations import duration
 
@@ -243,7 +243,10 @@ def _print_forecast(expected: Forecast) -> None:
     took = (
         "nothing is left to do" if expected.seconds == 0 else f"about {duration(expected.seconds)} left to do"
     )
-    print(f"{took} on {expected.device}, from a few rounds of each, or those that are there")
+    at_once = (
+        f" with {expected.jobs} jobs" if expected.jobs > 1 else ", one run at a time" if jobs > 1 else ""
+    )
+    print(f"{took} on {expected.device}{at_once}, from a few rounds of each, or those that are there")
 
 
 def _as_words(settings: Mapping[str, Any], before: str = "") -> str:

@@ -91,6 +91,21 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@contextmanager
+def threads_of(jobs: int) -> Iterator[None]:
+    """As many threads for PyTorch as each of so many processes has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(_share(jobs))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _share(jobs: int) -> int:
+    return max(1, torch.get_num_threads() // jobs)
+
+
 def hint_of_sharing(jobs: int) -> str | None:
     """What to say before so many processes share a GPU, where NVIDIA's daemon for that is there and idle."""
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
@@ -147,8 +162,7 @@ def _free(workers: list[_Worker[Cell]], jobs: int, call: Callable[[Cell], Any]) 
         return None
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    threads = max(1, torch.get_num_threads() // jobs)
-    about = (theirs, call, Path.cwd(), threads, len(workers) + 1)
+    about = (theirs, call, Path.cwd(), _share(jobs), len(workers) + 1)
     process = context.Process(target=_work, args=about, name=f"sartor job {len(workers) + 1}", daemon=True)
     with _uninterrupted():
         process.start()
@@ -195,6 +209,7 @@ def _end(workers: list[_Worker[Cell]], patience: float | None) -> None:
 def _work(pipe: Connection, call: Callable[[Any], Any], here: Path, threads: int, number: int) -> None:
     """Do what comes until nothing does."""
     with suppress(EOFError, OSError, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was ignored
         if hasattr(signal, "pthread_sigmask"):
             os.setpgrp()  # Ctrl-C comes from who started it, once
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
