@@ -53,6 +53,7 @@ def last(folder: Path, number: int) -> None:
         while True:
             time.sleep(0.01)
     except KeyboardInterrupt:
+        say(number)
         (folder / f"{number}").touch()
         raise
 
@@ -101,7 +102,7 @@ def test_a_failure_is_one_message_that_names_what_failed(
     assert not multiprocessing.active_children()
 
 
-def test_ctrl_c_lets_all_of_them_end_their_rounds(tmp_path: Path) -> None:
+def test_ctrl_c_lets_all_of_them_end_their_rounds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     begun = []
 
     def heard(cell: int, words: int) -> None:
@@ -112,6 +113,7 @@ def test_ctrl_c_lets_all_of_them_end_their_rounds(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt, match="the same command goes on with the runs under way"):
         list(at_once(partial(last, tmp_path), [1, 2], 2, heard))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    assert "Traceback" not in capfd.readouterr().err
     assert not multiprocessing.active_children()
 
 

@@ -73,6 +73,8 @@ def reproduce(
 
     sartor reproduce diversifed/table1 --scale paper --device cuda --dry-run
 
+    sartor reproduce diversifed/table1 --scale paper --device cuda --jobs 4
+
     What was run before is found again, and a run that was interrupted goes on.
     """
     words, overrides = split_words(arguments or ())

@@ -82,8 +82,9 @@ def at_once(
 
 
 def say(words: Any) -> None:
-    """Tell the process that started this one."""
-    _PIPES[0].send(("said", words))
+    """Tell the process that started this one, if it still listens."""
+    with suppress(OSError):
+        _PIPES[0].send(("said", words))
 
 
 def processors() -> int:
