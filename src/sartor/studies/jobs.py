@@ -94,7 +94,7 @@ class Telling(Tally):
 
     def start(self, run: Run) -> None:
         """Say how many runs are begun."""
-        self._first, self._told = run.round, time.monotonic()
+        self._first, self._said, self._told = run.round, 0, time.monotonic()
         say(Begun(self.taken, run.round))
 
     def round(self, run: Run, row: Mapping[str, Any]) -> None:
@@ -140,7 +140,8 @@ class Study:
         self.jobs, self.tally = jobs, tally
         self._runs: dict[Path, Runs] = {}
         self._waiting: list[Job] = []
-        self._shared: set[str] = set()
+        self._devices: set[str] = set()
+        self._hinted = False
 
     def want(
         self, runs: Runs, plan: Plan, methods: Iterable[tuple[str, Method]], seeds: Sequence[int], place: str
@@ -161,7 +162,7 @@ class Study:
                     self.tally.tell(named, "reused")
                     continue
                 seen.add(key_of(inputs))
-                self._shared.add(experiment.engine.device)
+                self._devices.add(experiment.engine.device)
                 one = (named, plan.mapping(method, seed))
                 if stored is None:
                     free.append(one)
@@ -185,7 +186,8 @@ class Study:
     def make(self) -> None:
         """Make all that is wanted."""
         jobs = min(self.jobs, sum(len(job.titles) for job in self._waiting))
-        if jobs > 1 and any(device != "cpu" for device in self._shared):
+        if jobs > 1 and self._devices != {"cpu"} and not self._hinted:
+            self._hinted = True
             hint = hint_of_sharing(jobs)
             if hint is not None:
                 log.warning(hint)
@@ -194,6 +196,8 @@ class Study:
 
         def heard(job: Job, words: Any) -> None:
             if isinstance(words, Begun):
+                if job in counted:  # those of a batch that failed as a whole are made one by one
+                    return
                 counted[job] = words.runs * words.round
                 self.tally.found(counted[job])
                 self._put(job.after(words.runs))

@@ -216,8 +216,9 @@ def _work(pipe: Connection, call: Callable[[Any], Any], here: Path, threads: int
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         logging.getLogger("sartor.runs.execute").setLevel(logging.ERROR)  # who says what Ctrl-C does
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        usual = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-        os.environ["TRITON_CACHE_DIR"] = str(Path(usual) / f"job-{number}")
+        home = Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
+        kernels = Path(os.environ.get("TRITON_CACHE_DIR") or home, f"job-{number}")
+        os.environ["TRITON_CACHE_DIR"] = str(kernels)
         os.chdir(here)
         torch.set_num_threads(threads)
         _PIPES.append(pipe)
