@@ -47,6 +47,7 @@ def reproduce(
         str | None, typer.Option(help="Some of its columns, as in 100,200.", show_default=False)
     ] = None,
     together: Together = None,
+    jobs: Annotated[int, typer.Option(help="Processes that make its runs at once.", min=1)] = 1,
     device: Device = None,
     imports: Imports = None,
     out: Annotated[
@@ -71,6 +72,8 @@ def reproduce(
     sartor reproduce diversifed/table1 --scale paper --device cuda --columns CIFAR-10
 
     sartor reproduce diversifed/table1 --scale paper --device cuda --dry-run
+
+    sartor reproduce diversifed/table1 --scale paper --device cuda --jobs 4
 
     What was run before is found again, and a run that was interrupted goes on.
     """
@@ -99,10 +102,10 @@ def reproduce(
     if dry_run:
         from sartor.studies.forecast import forecast
 
-        expected = forecast(words[0], **asked)
-        print(to_json(expected.to_mapping())) if as_json else _print_forecast(expected)
+        expected = forecast(words[0], **asked, jobs=jobs)
+        print(to_json(expected.to_mapping())) if as_json else _print_forecast(expected, jobs)
         return
-    result = reproduction.reproduce(words[0], **asked, together=together, progress=True)
+    result = reproduction.reproduce(words[0], **asked, together=together, jobs=jobs, progress=True)
     figures = _drawn(result)
     if as_json:
         print(to_json({**result.to_mapping(), "figures": [str(path) for path in figures]}))
@@ -217,7 +220,7 @@ def _cut(columns: Sequence[Column], label: str, settings: Mapping[str, Any]) -> 
     return f" (the runs end after round {end})" if isinstance(end, int) and end < round else ""
 
 
-def _print_forecast(expected: Forecast) -> None:
+def _print_forecast(expected: Forecast, jobs: int) -> None:
     """What an entry takes, a line for each method and its columns."""
     from sartor.runs.durations import duration
 
@@ -242,7 +245,10 @@ def _print_forecast(expected: Forecast) -> None:
     took = (
         "nothing is left to do" if expected.seconds == 0 else f"about {duration(expected.seconds)} left to do"
     )
-    print(f"{took} on {expected.device}, from a few rounds of each, or those that are there")
+    at_once = (
+        f" with {expected.jobs} jobs" if expected.jobs > 1 else ", one run at a time" if jobs > 1 else ""
+    )
+    print(f"{took} on {expected.device}{at_once}, from a few rounds of each, or those that are there")
 
 
 def _as_words(settings: Mapping[str, Any], before: str = "") -> str:

@@ -232,7 +232,7 @@ def compare(
     against: str | None = None,
     references: bool | None = None,
     together: str | None = None,
-    out: str | Path | None = None,
+    out: str | Path | Runs | None = None,
     progress: bool | Tally = False,
     observers: Sequence[Observer] = (),
     **settings: Unpack[RunSettings],
@@ -247,7 +247,8 @@ def compare(
     given here. ``together`` says whether the seeds of a method are trained in one batch (``yes``, ``no``, or
     ``auto``: where that is faster). Everything is stored in the folder ``out``, where finished runs are
     found again. ``progress`` tells how it goes; a :class:`~sartor.studies.progress.Tally` does so for a study
-    of which this is a part. ``observers`` are told of every run that is made, one after the other.
+    of which this is a part, whose :class:`~sartor.studies.library.Runs` may stand for the folder.
+    ``observers`` are told of every run that is made, one after the other.
 
     >>> from tempfile import mkdtemp
     >>> chosen = {"fedavg": {}, "fast": {"algorithm": "fedavg", "lr": 0.5}}
@@ -280,11 +281,10 @@ def compare(
         raise unknown("compare.against", options.against, labels, what="name")
     base = plan.check(methods)
     chosen_seeds = plan.seeds(options.seeds, "compare")
-    folder = plan.folder("comparisons", base) if out is None else Path(out)
-    if not isinstance(progress, Tally):
-        count = len(methods) * len(chosen_seeds)
-        progress = Tally(count, count * base.rounds, shown=progress)
-    runs = Runs(folder, progress, options.together, observers)
+    count = len(methods) * len(chosen_seeds)
+    tally = progress if isinstance(progress, Tally) else Tally(count, count * base.rounds, shown=progress)
+    folder = plan.folder("comparisons", base) if out is None else out
+    runs = folder if isinstance(folder, Runs) else Runs(Path(folder), tally, options.together, observers)
     made, failed = _run_all(plan, methods, chosen_seeds, runs)
     finished = [method for method in methods if len(made[method.label]) == len(chosen_seeds)]
     if not finished:

@@ -14,11 +14,10 @@ from typing import Any, Unpack
 from sartor.errors import SettingError
 from sartor.runs import cost
 from sartor.runs.experiment import Experiment, to_mapping
-from sartor.runs.inputs import gather
 from sartor.runs.record import RunFolder
-from sartor.studies.comparison import CompareSettings, Plan, split_table
 from sartor.studies.library import Runs
 from sartor.studies.reproduction import Asked, Group, Work, planned, row_seconds
+from sartor.studies.workers import processors, threads_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,10 @@ class Forecast:
     there: int
     rounds: int
     """Of all runs together."""
+    jobs: int
+    """What the time is divided by: on a CPU as many as have a processor, 1 on a GPU, which they share."""
     seconds: float
-    """For what is not there yet, one run after the other."""
+    """For what is not there yet."""
     parts: tuple[Part, ...]
 
     def to_mapping(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class Forecast:
         return asdict(self)
 
 
-def forecast(name: str, **asked: Unpack[Asked]) -> Forecast:
+def forecast(name: str, *, jobs: int = 1, **asked: Unpack[Asked]) -> Forecast:
     """What :func:`~sartor.studies.reproduction.reproduce` would take for the same words.
 
     Seeds that are trained in one batch take less.
@@ -70,29 +71,31 @@ def forecast(name: str, **asked: Unpack[Asked]) -> Forecast:
     work, device = planned(name, **asked), asked.get("device")
     known: dict[str, float] = {}
     parts: list[Part] = []
-    for group in work.trained:
-        try:
-            parts += _parts(group, work, device, known)
-        except SettingError as error:
-            raise SettingError(f"{name}, {work.scale}: {error}") from None
+    with threads_of(jobs):  # as each of them has
+        for group in work.trained:
+            try:
+                parts += _parts(group, work, device, known)
+            except SettingError as error:
+                raise SettingError(f"{name}, {work.scale}: {error}") from None
+    there = sum(part.there for part in parts)
+    where = device or work.settings.get("engine", {}).get("device", "cpu")
+    at_once = min(jobs, processors(), max(1, work.runs - there)) if where == "cpu" else 1
     return Forecast(
         name=work.entry.name,
         scale=work.scale,
-        device=device or work.settings.get("engine", {}).get("device", "cpu"),
+        device=where,
         runs=work.runs,
-        there=sum(part.there for part in parts),
+        there=there,
         rounds=work.rounds,
-        seconds=sum(part.seconds for part in parts),
+        jobs=at_once,
+        seconds=sum(part.seconds for part in parts) / at_once,
         parts=tuple(parts),
     )
 
 
 def _parts(group: Group, work: Work, device: str | None, known: dict[str, float]) -> Iterable[Part]:
     """The parts of a comparison; ``known`` are seconds of rounds of one kind."""
-    plan = Plan(gather({"experiment": group.settings, "device": device}))
-    _, tables = split_table(plan.compare, CompareSettings, "compare", {}, group.tables)
-    methods = plan.methods(list(group.tables), tables, "compare")
-    plan.check(methods)
+    plan, methods, _ = group.planned(device)
     runs = Runs(work.out / group.name)
     for method in methods:
         inputs = [plan.inputs(method, seed) for seed in plan.seeds(work.seeds, "compare")]

@@ -121,7 +121,7 @@ class Runs:
         self._hashes: dict[int, str] = {}
         self._changed: set[tuple[str, str | None]] = set()
         self._made: dict[str, tuple[Path, SartorError | None]] = {}
-        """What was made together with an earlier run and not yet asked for, by fingerprint."""
+        """What was made together with an earlier run, or elsewhere, and not yet asked for, by its key."""
 
     def get(self, inputs: Inputs, later: Iterable[Inputs] = ()) -> KeptRun:
         """The run of an experiment: an earlier one, or made now.
@@ -131,7 +131,7 @@ class Runs:
         """
         inputs, later = _settled(inputs), map(_settled, later)
         experiment = inputs.experiment
-        made = self._made.pop(fingerprint(experiment), None)
+        made = self._made.pop(key_of(inputs), None)
         if made is None:
             run = self.stored(inputs)
             if run is not None:
@@ -149,6 +149,10 @@ class Runs:
         if error is not None:
             raise error
         return _read(RunFolder.open(folder), experiment, reused=False)
+
+    def note(self, key: str, folder: Path, error: SartorError | None) -> None:
+        """Another process has made a run, or has failed to."""
+        self._made[key] = (folder, error)
 
     def stored(self, inputs: Inputs) -> RunFolder | None:
         """The run of an experiment that was made or begun earlier, if there is one."""
@@ -186,8 +190,8 @@ class Runs:
         outcomes = execute_together(setups, [place for _, place in wanted], progress=self._shown)
         for (each, place), outcome in zip(wanted, outcomes, strict=True):
             error = outcome if isinstance(outcome, SartorError) else None
-            self._made[fingerprint(each.experiment)] = (place, error)
-        return self._made.pop(fingerprint(inputs.experiment))
+            self._made[key_of(each)] = (place, error)
+        return self._made.pop(key_of(inputs))
 
     def _folder(self, inputs: Inputs) -> Path:
         """The folder that holds the run of an experiment, finished or not, or the one to make it in."""
@@ -262,6 +266,11 @@ class Runs:
         if seed not in self._hashes:
             self._hashes[seed] = load_data(inputs.experiment)[0].hash
         return self._hashes[seed]
+
+
+def key_of(inputs: Inputs) -> str:
+    """What tells a run of a study from all others under its folder."""
+    return fingerprint(_settled(inputs).experiment)
 
 
 def _settled(inputs: Inputs) -> Inputs:

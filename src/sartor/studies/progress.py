@@ -58,6 +58,11 @@ class Tally(Observer):
         """These rounds need not be played any more."""
         self._rest -= rounds
 
+    def played(self, rounds: int) -> None:
+        """These rounds were played elsewhere, meanwhile."""
+        self._played += rounds
+        self.found(rounds)
+
     def skip(self, runs: int, rounds: int) -> None:
         """So many runs of so many rounds will not be made after all."""
         self.done += runs

@@ -25,16 +25,30 @@ from typing import Any, TypedDict, Unpack
 from sartor.algorithms.source import method_code
 from sartor.errors import SartorError, SettingError
 from sartor.runs.experiment import Experiment, read_toml
+from sartor.runs.inputs import gather
 from sartor.runs.record import RunFolder, environment, write_json
 from sartor.settings import build, setting, unknown
 from sartor.studies import papers, presets
-from sartor.studies.comparison import Comparison, Estimate, NothingFinished, compare, estimate
+from sartor.studies.comparison import (
+    CompareSettings,
+    Comparison,
+    Estimate,
+    Method,
+    NothingFinished,
+    Plan,
+    compare,
+    estimate,
+    split_table,
+)
 from sartor.studies.computed import computed
-from sartor.studies.library import Failure
+from sartor.studies.jobs import Study
+from sartor.studies.library import Failure, Runs
 from sartor.studies.progress import Tally
-from sartor.studies.tuning import search
+from sartor.studies.tuning import planned_trials, search
 
 FILE = "reproduction.json"
+SEARCH = "search"
+"""The folder of a comparison's trials, beside its runs."""
 SCALES = ("small", "paper")
 HOW = ("engine", "checkpoint", "tracking")
 """Settings that say how something is run and leave its numbers alone."""
@@ -415,6 +429,20 @@ class Group:
         labels = [column.label for column in self.columns]
         return ", ".join(labels) if len(labels) < 3 else f"{labels[0]} to {labels[-1]}"
 
+    def planned(
+        self,
+        device: str | None,
+        together: str | None = None,
+        tables: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> tuple[Plan, list[Method], CompareSettings]:
+        """The plan of the comparison and its methods, checked; ``tables`` stand in place of its own."""
+        plan = Plan(gather({"experiment": self.settings, "device": device}))
+        asked, chosen = {"together": together}, self.tables if tables is None else tables
+        options, split = split_table(plan.compare, CompareSettings, "compare", asked, chosen)
+        methods = plan.methods(list(chosen), split, "compare")
+        plan.check(methods)
+        return plan, methods, options
+
 
 class Asked(TypedDict, total=False):
     """What of an entry is run, as keywords of :func:`reproduce` and of those who say what it would take."""
@@ -436,12 +464,18 @@ class Asked(TypedDict, total=False):
 
 
 def reproduce(
-    name: str, *, together: str | None = None, progress: bool = False, **asked: Unpack[Asked]
+    name: str,
+    *,
+    together: str | None = None,
+    jobs: int = 1,
+    progress: bool = False,
+    **asked: Unpack[Asked],
 ) -> Reproduction:
     """Run a table or figure of a paper and put our numbers beside the paper's.
 
     ``asked`` are the keywords of :class:`Asked`. ``together`` says whether the seeds of a method are trained
-    in one batch, as for :func:`~sartor.studies.comparison.compare`.
+    in one batch, as for :func:`~sartor.studies.comparison.compare`. ``jobs`` processes make the runs, the
+    longest first (:mod:`sartor.studies.jobs`); 1 is this one.
 
     >>> from tempfile import mkdtemp
     >>> some = {"methods": ["fedavg"], "columns": ["5"], "settings": {"rounds": 5}}
@@ -449,6 +483,8 @@ def reproduce(
     >>> [(number.method, number.column) for number in result.numbers]
     [('fedavg', '5')]
     """
+    if jobs < 1:
+        raise SettingError(f"jobs: must be at least 1, got {jobs}")
     work, device = planned(name, **asked), asked.get("device")
     chosen, at, scale = work.entry, work.at, work.scale
     compared: dict[str, Comparison] = {}
@@ -457,7 +493,7 @@ def reproduce(
         found = _computed(work, device)
     else:
         try:
-            compared, failed = _trained(work, device, together, progress)
+            compared, failed = _trained(work, device, together, jobs, progress)
         except SettingError as error:
             raise SettingError(f"{name}, {scale}: {error}") from None
         found = {}
@@ -491,23 +527,30 @@ def reproduce(
 
 
 def _trained(
-    work: Work, device: str | None, together: str | None, progress: bool
+    work: Work, device: str | None, together: str | None, jobs: int, progress: bool
 ) -> tuple[dict[str, Comparison], list[Failure]]:
     """The comparisons of an entry by their names, and the runs that failed."""
     tally = Tally(work.runs, work.rounds, shown=progress)
     compared: dict[str, Comparison] = {}
     failed: list[Failure] = []
+    made = _made_at_once(work, device, together, jobs, tally, failed) if jobs > 1 else {}
     for group in work.groups:
         tally.place = group.words
+        out = work.out / group.name
+        runs: Runs | Path
+        if group.name in made:
+            tables, runs = made[group.name]
+        else:
+            tables, runs = _tuned(group, work, device, Runs(out / SEARCH, tally), failed), out
         try:
             compared[group.name] = compare(
-                _tuned(group, work, device, tally, failed),
+                tables,
                 experiment=group.settings,
                 seeds=work.seeds,
                 references=False,
                 device=device,
                 together=together,
-                out=work.out / group.name,
+                out=runs,
                 progress=tally,
             )
             failed += compared[group.name].failed
@@ -516,6 +559,31 @@ def _trained(
     if not compared:
         raise NothingFinished(failed)
     return compared, failed
+
+
+def _made_at_once(
+    work: Work, device: str | None, together: str | None, jobs: int, tally: Tally, failed: list[Failure]
+) -> dict[str, tuple[dict[str, dict[str, Any]], Runs]]:
+    """By comparison its methods and its runs, which several processes have made."""
+    study = Study(jobs, tally)
+    tables = {group.name: group.tables for group in work.groups}
+    if work.at.tuning is not None:
+        searched = {group.name: Runs(work.out / group.name / SEARCH) for group in work.groups}
+        for group in work.groups:
+            spaces, asked = _search(group, work.at.tuning)
+            wanted = planned_trials(spaces, asked, {"experiment": group.settings, "device": device})
+            study.want(searched[group.name], wanted.plan, wanted.trials, wanted.seeds, group.words)
+        study.make()
+        for group in work.groups:
+            tables[group.name] = _tuned(group, work, device, searched[group.name], failed)
+    runs = {}
+    for group in work.groups:
+        plan, methods, options = group.planned(device, together, tables[group.name])
+        runs[group.name] = Runs(work.out / group.name, together=options.together)
+        named = [(method.label, method) for method in methods]
+        study.want(runs[group.name], plan, named, plan.seeds(work.seeds, "compare"), group.words)
+    study.make()
+    return {name: (tables[name], runs[name]) for name in runs}
 
 
 def row_seconds(row: Mapping[str, Any]) -> float:
@@ -642,7 +710,7 @@ def _groups(at: Setting, settings: Mapping[str, Any]) -> list[Group]:
 
 
 def _tuned(
-    group: Group, work: Work, device: str | None, tally: Tally, failed: list[Failure]
+    group: Group, work: Work, device: str | None, runs: Runs, failed: list[Failure]
 ) -> dict[str, dict[str, Any]]:
     """The methods of a comparison with hyper-parameters chosen on validation data, where that is wanted.
 
@@ -651,20 +719,8 @@ def _tuned(
     tuning = work.at.tuning
     if tuning is None:
         return group.tables
-    tables = {}
-    for label, table in group.tables.items():
-        fixed = {key: value if key == "algorithm" else [value] for key, value in table.items()}
-        tables[label] = {**fixed, **tuning.space(label)}
-    found = search(
-        tables,
-        method="grid",
-        budget=tuning.trials,
-        seeds=tuning.seeds,
-        experiment=group.settings,
-        device=device,
-        out=work.out / group.name / "search",
-        progress=tally,
-    )
+    spaces, asked = _search(group, tuning)
+    found = search(spaces, **asked, experiment=group.settings, device=device, out=runs)
     chosen = {}
     for method in found.methods:
         if method.chosen is not None:
@@ -673,6 +729,15 @@ def _tuned(
             message = str(method.trials[0].failed)
             failed.append(Failure(method.label, method.algorithm, tuning.seeds[0], message))
     return chosen
+
+
+def _search(group: Group, tuning: Tuning) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The spaces of a comparison's methods, and how they are searched."""
+    spaces = {}
+    for label, table in group.tables.items():
+        fixed = {key: value if key == "algorithm" else [value] for key, value in table.items()}
+        spaces[label] = {**fixed, **tuning.space(label)}
+    return spaces, {"method": "grid", "budget": tuning.trials, "seeds": tuning.seeds}
 
 
 def _computed(work: Work, device: str | None) -> dict[tuple[str, str], tuple[Estimate, tuple[str, ...]]]:

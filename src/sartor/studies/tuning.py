@@ -167,7 +167,7 @@ def search(
     method: str | None = None,
     seeds: int | Sequence[int] | None = None,
     together: str | None = None,
-    out: str | Path | None = None,
+    out: str | Path | Runs | None = None,
     progress: bool | Tally = False,
     observers: Sequence[Observer] = (),
     **settings: Unpack[RunSettings],
@@ -185,8 +185,72 @@ def search(
     >>> found.methods[0].best
     {'lr': 0.1}
     """
-    plan = Plan(gather(settings))
     asked = {"budget": budget, "method": method, "seeds": seeds, "together": together}
+    wanted = planned_trials(algorithms, asked, settings)
+    plan, options, base = wanted.plan, wanted.options, wanted.base
+    count = len(wanted.trials) * len(wanted.seeds)
+    tally = progress if isinstance(progress, Tally) else Tally(count, count * base.rounds, shown=progress)
+    folder = plan.folder("searches", base) if out is None else out
+    runs = folder if isinstance(folder, Runs) else Runs(Path(folder), tally, options.together, observers)
+    tuned: list[Tuned] = []
+    score, sign = "accuracy", 1.0
+    for each in wanted.methods:
+        done = []
+        for number, point in enumerate(wanted.points[each.label]):
+            trial, some = _try(plan, each, number, point, wanted.seeds, runs)
+            done.append(trial)
+            score, sign = (score, sign) if some is None else (some.score, some.sign)
+        known = wanted.spaces[each.label]
+        space = {key: asdict(v) if isinstance(v, Range) else list(v) for key, v in known.items()}
+        tuned.append(Tuned(each.label, each.algorithm, space, tuple(done), _best(done, sign)))
+    result = Search(
+        out=runs.out,
+        experiment=shared_settings(base),
+        seeds=wanted.seeds,
+        method=options.method,
+        budget=options.budget,
+        score=score,
+        methods=tuple(tuned),
+    )
+    write_json(runs.out / FILE, result.to_mapping())
+    found = [each for each in tuned if each.chosen is not None]
+    if not found:
+        raise SartorError(f"every trial of every method failed; the first: {tuned[0].trials[0].failed}")
+    write_text(runs.out / CHOSEN, _chosen_toml(plan, base, found, wanted.seeds[0]))
+    return result
+
+
+# What is tried ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What a search will try, checked."""
+
+    plan: Plan
+    options: SearchSettings
+    methods: list[Method]
+    spaces: dict[str, Space]
+    points: dict[str, list[dict[str, Any]]]
+    """By method."""
+    base: Experiment
+    seeds: tuple[int, ...]
+
+    @property
+    def trials(self) -> list[tuple[str, Method]]:
+        """Every trial as a method with the hyper-parameters of its point, with what it is called."""
+        return [
+            (_title(each, number), dataclasses.replace(each, hyper=point))
+            for each in self.methods
+            for number, point in enumerate(self.points[each.label])
+        ]
+
+
+def planned_trials(
+    algorithms: str | Sequence[str] | OwnTables | None, asked: Mapping[str, Any], settings: RunSettings
+) -> Trials:
+    """The trials of a search; ``asked`` are settings of ``[search]`` that win over the experiment's."""
+    plan = Plan(gather(settings))
     options, tables = split_table(plan.search, SearchSettings, "search", asked, algorithms)
     named = tuple(name for name in options.algorithms if name != EVERY)
     options = dataclasses.replace(options, algorithms=named)
@@ -202,40 +266,13 @@ def search(
     }
     trials = [dataclasses.replace(each, hyper=point) for each in methods for point in points[each.label]]
     base = plan.check(trials)
-    chosen_seeds = plan.seeds(options.seeds, "search")
-    _require_validation(plan, trials[0], chosen_seeds[0])
-    folder = plan.folder("searches", base) if out is None else Path(out)
-    count = len(trials) * len(chosen_seeds)
-    tally = progress if isinstance(progress, Tally) else Tally(count, count * base.rounds, shown=progress)
-    runs = Runs(folder, tally, options.together, observers)
-    tuned: list[Tuned] = []
-    score, sign = "accuracy", 1.0
-    for each in methods:
-        done = []
-        for number, point in enumerate(points[each.label]):
-            trial, some = _try(plan, each, number, point, chosen_seeds, runs)
-            done.append(trial)
-            score, sign = (score, sign) if some is None else (some.score, some.sign)
-        space = {key: asdict(v) if isinstance(v, Range) else list(v) for key, v in spaces[each.label].items()}
-        tuned.append(Tuned(each.label, each.algorithm, space, tuple(done), _best(done, sign)))
-    result = Search(
-        out=runs.out,
-        experiment=shared_settings(base),
-        seeds=chosen_seeds,
-        method=options.method,
-        budget=options.budget,
-        score=score,
-        methods=tuple(tuned),
-    )
-    write_json(runs.out / FILE, result.to_mapping())
-    found = [each for each in tuned if each.chosen is not None]
-    if not found:
-        raise SartorError(f"every trial of every method failed; the first: {tuned[0].trials[0].failed}")
-    write_text(runs.out / CHOSEN, _chosen_toml(plan, base, found, chosen_seeds[0]))
-    return result
+    seeds = plan.seeds(options.seeds, "search")
+    _require_validation(plan, trials[0], seeds[0])
+    return Trials(plan, options, methods, spaces, points, base, seeds)
 
 
-# What is tried ----------------------------------------------------------------------------------------------
+def _title(method: Method, number: int) -> str:
+    return f"{method.label}, trial {number + 1}"
 
 
 def _methods(plan: Plan, options: SearchSettings, tables: dict[str, dict[str, Any]]) -> list[Method]:
@@ -448,7 +485,7 @@ def _try(
     for place, seed in enumerate(seeds):
         later = (plan.inputs(tried, other) for other in seeds[place + 1 :])
         run = runs.attempt(plan.inputs(tried, seed), method.label, later)
-        runs.tally.tell(f"{method.label}, trial {number + 1}, seed {seed}", run.outcome)
+        runs.tally.tell(f"{_title(method, number)}, seed {seed}", run.outcome)
         if isinstance(run, Failure):
             rounds = plan.inputs(tried, seed).experiment.rounds
             runs.tally.skip(len(seeds) - place - 1, rounds)

@@ -1,0 +1,172 @@
+"""Runs of an entry that several processes make at once: the numbers of one, whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sartor.commands.main import app
+from sartor.errors import SettingError
+from sartor.studies import forecast
+from sartor.studies.jobs import Study
+from sartor.studies.library import Runs
+from sartor.studies.progress import Tally
+from sartor.studies.reproduction import Reproduction, planned, reproduce
+
+FEW: dict[str, Any] = {
+    "methods": ["fedavg", "fedprox"],
+    "columns": ["5"],
+    "seeds": 2,
+    "settings": {
+        "rounds": 3,
+        "data": {"clients": 6},
+        "partition": {"name": "iid"},
+        "model": {"name": "softmax"},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def comfed(out: str, **more: Any) -> Reproduction:
+    return reproduce("comfed/table4", **{**FEW, "out": out, **more})
+
+
+def without_times(value: Any) -> Any:
+    """What is stored, but for what it took."""
+    if isinstance(value, dict):
+        return {key: without_times(each) for key, each in value.items() if key != "seconds"}
+    return [without_times(each) for each in value] if isinstance(value, list) else value
+
+
+def stored(file: Path) -> Any:
+    return without_times(json.loads(file.read_text(encoding="utf-8")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", ["no", "yes"])
+def test_two_processes_give_the_numbers_of_one(together: str) -> None:
+    one, two = (comfed(f"{jobs}", jobs=jobs, together=together) for jobs in (1, 2))
+    assert without_times(two.to_mapping()) == without_times(one.to_mapping())
+    files = [path.relative_to("1") for path in Path("1").rglob("*.json")]
+    assert len([path for path in files if path.name == "comparison.json"]) == 1
+    for path in files:
+        if path.name in ("comparison.json", "reproduction.json"):
+            assert stored(Path("2", path)) == stored(Path("1", path))
+
+
+@pytest.mark.slow
+def test_trials_are_made_at_once_too() -> None:
+    few: dict[str, Any] = {"methods": ["fedavg", "separate"], "columns": ["two classes"]}
+    small = {"rounds": 2, "data": {"clients": 6}, "model": {"name": "softmax"}}
+    for jobs in (1, 2):
+        reproduce("sartor/leaderboard", **few, settings=small, out=f"{jobs}", jobs=jobs)
+    found = list(Path("1").rglob("search.json"))
+    assert len(found) == 1
+    for file in [*found, Path("1", "reproduction.json")]:
+        assert stored(Path("2", *file.parts[1:])) == stored(file)
+
+
+@pytest.mark.slow
+def test_runs_that_are_there_are_found_and_others_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"settings": {**FEW["settings"], "rounds": 60}, "together": "no"}
+    whole = comfed("whole", **more)
+    comfed("parts", **more, methods=["fedprox"], seeds=1)
+
+    def interrupted(tally: Tally, rounds: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tally, "played", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            comfed("parts", **more, jobs=2)
+    capsys.readouterr()
+    parts = comfed("parts", **more, jobs=2, progress=True)
+    told = [line for line in capsys.readouterr().err.splitlines() if " of 4: " in line]
+    assert [line.partition(" of ")[0] for line in told] == ["1", "2", "3", "4"]
+    assert sum("fedprox, seed 0, 5: reused" in line for line in told) == 1
+    assert [number.ours for number in parts.numbers] == [number.ours for number in whole.numbers]
+    assert len(list(Path("parts").rglob("summary.json"))) == 4
+
+
+def test_the_same_run_under_two_names_is_made_once(capsys: pytest.CaptureFixture[str]) -> None:
+    group = planned("comfed/table4", **FEW).groups[0]
+    tables = {"one": {"algorithm": "fedavg"}, "other": {"algorithm": "fedavg"}}
+    plan, methods, _ = group.planned("cpu", "no", tables)
+    study, runs = Study(2, Tally(2, 6)), Runs(Path("made"))
+    study.want(runs, plan, [(method.label, method) for method in methods], [0], "")
+    study.make()
+    assert len(list(Path("made").iterdir())) == 1
+    ends = [line.partition(";")[0] for line in capsys.readouterr().err.splitlines()]
+    assert ends == ["1 of 2: other, seed 0: reused", "2 of 2: one, seed 0: done"]
+    assert not runs.get(plan.inputs(methods[0], 0)).reused
+    assert runs.get(plan.inputs(methods[1], 0)).reused
+
+
+def test_the_longest_run_is_made_first() -> None:
+    study, runs = Study(1, Tally(0, 0, shown=False)), Runs(Path("made"))
+    for rounds in (2, 4, 3):
+        asked = {**FEW, "settings": {**FEW["settings"], "rounds": rounds}}
+        plan, methods, _ = planned("comfed/table4", **asked).groups[0].planned("cpu")
+        study.want(runs, plan, [(method.label, method) for method in methods], [0, 1], f"{rounds}")
+    assert [job.place for job in study._waiting] == ["4", "4", "3", "3", "2", "2"]
+    assert [len(job.titles) for job in study._waiting] == [2] * 6
+
+
+def invoke(*words: str, clients: int = 6) -> Any:
+    small = ("rounds=2", f"data.clients={clients}", "partition.name=iid", "model.name=softmax")
+    few = ("--methods", "fedavg,fedprox", "--columns", "5", "--jobs", "2", "--out", "made")
+    return CliRunner().invoke(app, ["reproduce", "comfed/table4", *few, *small, *words])
+
+
+def test_the_command_imports_code_and_leaves_out_what_fails() -> None:
+    Path("mine.py").write_text(
+        "import multiprocessing\n"
+        "from sartor.algorithms import registered\n"
+        "from sartor.errors import SartorError\n"
+        "def round(self, server, federation, cohort):\n"
+        "    raise SartorError('out of luck')\n"
+        "if multiprocessing.parent_process() is not None:\n"
+        "    registered()['fedprox'].round = round\n"
+    )
+    done = invoke("--import", "mine.py", "--json")
+    assert done.exit_code == 2
+    assert [number["method"] for number in json.loads(done.stdout)["numbers"]] == ["fedavg"]
+    message = "left out, as runs failed: fedprox; the first, fedprox with seed 0: out of luck"
+    assert done.stderr.splitlines()[-1] == f"sartor: {message}"
+
+
+def test_the_command_names_the_run_that_was_a_mistake() -> None:
+    done = invoke(clients=100_000)
+    assert done.exit_code == 2
+    assert done.stderr.count("sartor: ") == 1
+    assert "seed 0, 5: " in done.stderr
+
+
+def test_a_forecast_is_divided_where_that_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "processors", lambda: 2)
+    monkeypatch.setattr(forecast.cost, "estimate", lambda experiment: {"seconds": 30.0})
+    times = {jobs: forecast.forecast("comfed/table4", **FEW, jobs=jobs) for jobs in (1, 2, 8)}
+    assert {jobs: (each.jobs, each.seconds) for jobs, each in times.items()} == {
+        1: (1, 120.0),
+        2: (2, 60.0),
+        8: (2, 60.0),
+    }
+    on_gpu = forecast.forecast("comfed/table4", **FEW, device="cuda", jobs=4)
+    assert (on_gpu.jobs, on_gpu.seconds) == (1, 120.0)
+    assert "left to do on cpu with 2 jobs" in invoke("--dry-run").stdout
+    assert "left to do on cuda, one run at a time" in invoke("--dry-run", "--device", "cuda").stdout
+
+
+def test_no_jobs_are_refused() -> None:
+    with pytest.raises(SettingError, match="jobs: must be at least 1, got 0"):
+        comfed("made", jobs=0)
