@@ -87,7 +87,7 @@ def test_a_pair_has_the_settings_of_its_two_halves_and_no_others() -> None:
     common = {"lr", "local_beta", "as_printed", "server_lr"}
     assert keys["sgd-sgd"] == common
     assert keys["prox-yogi"] == common | {"mu", "beta1", "beta2", "tau", "v0"}
-    assert keys["scaf-momentum"] == common | {"option", "weighted", "beta", "nesterov"}
+    assert keys["scaf-momentum"] == common | {"option", "weighted", "behind", "beta", "nesterov"}
     with pytest.raises(SettingError, match=r"hyper\.mu: unknown key"):
         make(registered()["sgd-adam"], mu=0.1)
     with pytest.raises(SettingError, match=r"hyper\.option: must be one of auto, I, II"):

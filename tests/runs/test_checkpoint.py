@@ -845,6 +845,24 @@ def test_the_bytes_foretold_are_the_bytes_sent(
     assert cost["seconds"] > 0
 
 
+@pytest.mark.parametrize(("long", "rounds"), [(100.0, [1, 2]), (0.0, [1])])
+def test_long_rounds_are_measured_without_others_before_them(
+    long: float, rounds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sartor.runs.cost.LONG", long)
+    played, play = [], FedAvg.round
+
+    def told(self: FedAvg, server: Any, federation: Federation, cohort: Any) -> Any:
+        played.append(federation.round)
+        return play(self, server, federation, cohort)
+
+    monkeypatch.setattr(FedAvg, "round", told)
+    cost = estimate(from_mapping({"data": {"clients": 2}, "engine": {"name": "loop"}, "rounds": 3}))
+    assert played == rounds
+    assert cost["bytes"]["down"] == 3 * 2 * 4 * cost["parameters"]
+    assert cost["seconds"] > 0
+
+
 def test_a_server_that_keeps_something_for_every_client_is_drawn_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,17 +6,23 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from helpers import process, wait_until
 from sartor.commands.main import app
 from sartor.report.figures import Lines
 from sartor.report.papers import Drawn, _number_in, paper_figure, write_paper_figure
+from sartor.runs import cost
+from sartor.runs.experiment import Experiment, from_mapping
 from sartor.runs.record import RunFolder
+from sartor.runs.setup import set_up
+from sartor.studies import forecast as forecasts
 from sartor.studies import reproduction
 from sartor.studies.comparison import NothingFinished
 from sartor.studies.forecast import forecast
@@ -178,6 +184,45 @@ def test_a_forecast_counts_runs_and_leaves_out_what_is_there(tmp_path: Path) -> 
     for part in after.parts:
         assert part.seconds == pytest.approx(6 * part.seconds_per_round)  # one of its two runs
     assert forecast("comfed/table4", **asked).seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "some", "read"),
+    [
+        ("spfl/table7", {"columns": ["MNIST IID", "MNIST non-IID"]}, "mnist"),
+        ("spfl/table2-epochs", {"columns": ["CIFAR-10 client"], "methods": ["lga", "plga"]}, "cifar10"),
+        ("spfl/fig4", {"methods": ["mnist-iid", "mnist-non-iid"]}, "mnist"),
+    ],
+)
+def test_a_forecast_reads_what_is_asked_for_once(
+    name: str, some: dict[str, Any], read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, asked = forecasts.load_data, []
+
+    def digits(experiment: Experiment) -> Any:
+        asked.append(experiment.data.name)
+        return load(replace(experiment, data=replace(experiment.data, name="digits")))
+
+    monkeypatch.setattr(forecasts, "load_data", digits)
+    small = {"rounds": 1, "model": {"name": "softmax"}, "partition": {"name": "iid"}}
+    expected = forecast(name, scale="paper", seeds=1, settings={**small, "data": {"clients": 6}}, **some)
+    assert expected.runs == len(expected.parts) > 1
+    assert asked == [read]
+
+
+def test_a_forecast_measures_samples_as_a_run_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def told(*given: Any, **more: Any) -> Any:
+        seen.append(set_up(*given, **more).data.train.x)
+        return set_up(*given, **more)
+
+    monkeypatch.setattr(cost, "set_up", told)
+    for normalise in (True, False):
+        data = {**TINY["data"], "normalise": normalise}
+        forecast("comfed/table4", methods=["fedavg"], settings={**TINY, "data": data})
+        alone = set_up(from_mapping({**TINY, "data": data})).data.train.x
+        assert torch.equal(seen[-1], alone)
 
 
 def test_the_forecast_of_a_papers_setting_needs_no_run_folder(capsys: pytest.CaptureFixture[str]) -> None:

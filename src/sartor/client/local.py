@@ -367,6 +367,7 @@ class Client:
         split: str = "train",
         apart: Sequence[int] = (),
         batch: int | None = None,
+        behind: Tensor | None = None,
     ) -> Tensor:
         """Local training from ``w``: K_i steps against ``direction(w_k, batch)``, by default the gradient.
 
@@ -376,7 +377,8 @@ class Client:
         starts afresh each time. ``batch`` samples make a step, by default those of the settings. ``split``
         says on which samples; ``union`` is for
         :meth:`~sartor.federation.federation.Federation.together` alone. ``apart`` are the lengths of models
-        that lie one behind the other in ``w``: the direction of each is clipped by itself.
+        that lie one behind the other in ``w``: the direction of each is clipped by itself. ``behind`` is
+        added to what the optimiser makes of every direction.
 
         With ``local.micro`` the direction is the mean of those of parts of the batch. A method whose
         direction is no mean over samples has to :func:`refuse` it.
@@ -399,6 +401,7 @@ class Client:
             split=split,
             apart=apart,
             batch=batch,
+            behind=behind,
         )[0]
 
     def descend_with(
@@ -417,6 +420,7 @@ class Client:
         split: str = "train",
         apart: Sequence[int] = (),
         batch: int | None = None,
+        behind: Tensor | None = None,
     ) -> tuple[Tensor, Carry]:
         """:meth:`descend` with a direction that hands a ``memory`` on to the next step; both are returned.
 
@@ -451,6 +455,7 @@ class Client:
                 if only is not None and local.clip:  # what does not move has no part in the norm
                     g = torch.where(only, g, 0)
                 step, slots = optimizer.update(g, slots, w_k)
+                step = step if behind is None else step + behind
                 eta = rate
                 if schedule is not None:
                     eta = rate * schedule.at(carry["step"] + update, length).to(w_k.dtype)

@@ -31,6 +31,8 @@ from sartor.runs.setup import Setup, open_federation, set_up
 
 PATIENCE = 3.0
 """Seconds that one more measurement may take."""
+LONG = 5.0
+"""Seconds of a round with its evaluation on a CPU that leave nothing of how its beginning is slower."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,17 @@ class _Measured:
 
 
 def estimate(
-    experiment: Experiment, *, data: ClientData | None = None, task: Task | Factory | None = None
+    experiment: Experiment,
+    *,
+    data: ClientData | None = None,
+    task: Task | Factory | None = None,
+    normalise: bool | None = None,
 ) -> dict[str, Any]:
-    """Clients, parameters, steps, bytes, memory and time of an experiment; nothing is stored."""
-    setup = set_up(experiment, data=data, task=task)
+    """Clients, parameters, steps, bytes, memory and time of an experiment; nothing is stored.
+
+    What is given is as for :func:`~sartor.runs.setup.set_up`.
+    """
+    setup = set_up(experiment, data=data, task=task, normalise=normalise)
     experiment, data = setup.experiment, setup.data
     clients, size = data.clients, max(task.size for task in tasks_of(setup.task))
     cohort = experiment.cohort.size(clients)
@@ -145,7 +154,7 @@ def _measure(setup: Setup, cohort: int) -> tuple[_Measured, _Measured | None]:
 
 
 def _play(setup: Setup, count: int, share: int) -> _Measured:
-    """One round and one evaluation with some of the clients, after others that warm up."""
+    """One round and one evaluation with some of the clients, after short ones that warm up."""
     experiment, algorithm = setup.experiment, setup.algorithm
     chosen = _some(setup.data, count)
     data, task = setup.data.some(chosen), regrouped(setup.task, lambda of: of[chosen])
@@ -166,6 +175,8 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         evaluate(algorithm, server, federation, experiment.evaluate)
         federation.engine.wait()
         evaluating = time.perf_counter() - begin - seconds
+        if experiment.engine.device == "cpu" and seconds + evaluating > LONG:
+            break
     return _Measured(
         clients=count,
         cohort=share,

@@ -2,7 +2,7 @@
 
 A round's time is taken from runs of the same kind that are there already, finished or not, or else measured
 on a few rounds of the experiment (:mod:`sartor.runs.cost`), once for all columns that differ in nothing that
-takes time.
+takes time. Data are read once for all methods in a row that have the same.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Unpack
 
+from sartor.data.clients import ClientData
 from sartor.errors import SettingError
 from sartor.runs import cost
 from sartor.runs.experiment import Experiment, to_mapping
 from sartor.runs.record import RunFolder
+from sartor.runs.setup import load_data
 from sartor.studies.library import Runs
 from sartor.studies.reproduction import Asked, Group, Work, planned, row_seconds
 from sartor.studies.workers import processors, threads_of
@@ -69,12 +71,12 @@ def forecast(name: str, *, jobs: int = 1, **asked: Unpack[Asked]) -> Forecast:
     (3, 0, 30, True)
     """
     work, device = planned(name, **asked), asked.get("device")
-    known: dict[str, float] = {}
+    measured = _Measured()
     parts: list[Part] = []
     with threads_of(jobs):  # as each of them has
         for group in work.trained:
             try:
-                parts += _parts(group, work, device, known)
+                parts += _parts(group, work, device, measured)
             except SettingError as error:
                 raise SettingError(f"{name}, {work.scale}: {error}") from None
     there = sum(part.there for part in parts)
@@ -93,8 +95,36 @@ def forecast(name: str, *, jobs: int = 1, **asked: Unpack[Asked]) -> Forecast:
     )
 
 
-def _parts(group: Group, work: Work, device: str | None, known: dict[str, float]) -> Iterable[Part]:
-    """The parts of a comparison; ``known`` are seconds of rounds of one kind."""
+class _Measured:
+    """Seconds of rounds, measured once for each kind of experiment."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, float] = {}
+        self._data: tuple[str, ClientData] | None = None
+        """What was read last, and for which settings."""
+
+    def seconds(self, experiment: Experiment) -> float:
+        """Of a round, with its share of evaluations."""
+        kind = _kind(experiment)
+        if kind not in self._known:
+            data, normalise = self._read(experiment), experiment.data.normalise
+            whole = cost.estimate(experiment, data=data, normalise=normalise)["seconds"]
+            self._known[kind] = whole / max(1, experiment.rounds)
+        return self._known[kind]
+
+    def _read(self, experiment: Experiment) -> ClientData:
+        """The data of an experiment: reading them may take far longer than a few rounds."""
+        settings = to_mapping(experiment)
+        parts = ("seed", "data", "columns", "partition", "features", "expect", "objective")
+        key = repr([settings.get(part) for part in parts])
+        if self._data is None or self._data[0] != key:
+            self._data = None  # two data sets need not fit into memory
+            self._data = (key, load_data(experiment)[0])
+        return self._data[1]
+
+
+def _parts(group: Group, work: Work, device: str | None, measured: _Measured) -> Iterable[Part]:
+    """The parts of a comparison."""
     plan, methods, _ = group.planned(device)
     runs = Runs(work.out / group.name)
     for method in methods:
@@ -102,14 +132,7 @@ def _parts(group: Group, work: Work, device: str | None, known: dict[str, float]
         stored = [runs.stored(each) for each in inputs]
         made = [[] if run is None else run.rounds for run in stored]
         played = [row_seconds(row) for rows in made for row in rows]
-        experiment = inputs[0].experiment
-        kind = _kind(experiment)
-        if played:
-            each = sum(played) / len(played)
-        else:
-            if kind not in known:
-                known[kind] = cost.estimate(experiment)["seconds"] / max(1, experiment.rounds)
-            each = known[kind]
+        each = sum(played) / len(played) if played else measured.seconds(inputs[0].experiment)
         left = sum(_rest(run, rows, group.rounds) for run, rows in zip(stored, made, strict=True))
         left += work.trials * group.rounds if left else 0
         there = sum(run is not None and run.finished for run in stored)

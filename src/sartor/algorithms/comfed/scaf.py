@@ -10,6 +10,7 @@ from torch import Tensor
 from sartor.algorithms.comfed.mechanisms import TINY, ComFed, ComFedServer, Mechanism, solve
 from sartor.client.local import Client, refuse, require_plain_sgd
 from sartor.client.settings import Local
+from sartor.errors import SettingError
 from sartor.federation.exchange import Replies, Reply
 from sartor.federation.federation import Federation
 from sartor.settings import setting
@@ -25,6 +26,9 @@ class Scaf(Mechanism):
         choices=("auto", "I", "II"),
     )
     weighted: bool = setting(False, "weigh Δ_i and c_i by the clients' samples; else all clients alike")
+    behind: bool = setting(
+        False, "add c − c_i to the step, behind momentum and the like; else to the gradient, before them"
+    )
 
 
 def anew(hyper: Scaf, local: Local) -> bool:
@@ -41,7 +45,10 @@ def scaf(client: Client, hyper: Scaf, w: Tensor, c: Tensor, c_i: Tensor, m: Tens
     """Lines 9, 12 and 15: y ← y − η (g_i(y) + c − c_i), then the new c_i, which stays at the client."""
     old = c if hyper.as_printed else c_i  # line 4 prints c_i ← c
     at_w = client.full_gradient(w) if anew(hyper, client.local) else w  # before the buffers move
-    reply = solve(client, hyper, w, lambda y, batch: client.grad(y, batch) + (c - old), m)
+    if hyper.behind:
+        reply = {"delta": client.descend(w, lr=hyper.lr, behind=c - old) - w}
+    else:
+        reply = solve(client, hyper, w, lambda y, batch: client.grad(y, batch) + (c - old), m)
     distance = client.work(hyper.lr)
     if anew(hyper, client.local):
         new = at_w
@@ -59,7 +66,8 @@ class ComFedScaf(ComFed[Scaf]):
 
     Δ is the plain mean of the Δ_i and c ← c + (1/N) Σ Δc_i; ``weighted`` has n_i in both, never in one. The
     new c_i is option II of SCAFFOLD, as its paper runs it, where local steps are plain SGD, and option I,
-    which is ComFed's, under momentum, weight decay or Adam; ``option`` says it outright.
+    which is ComFed's, under momentum, weight decay or Adam; ``option`` says it outright. With ``behind``
+    the correction is no part of what momentum adds up, so that under momentum ρ it is 1 − ρ of the drift.
     ``as_printed``: line 4 prints c_i ← c, which leaves nothing of the correction; line 18 a sum of the Δ_i;
     line 20 c ← c + Σ p'_i Δc_i, which is no mean of all c_i when some clients are absent.
     """
@@ -71,6 +79,11 @@ class ComFedScaf(ComFed[Scaf]):
 
     def start(self, federation: Federation) -> ComFedServer:
         """All control variates zero."""
+        if self.hyper.behind and self.hyper.local_beta:
+            raise SettingError(
+                f"hyper.behind: {self.name} has hyper.local_beta, which mixes directions before the local "
+                "optimiser; leave one of them out"
+            )
         if self.hyper.option == "II":  # momentum and the like make (w − y) / (K η) another thing than mean g
             require_plain_sgd(federation.local, f"{self.name} with hyper.option=II", weight_decay=False)
         if anew(self.hyper, federation.local):

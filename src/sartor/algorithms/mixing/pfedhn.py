@@ -109,9 +109,10 @@ class PFedHN(Algorithm[PFedHNHyper, PFedHNServer]):
         for place in range(hyper.hidden + 1):
             inputs = hyper.width if place else size
             network[f"weight.{place}"], network[f"bias.{place}"] = layer(place, inputs, hyper.width)
-        weight, bias = layer(hyper.hidden + 1, hyper.width, len(w))
-        if hyper.start == "model":
-            weight, bias = torch.zeros_like(weight), w
+        if hyper.start == "model":  # the last layer is most of it, and is not drawn for nothing
+            weight, bias = w.new_zeros(len(w), hyper.width), w
+        else:
+            weight, bias = layer(hyper.hidden + 1, hyper.width, len(w))
         network |= {"weight": weight, "bias": bias}
         return PFedHNServer(network, {name: torch.zeros_like(value) for name, value in network.items()})
 
