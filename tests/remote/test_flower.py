@@ -529,16 +529,7 @@ def test_a_store_serves_one_server_at_a_time(tmp_path: Path) -> None:
 # Every method, through kills -------------------------------------------------------------------------------
 
 
-BY_THE_CLOCK = (
-    "diversifed-async",
-    "fedavg-async",
-    "fedavg-semisync",
-    "fedavg-sync",
-    "lga",
-    "plga",
-    "spfl-async",
-    "twafl",
-)
+BY_THE_CLOCK = tuple(name for name, method in registered().items() if getattr(method.Hyper, "deadline", 0))
 """Methods whose rounds end at a time: everybody is there by then, so nothing depends on who is faster."""
 BY_ARRIVAL = ("fedasync", "fedbuff")
 """Methods whose result depends on it all the same."""
@@ -561,7 +552,7 @@ EVERY = sorted(
 
 def through_kills(
     nursery: Nursery, folder: Path, name: str, *more: str, common: tuple[str, ...] = SETTINGS
-) -> None:
+) -> Federation:
     """A node is killed and comes back, then everything: nodes have what they kept, and all ends as if not."""
     settings = ("rounds=4", "evaluate.every=0", "checkpoint.every=1", *NEEDS.get(name, ()), *more)
     federation = Federation(nursery, name, *settings, options=("--quorum", 3), common=common)
@@ -581,7 +572,7 @@ def through_kills(
         arrived = [entry for row in rounds for entry in row.get("arrivals", [])]
         assert len(arrived) == sum(row["answered"] for row in rounds) > 0
         assert [entry[2] for entry in arrived] == sorted(entry[2] for entry in arrived)
-        return
+        return federation
     simulations: list[Any] = []
 
     def opened(experiment: Experiment, task: Task, data: ClientData) -> Any:
@@ -617,6 +608,7 @@ def through_kills(
         for client in mine.names if isinstance(result.personal, Tensor) else ():
             theirs, simulated = mine.state_dict(client), result.state_dict(client)
             assert all(torch.allclose(theirs[key], simulated[key], atol=1e-6) for key in simulated), client
+    return federation
 
 
 SMALLER = (
@@ -639,6 +631,30 @@ def test_methods_that_differ_come_through_kills(
 ) -> None:
     """Two states with transforms, no rounds that wait."""
     through_kills(nursery, folder, name, *more)
+
+
+LINEAR = (*(text for text in SETTINGS if "model." not in text), "model.name=softmax")
+"""A model with raw features, of which some methods ask when a run begins."""
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "common"),
+    [
+        pytest.param("fedgen", "fedgen:counts", SETTINGS, marks=pytest.mark.nightly),
+        ("fsvrg", "fsvrg:feature_counts", LINEAR),
+        pytest.param("ma-fsvrg-async", "fsvrg:feature_counts", LINEAR, marks=pytest.mark.nightly),
+    ],
+    ids=["fedgen", "fsvrg", "ma-fsvrg-async"],
+)
+def test_what_a_run_begins_with_is_asked_once(
+    nursery: Nursery, folder: Path, name: str, asked: str, common: tuple[str, ...]
+) -> None:
+    """The server that goes on has it in its checkpoint, and nodes know of one run alone."""
+    federation = through_kills(nursery, folder, name, common=common)
+    for node in range(3):
+        shown = nursery.start("audit", federation.place / f"state{node}")
+        assert shown.wait() == 0, shown.output
+        assert shown.output.count(f"{asked} in round 0") == 1, shown.output
 
 
 def test_buffers_come_through_kills(nursery: Nursery, folder: Path) -> None:

@@ -18,8 +18,10 @@ from test_transforms import Carry, Noise, named
 from torch import Tensor
 
 from helpers import federation_of, model_task
+from owned import forgetful
 from sartor.algorithms import make, registered
 from sartor.errors import SartorError
+from sartor.extensions import import_code
 from sartor.federation import Federation
 from sartor.federation.functions import find_function, qualified_name
 from sartor.remote.admission import Admission, misfit
@@ -35,7 +37,7 @@ from sartor.runs.run import tensors_of
 from sartor.runs.settings import Evaluate
 from sartor.transforms.norms import Clip, Scale
 
-__all__ = ["named"]  # a fixture of these tests too
+__all__ = ["forgetful", "named"]  # fixtures of these tests too
 
 BLOCKS = [[0, 3], [1, 4], [2, 5]]
 
@@ -278,6 +280,129 @@ def test_a_node_goes_back_however_often_the_server_did_before_it_was_asked_again
     federation.engine.farewell()  # type: ignore[attr-defined]
     assert torch.equal(server.w, expected.w)
     assert torch.equal(grid.kept("c_i"), undisturbed.states["c_i"])
+
+
+OWN_START = """
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sartor import Algorithm, Reply, register
+from sartor.algorithms import Server
+
+
+def rarity(client, hyper, zero):
+    total = client.scan(lambda sum, batch: sum + batch.x.abs().sum(), zero, client.batches(epochs=1))
+    return Reply(rarity=1 / total)  # not finite for samples of zeros
+
+
+def train(client, hyper, w, base):
+    return Reply(delta=client.descend(w, lr=hyper.lr) - w + base)
+
+
+@dataclass(frozen=True)
+class Begun(Server):
+    share: float = 1.0
+
+
+@register
+class OwnStart(Algorithm):
+    '''FedAvg of which everything follows from what clients answer at the start, waited for or not.'''
+
+    name, family, paper = "own-start", "own", "nobody's"
+    server_keeps, client_keeps, traffic = "w", "what it began with", "1 / 1"
+
+    def start(self, federation):
+        w, everyone = federation.initial(), np.arange(federation.clients)
+        asked = {"zero": w.new_zeros(())}
+        federation.declare(base=federation.map(rarity, everyone, asked).mean("rarity"))
+        federation.dispatch(rarity, everyone, asked)
+        return Begun(w, federation.collect(len(everyone))["rarity"].sum().item())
+
+    def round(self, server, federation, cohort):
+        replies = federation.map(train, cohort, shared={"w": server.w})
+        return replace(server, w=server.w + server.share * replies.mean("delta"))
+"""
+
+
+class Interrupted(HereGrid):
+    """Ctrl-C is pressed when something of this round is sent."""
+
+    round = 0
+
+    def send(self, node: int, parts: Parts, lifetime: float, most: int, note: str = "") -> str:
+        if self.round and read_header(parts).get("round") == self.round:
+            raise KeyboardInterrupt
+        return super().send(node, parts, lifetime, most, note)
+
+    def asked(self, name: str) -> int:
+        """How often nodes were asked to run a client function."""
+        return sum(read_header(parts).get("function", "").endswith(f":{name}") for _, parts in self.sent)
+
+
+SMALLER = {"transforms": [{"name": "difference"}, {"name": "top-k", "share": 0.5}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "asked", "times", "tables"),
+    [
+        ("fedgen", "mlp", "counts", 3, {}),
+        ("fsvrg", "softmax", "feature_counts", 3, SMALLER),
+        ("ma-fsvrg-async", "softmax", "scaling", 3, {"hyper": {"deadline": 600}}),
+        ("own-start", "softmax", "rarity", 3 + 6, SMALLER),
+    ],
+    ids=["fedgen", "fsvrg", "ma-fsvrg-async", "own-start"],
+)
+def test_a_server_that_continues_asks_nobody_how_the_run_began(
+    forgetful: None,
+    tmp_path: Path,
+    name: str,
+    model: str,
+    asked: str,
+    times: int,
+    tables: dict[str, Any],
+) -> None:
+    """Nodes were asked once, hear of no other run, and all ends as if it had never been interrupted."""
+    (tmp_path / "mine.py").write_text(OWN_START)
+    import_code(str(tmp_path / "mine.py"))
+    data, service = vectors(torch.float32), Service(min_nodes=3, quorum=3)
+    tables = {"model": {"name": model}, "checkpoint": {"every": 1}, "local": {"batch": 8}, **tables}
+    experiment = experiment_of(name, rounds=2, **tables)
+
+    def grid(place: str) -> Interrupted:
+        return Interrupted(nodes_of(data, model_task(model, data), BLOCKS, tmp_path / place))
+
+    undisturbed = serve_on(grid("undisturbed"), experiment, service, out=tmp_path / "whole")
+    first, second = grid("states"), grid("states")
+    first.round = 2
+    with pytest.raises(KeyboardInterrupt):
+        serve_on(first, experiment, service, out=tmp_path / "run")
+    result = serve_on(second, experiment, service, resume=tmp_path / "run")
+    assert (first.asked(asked), second.asked(asked)) == (times, 0)
+    assert undisturbed.w is not None
+    assert result.w is not None
+    assert torch.equal(result.w, undisturbed.w)
+    assert [row["answered"] for row in result.rounds] == [row["answered"] for row in undisturbed.rounds]
+    assert (result.summary["bytes_down"], result.summary["bytes_up"]) == (
+        undisturbed.summary["bytes_down"],
+        undisturbed.summary["bytes_up"],
+    )
+    for node in ("1", "2", "3"):
+        assert len([path for path in (tmp_path / "states" / node).iterdir() if path.is_dir()]) == 1
+
+
+def test_a_server_continues_from_before_the_first_round(tmp_path: Path) -> None:
+    """A run of no rounds, whose server was killed when all but the summary was stored."""
+    data, service = vectors(torch.float32), Service(min_nodes=3)
+    experiment = experiment_of("fsvrg", rounds=0, model={"name": "softmax"})
+    nodes = nodes_of(data, model_task("softmax", data), BLOCKS, tmp_path)
+    expected = serve_on(HereGrid(nodes), experiment, service, out=tmp_path / "run").summary
+    (tmp_path / "run" / "summary.json").unlink()
+    grid = Interrupted(nodes)
+    found = serve_on(grid, experiment, service, resume=tmp_path / "run").summary
+    assert grid.asked("feature_counts") == 0
+    assert found["model_sha256"] == expected["model_sha256"]
+    assert found["bytes_up"] == expected["bytes_up"] > 0
 
 
 def test_a_refused_node_knows_why() -> None:

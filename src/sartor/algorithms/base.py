@@ -144,7 +144,11 @@ class Algorithm(ABC, Generic[H, S]):
         return self.gradients_a_step * steps
 
     def start(self, federation: Federation) -> S:
-        """The server's first state; declares the clients' states."""
+        """The server's first state; declares the clients' states, and may ask clients as a round does.
+
+        Nodes of a run that goes on are not asked again: what they answered is in its checkpoint, and of this
+        state only the form counts.
+        """
         # register() refuses methods that have another state and no start of their own
         return cast(S, Server(federation.initial()))
 

@@ -94,6 +94,15 @@ class Distant(Engine):
     noted: Counter[str]
     """What went wrong since it was looked at last, for the round's notes."""
 
+    @property
+    @abstractmethod
+    def declared(self) -> set[str]:
+        """The names of the states that were declared."""
+
+    @abstractmethod
+    def run_with(self, work: Work, attach: Attach) -> Outcome:
+        """What clients could answer and keep, made up here: nobody is asked."""
+
     @abstractmethod
     def declare(self, name: str, initial: Tensor) -> None:
         """Give every client a state of this name and initial value."""

@@ -12,8 +12,8 @@ time for those who finish next. Jobs of any age that are in flight together are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -314,8 +314,20 @@ class Federation:
         for name, value in initial.items():
             value = value[0] if isinstance(value, PerGroup) else value
             self.states.declare(name, value.to(self._device))
-            if self._distant is not None:
-                self._distant.declare(name, value)
+            if isinstance(self.engine, Distant):  # also while nobody is asked
+                self.engine.declare(name, value)
+
+    @contextmanager
+    def asking_nobody(self) -> Iterator[None]:
+        """Meanwhile clients elsewhere are not asked, and answer what the server makes up for them.
+
+        For the start of a run that goes on: what they answered when it began is in its checkpoint.
+        """
+        distant, self._distant = self._distant, None
+        try:
+            yield
+        finally:
+            self._distant = distant
 
     def map(
         self,
@@ -983,6 +995,8 @@ class Federation:
                 job.result = Outcome(clients, under(own + "sent."), under(own + "kept."), buffers)
             self.queue.start(job)
         if self._distant is not None:
+            for name in self._distant.declared & set(self.states):  # it may follow from what clients answered
+                self._distant.declare(name, self.states.initial(name))
             self._distant.restore(plain["distant"], self.now)
 
     def _replies(

@@ -128,6 +128,10 @@ class StateStore:
         place = self.device if on_device else torch.device("cpu")
         self._tables[name] = _MemoryTable(self._homes.count, initial, place)
 
+    def initial(self, name: str) -> Tensor:
+        """What every client begins with."""
+        return self._tables[name].initial
+
     def rows(self, name: str, numbers: np.ndarray) -> Tensor:
         """The states of some clients that are at home here, on the device."""
         return self._tables[self.table_of(name, numbers)].read(self._homes.rows(numbers)).to(self.device)

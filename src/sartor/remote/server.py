@@ -165,6 +165,11 @@ class RemoteEngine(Distant):
 
     # What the federation tells --------------------------------------------------------------------
 
+    @property
+    def declared(self) -> set[str]:
+        """The names of the states that were declared."""
+        return set(self._declared)
+
     def declare(self, name: str, initial: Tensor) -> None:
         """Give every client a state of this name and initial value; nodes are told with the next message."""
         for model in self._models:
@@ -400,6 +405,16 @@ class RemoteEngine(Distant):
         buffers = joined("buffers", "buffers") if trains and self.policy == "average" else None
         return Outcome(work.numbers[np.sort(places)], replies, {}, buffers)
 
+    def run_with(self, work: Work, attach: Attach) -> Outcome:
+        """What a client of samples of zeros replies, for each of these clients; nobody is asked."""
+        if not len(work.numbers):
+            return NOBODY
+        same = torch.zeros(len(work.numbers), dtype=torch.int64, device=self.device)
+        outcome = self._tried(work).rows(same)
+        # Of such samples a method need not make sense; what is not finite would be refused.
+        sent = {name: value.nan_to_num(0.0, 0.0, 0.0) for name, value in outcome.sent.items()}
+        return Outcome(work.numbers, sent, {}, outcome.buffers if self.policy == "average" else None)
+
     def _gather(self, numbers: np.ndarray, ask: Callable[[int, np.ndarray], Request]) -> list[Any]:
         """The answers of the nodes of these clients: of all that answer in time, and of a quorum at least."""
         clients: dict[int, list[int]] = {}
@@ -540,18 +555,26 @@ class RemoteEngine(Distant):
         """
         given = tuple((name, spec_of(value)) for name, value in sorted(work.shared.items()))
         own = tuple((name, spec_of(value[0])) for name, value in sorted(work.own.items()) if len(value))
-        group = 0 if self._groups is None or not len(work.numbers) else int(self._groups.of[work.numbers[0]])
+        group = self._group(work)
         key = (work.function, work.hyper, given, own, group)
         if key not in self._specs:
-            one = np.zeros(1, dtype=np.int64)
-            first = {name: value[:1] for name, value in work.own.items()}
-            buffers = work.buffers
-            start = buffers if buffers is None or buffers.dim() == 1 else buffers[:1]
-            tried = replace(work, numbers=one, rounds=one + self.round, own=first, buffers=start)
-            outcome = self._models[group].run(tried)
+            outcome = self._tried(work)
             sent = {name: spec_of(value[0]) for name, value in outcome.sent.items()}
             self._specs[key] = (sent, outcome.buffers is not None)
         return self._specs[key]
+
+    def _group(self, work: Work) -> int:
+        """The group of the clients of some work; 0 where there are none."""
+        return 0 if self._groups is None or not len(work.numbers) else int(self._groups.of[work.numbers[0]])
+
+    def _tried(self, work: Work) -> Outcome:
+        """What a client of samples of zeros does, found by running the function here."""
+        one = np.zeros(1, dtype=np.int64)
+        first = {name: value[:1] for name, value in work.own.items()}
+        buffers = work.buffers
+        start = buffers if buffers is None or buffers.dim() == 1 else buffers[:1]
+        tried = replace(work, numbers=one, rounds=one + self.round, own=first, buffers=start)
+        return self._models[self._group(work)].run(tried)
 
     # Work in flight -------------------------------------------------------------------------------
 

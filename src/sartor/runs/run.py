@@ -145,7 +145,9 @@ class Run:
     def restore(self, saved: Checkpoint, folder: RunFolder) -> None:
         """Put everything where it was when the checkpoint was made."""
         federation = self.federation
-        self.server = saved.server(self.algorithm, self.algorithm.start(federation), federation.engine.device)
+        with federation.asking_nobody():
+            first = self.algorithm.start(federation)
+        self.server = saved.server(self.algorithm, first, federation.engine.device)
         federation.restore(saved.federation(federation.engine.device), saved.states(federation.engine.homes))
         federation.round = saved.round
         self.rows, self.clients = folder.rounds, folder.clients

@@ -19,7 +19,13 @@ from torch import Tensor
 from sartor.algorithms.base import SEES_SAMPLES, Algorithm, register
 from sartor.algorithms.server.grouping import Groups, by_rule, group
 from sartor.algorithms.tailored.exchanges import gradients_at, scaled_model, survey, trained_model
-from sartor.algorithms.variance_reduction.fsvrg import FSVRGHyper, aggregation_scale, exchange_counts
+from sartor.algorithms.variance_reduction.fsvrg import (
+    FSVRGHyper,
+    aggregation_scale,
+    exchange_counts,
+    feature_counts,  # noqa: F401  (nodes run what a method's module has by name, so also what that asks)
+    scaling,  # noqa: F401
+)
 from sartor.client.local import require_plain_sgd
 from sartor.federation.exchange import ClientFunction, Replies
 from sartor.federation.federation import Federation
