@@ -38,10 +38,11 @@ class Parts(NamedTuple):
 
 def parts_of(positions: int, channels: int) -> Parts:
     """The way to go through so many positions of a lane."""
-    columns = power(room(channels), 4, 64)
-    rows = 2048 // columns
-    turns = power(positions // (32 * rows), 1, 8)
-    return Parts(rows, columns, turns, -(-positions // (rows * turns)))
+    wide = power(room(channels), 4, 64)
+    part = 2048 // wide * power(positions * wide // 2**16, 1, 8)
+    columns = min(16, wide)  # more programs, with less to do one after the other, for as many parts
+    rows = min(part, 2048 // columns)
+    return Parts(rows, columns, part // rows, -(-positions // part))
 
 
 def _in_parts(whole: Tensor, parts: int) -> Tensor:
@@ -337,14 +338,16 @@ class Split(NamedTuple):
 def split(gradient: torch.Size, weight: Sequence[int], tiles: Tiles | None = None) -> Split:
     """The way to add up weights [O, C, h, w] from a gradient [L, B, O, h, w], however many lanes there are.
 
-    There are enough programs per lane to fill the device, and at least a thousand positions for each of them.
+    There are enough programs per lane to fill the device, and at least a thousand positions for each of them;
+    half as many where all weights are a tile or two, and other lanes are needed to fill it.
     """
     out, size = weight[0], math.prod(weight[1:])
     tiles = tiles or _correlate_tiles(out, size)
     line = power(gradient[4], 1, tiles.depth)
     pieces = gradient[1] * -(-gradient[3] // (tiles.depth // line)) * -(-gradient[4] // line)
     programs = -(-out // tiles.rows) * -(-size // tiles.columns)
-    share = -(-pieces // max(1, min(32, -(-64 // programs), pieces * tiles.depth // 1024)))
+    most, least = (64, 512) if programs <= 2 else (-(-64 // programs), 1024)
+    share = -(-pieces // max(1, min(most, pieces * tiles.depth // least)))
     return Split(tiles, line, share, -(-pieces // share))
 
 
@@ -352,11 +355,13 @@ def _correlate_tiles(out: int, size: int) -> Tiles:
     """The tiles for which the least is loaded, by which an H200 takes its time.
 
     An image's numbers are loaded one by one, once for every tile of rows; a gradient's by fours, once for
-    every tile of columns.
+    every tile of columns. Where one tile would be all, two are.
     """
     rows = power(out, 16, 128)
     widths = (32, 64, 128) if rows == 16 else (16, 32, 64, 128)
     columns = min(widths, key=lambda width: -(-size // width) * (width + rows // 4))
+    if out <= rows and size <= columns and min(rows, columns) > 16:
+        rows //= 2
     warps = power(rows * columns // 512, 1, 4) if rows * columns < 128 * 128 else 8
     return Tiles(rows, columns, 32, warps, stages=3)
 

@@ -28,8 +28,11 @@ lie one after the other, seldom where a library's fast kernels want them.
 
 _MANY = 1024
 
-_PROGRAMS = 400
-"""A product's terms are split among programs until there are about so many; measured on an H200."""
+_PROGRAMS, _PROGRAMS_OF_MANY = 400, 640
+"""A product's terms are split among programs until there are about so many; measured on an H200.
+
+More where sums have ``2 * _MANY`` terms or more, which take long one after the other.
+"""
 
 
 def share(lanes: int, rows: int, columns: int, depth: int) -> int:
@@ -38,8 +41,9 @@ def share(lanes: int, rows: int, columns: int, depth: int) -> int:
     Programs have tiles of at most 64 × 64; what they share is a multiple of 32, or all.
     """
     programs = lanes * -(-rows // 64) * -(-columns // 64)
+    most = _PROGRAMS if depth < 2 * _MANY else _PROGRAMS_OF_MANY
     splits = 1
-    while splits < 8 and 2 * splits * programs <= _PROGRAMS and depth >= 128 * splits:
+    while splits < 8 and 2 * splits * programs <= most and depth >= 128 * splits:
         splits *= 2
     return depth if splits == 1 else -(-depth // (32 * splits)) * 32
 
