@@ -154,7 +154,7 @@ def test_the_command_names_the_run_that_was_a_mistake() -> None:
 
 def test_a_forecast_is_divided_where_that_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "processors", lambda: 2)
-    monkeypatch.setattr(forecast.cost, "estimate", lambda experiment: {"seconds": 30.0})
+    monkeypatch.setattr(forecast.cost, "estimate", lambda experiment, **given: {"seconds": 30.0})
     times = {jobs: forecast.forecast("comfed/table4", **FEW, jobs=jobs) for jobs in (1, 2, 8)}
     assert {jobs: (each.jobs, each.seconds) for jobs, each in times.items()} == {
         1: (1, 120.0),
