@@ -547,7 +547,7 @@ class RemoteEngine(Distant):
             first = {name: value[:1] for name, value in work.own.items()}
             buffers = work.buffers
             start = buffers if buffers is None or buffers.dim() == 1 else buffers[:1]
-            tried = replace(work, numbers=one, rounds=one + self.round, own=first, buffers=start)
+            tried = work._replace(numbers=one, rounds=one + self.round, own=first, buffers=start)
             outcome = self._models[group].run(tried)
             sent = {name: spec_of(value[0]) for name, value in outcome.sent.items()}
             self._specs[key] = (sent, outcome.buffers is not None)
