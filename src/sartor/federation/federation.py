@@ -67,7 +67,8 @@ from sartor.nests import Nest
 log = logging.getLogger(__name__)
 
 Answers = Callable[[int, np.ndarray], np.ndarray]
-Folding = Sequence[str] | Mapping[str, Step]
+Folding = Sequence[str] | dict[str, Step]
+"""Names of quantities that are to be added up, or the step by each."""
 MOST_CHECKS = 256
 """Exchanges on a GPU after which the host looks whether their replies were fit to be used."""
 MOST_NAMED = 20
@@ -363,9 +364,9 @@ class Federation:
 
     def _heard(self, replies: Replies) -> Replies:
         """Note whose answers an exchange has used; an error where there are none."""
-        if not len(replies) and not isinstance(replies, Noised):
-            self._nobody()
         self.answered, self.heard = len(replies), replies.clients
+        if not self.answered and not isinstance(replies, Noised):
+            self._nobody()
         return replies
 
     @cached_property
@@ -388,7 +389,7 @@ class Federation:
         if touched or by_number(numbers.tobytes(), self._device) is not None:
             return None
         weights = shares(self._counts[numbers].tobytes(), self._device, self.task.dtype)
-        return Fold(tuple(fold), weights, tuple(fold.items()) if isinstance(fold, Mapping) else ())
+        return Fold(tuple(fold), weights, tuple(fold.items()) if isinstance(fold, dict) else ())
 
     def _folded(
         self,
@@ -849,7 +850,7 @@ class Federation:
         self.updates += len(numbers)
         self.notes["updates"] = self.updates
         replies = self._replies(numbers, self._passage.at_server(outcome.sent), self.reducer, outcome.lent)
-        self.reducer.offered |= bool(len(replies))
+        self.reducer.offered |= bool(len(numbers))
         if outcome.buffers is not None and before is not None and len(numbers):
             self._take_buffers(replies, before, outcome.buffers)
         return replies if self.protection is None else self.protection.bounded(function, replies)

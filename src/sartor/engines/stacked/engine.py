@@ -257,7 +257,7 @@ class StackedEngine(LocalEngine):
         arguments = [*work.shared.values(), *work.own.values()]
         if work.buffers is not None:
             arguments.append(work.buffers)
-        shapes = tuple((value.shape, value.dtype) for value in arguments)
+        shapes = tuple([(value.shape, value.dtype) for value in arguments])
         key = (work.function, self._described(work.hyper), len(work.numbers), names, shapes)
         program = self.programs.get(key)
         if program is None:
