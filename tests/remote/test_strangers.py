@@ -292,21 +292,19 @@ def test_moments_beyond_all_measure_harm_nobody(tmp_path: Path) -> None:
 def test_a_norm_is_compared_with_the_median() -> None:
     norms = [torch.tensor([1.0, 2.0, 3.0, 500.0]), torch.tensor([0.0, 0.0, 0.0, 9.0])]
     numbers = np.arange(4)
-    check = Check("x", numbers, ("'w'", "'h'"), norms, 0.0, 100.0)
+    check = Check("x", numbers, dict(zip(("'w'", "'h'"), norms, strict=True)), 0.0, 100.0)
     [bad] = Check.bad([check])
     assert bad.tolist() == [[False, False, False, True], [False] * 4]  # a median of 0 says nothing
     assert "above replies.largest_ratio = 100 times the median" in check.told(bad, "abcd")
-    both = Check("x", numbers, ("'w'",), norms[:1], 2.5, 100.0)
+    both = Check("x", numbers, {"'w'": norms[0]}, 2.5, 100.0)
     [bad] = Check.bad([both])
     assert bad.tolist() == [[False, False, True, True]]
     assert "above replies.largest_norm = 2.5" in both.told(bad, "abcd")
     for few in (2, 1):
-        [bad] = Check.bad(
-            [Check("x", numbers[:few], ("'w'",), [torch.tensor([1.0, 500.0])[:few]], 0.0, 100.0)]
-        )
+        [bad] = Check.bad([Check("x", numbers[:few], {"'w'": torch.tensor([1.0, 500.0])[:few]}, 0.0, 100.0)])
         assert not bad.any()
     [bad] = Check.bad(
-        [Check("x", numbers, ("'w'",), [norms[0] * torch.tensor([1, 1, 1, torch.nan])], 0.0, 100.0)]
+        [Check("x", numbers, {"'w'": norms[0] * torch.tensor([1, 1, 1, torch.nan])}, 0.0, 100.0)]
     )
     assert bad.tolist() == [[False, False, False, True]]
 

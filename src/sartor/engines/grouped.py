@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -54,8 +53,8 @@ class GroupedEngine(Engine):
         if not len(work.numbers):
             return NOBODY
         group = int(self.groups.of[work.numbers[0]])
-        outcome = self._engines[group].run(replace(work, numbers=self._place[work.numbers]))
-        return replace(outcome, clients=work.numbers)
+        outcome = self._engines[group].run(work._replace(numbers=self._place[work.numbers]))
+        return outcome._replace(clients=work.numbers)
 
 
 def _origins(members: np.ndarray, origins: Origins | None, seed: int) -> Origins:

@@ -207,11 +207,10 @@ class _Shared:
         numbers = np.concatenate([engine.first + work.numbers for engine, work in asked])
         rounds = np.concatenate([work.rounds for _, work in asked])
         works = [work for _, work in asked]
-        joined = replace(works[0], numbers=numbers, rounds=rounds, fold=None)
+        joined = works[0]._replace(numbers=numbers, rounds=rounds, fold=None)
         if len(works) > 1:
             rows = [_rows(work) for work in works]
-            joined = replace(
-                joined,
+            joined = joined._replace(
                 shared={},
                 own={name: torch.cat([own[name] for own, _ in rows]) for name in rows[0][0]},
                 buffers=None if works[0].buffers is None else torch.cat([buffers for _, buffers in rows]),
@@ -219,7 +218,7 @@ class _Shared:
         whole = self._engine.run(joined)
         ends = np.cumsum(counts).tolist()
         return [
-            replace(whole.rows(slice(end - len(work.numbers), end)), clients=work.numbers)
+            whole.rows(slice(end - len(work.numbers), end))._replace(clients=work.numbers)
             for end, work in zip(ends, works, strict=True)
         ]
 

@@ -29,7 +29,7 @@ from sartor.errors import SartorError
 from sartor.federation.exchange import NOBODY, ClientError, Outcome, Reply, Work, checked_reply, untouched
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
-from sartor.kernels.device import digits, room_for_rows
+from sartor.kernels.device import Computing, room_for_rows
 from sartor.model.task import Batch, Task
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class LoopEngine(LocalEngine):
 
     def run(self, work: Work) -> Outcome:
         """Run the function at one client after the other."""
-        with torch.no_grad(), digits(self.settings.precision):
+        with Computing(self.settings.precision):
             return self._run(work)
 
     def _run(self, work: Work) -> Outcome:

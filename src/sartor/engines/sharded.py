@@ -14,9 +14,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -266,7 +265,7 @@ class ShardedEngine(Engine):
             return None, work.buffers
         share = attach(work.rows(here, to_device(here, self.device)))
         rows = share.numbers if self._whole else self.homes.rows(share.numbers)
-        return self.inner.run(replace(share, numbers=rows)), share.buffers
+        return self.inner.run(share._replace(numbers=rows)), share.buffers
 
 
 def _alike(
@@ -279,7 +278,7 @@ def _alike(
     form, status = "", NOBODY_HERE
     if own is not None:
         norms = norms_of(own.sent, own.kept) if work.keeps and own.norms is None else own.norms
-        own = replace(own, kept=own.kept if work.keeps else {}, norms=norms if work.keeps else None)
+        own = own._replace(kept=own.kept if work.keeps else {}, norms=norms if work.keeps else None)
         form = _form(own)
         status = zlib.crc32(form.encode()) << 1 | int(work.keeps and own.buffers is not None)
     everyone = _meet(status)
@@ -299,7 +298,7 @@ def _alike(
         # Those of a share of which nobody took a step are what they were given.
         given = start.expand(count, -1) if count else start.view(-1, start.shape[-1])[:0]
         buffers = given if own.buffers is None else own.buffers
-    return replace(own, buffers=buffers)
+    return own._replace(buffers=buffers)
 
 
 def _form(outcome: Outcome) -> str:
@@ -345,7 +344,7 @@ def _bits(rows: Tensor) -> Tensor:
 def _among_all(outcome: Outcome, numbers: np.ndarray, places: Tensor) -> Outcome:
     """What the clients at these places did, with rows of zeros for all others."""
 
-    def spread(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def spread(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: _spread(value, places, len(numbers)) for name, value in values.items()}
 
     buffers = None if outcome.buffers is None else _spread(outcome.buffers, places, len(numbers))

@@ -171,14 +171,11 @@ class Attackers:
             numbers = choice.who(federation.names, federation.seed)
         self.numbers = numbers
         """Who attacks."""
+        self.falsify = bool(len(numbers)) and self.attack.on_replies
+        """Whether replies are changed by them."""
 
     def __bool__(self) -> bool:
         return bool(len(self.numbers))
-
-    @property
-    def falsify(self) -> bool:
-        """Whether replies are changed by them."""
-        return bool(self) and self.attack.on_replies
 
     def forged(self, function: ClientFunction, outcome: Outcome, sent: Sent) -> Outcome:
         """Replies with those of the attackers in place of what they would have been."""

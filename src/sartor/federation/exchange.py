@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -23,6 +23,8 @@ Arguments = Mapping[str, Any]
 ClientFunction = Callable[..., "Reply"]
 STATE = "state "
 """How the names of states begin among norms."""
+NO_AGES = np.zeros(0, dtype=np.int64)
+"""The ages of replies that were waited for."""
 
 
 class ClientError(SartorError):
@@ -55,18 +57,41 @@ class Reply:
         return self
 
 
+class Step(NamedTuple):
+    """A step that the server will take by a mean, from an argument that it sends to all."""
+
+    argument: str
+    rate: float = 1.0
+
+
+class Moved(NamedTuple):
+    """What a step of the server gives, and of which tensor as it then was."""
+
+    start: Tensor
+    version: int
+    rate: float
+    value: Tensor
+
+    def is_of(self, start: Tensor, rate: float) -> bool:
+        """Whether it is this step, from a tensor that is as it was."""
+        return self.start is start and self.version == start._version and self.rate == rate
+
+
 class Lent:
-    """Rows of replies that lie where an engine will write again, and their means.
+    """Rows of replies that lie where an engine will write again, as do their means; steps taken by those.
 
     They are there to be added up. Whoever still has them when the engine is asked again is left a copy.
     """
 
-    def __init__(self, rows: dict[str, Tensor], means: dict[str, Tensor]) -> None:
-        self.rows, self.means = rows, means
+    def __init__(
+        self, rows: dict[str, Tensor], means: dict[str, Tensor], moved: dict[str, Moved] | None = None
+    ) -> None:
+        self.rows, self.means, self.moved = rows, means, moved or {}
 
     def keep(self) -> None:
-        """Copy the rows, before they are written over."""
+        """Copy what was lent, before it is written over."""
         self.rows = {name: value.clone() for name, value in self.rows.items()}
+        self.means = {name: value.clone() for name, value in self.means.items()}
 
 
 class Fold(NamedTuple):
@@ -74,9 +99,11 @@ class Fold(NamedTuple):
 
     names: tuple[str, ...]
     weights: Tensor
+    steps: tuple[tuple[str, Step], ...] = ()
+    """By which of them the server will take a step, as far as it says."""
 
 
-@dataclass(frozen=True)
+@dataclass  # a host takes some microseconds more to make a frozen one
 class Replies:
     """The replies of those who answered, stacked in cohort order."""
 
@@ -87,7 +114,7 @@ class Replies:
     values: dict[str, Tensor]
     device: torch.device
     dtype: torch.dtype
-    ages: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    ages: np.ndarray = field(default_factory=lambda: NO_AGES)
     """For collected jobs: how many rounds ago each started."""
     given: dict[str, Tensor] = field(default_factory=dict)
     """For collected jobs: what the server had sent, as ``shared`` or as ``each``, one row per client."""
@@ -178,10 +205,20 @@ class Replies:
         if weights is None and name in self.folded:
             return self.folded[name][0]
         if weights is None and self.lent is not None and name in self.lent.means:
-            return self.lent.means[name]
+            return self.lent.means[name].clone()
         if weights is None:
             return self._sum(name, self.weights, self.counts)
         return self._sum(name, weights / weights.sum())
+
+    def moved(self, name: str, start: Tensor, rate: float = 1.0) -> Tensor:
+        """A step by the mean: start + rate · mean.
+
+        Where ``map`` was told of it (``fold``), an engine may have taken it already.
+        """
+        taken = None if self.lent is None else self.lent.moved.get(name)
+        if taken is not None and taken.is_of(start, rate):
+            return taken.value
+        return stepped(start, rate, self.mean(name))
 
     def trusted(self, name: str) -> Tensor:
         """Which replies the experiment's rule would use, a boolean each: all, unless it selects.
@@ -191,11 +228,16 @@ class Replies:
         return self.reducer.trusted(name, self[name])
 
 
+def stepped(start: Tensor, rate: float, mean: Tensor) -> Tensor:
+    """Start + rate · mean, in two roundings, to the bit alike wherever it is computed."""
+    return start + (mean if rate == 1.0 else rate * mean)
+
+
 class Sums:
     """Replies that come in blocks, of which some quantities are added up and not kept."""
 
-    def __init__(self, weights: Tensor, names: Sequence[str]) -> None:
-        self._weights, self._names = weights, names
+    def __init__(self, weights: Tensor, names: Iterable[str]) -> None:
+        self._weights, self._names = weights, tuple(names)
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._parts: list[Replies] = []
         self._share = 0.0
@@ -317,8 +359,7 @@ class Sent(NamedTuple):
     each: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What an engine is asked to do: a client function, the clients that run it, and with what."""
 
     function: ClientFunction
@@ -343,8 +384,7 @@ class Work:
     def rows(self, places: np.ndarray, index: Tensor) -> Work:
         """The part of some clients, by their places in it, as an array and as a tensor."""
         buffers = self.buffers
-        return replace(
-            self,
+        return self._replace(
             numbers=self.numbers[places],
             rounds=self.rounds[places],
             own={name: value[index] for name, value in self.own.items()},
@@ -353,8 +393,7 @@ class Work:
         )
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What clients did: replies, new states, and float buffers if they trained, one row each."""
 
     clients: np.ndarray
@@ -362,8 +401,11 @@ class Outcome:
     sent: dict[str, Tensor]
     kept: dict[str, Tensor]
     buffers: Tensor | None
-    norms: dict[str, Tensor] | None = None
-    """What :func:`norms_of` gives for them, where an engine found it out on the way."""
+    norms: Mapping[str, Tensor] | None = None
+    """What :func:`norms_of` gives for them, where an engine found it out on the way.
+
+    Where replies are lent they are to be looked up whenever they are needed, and not to be held.
+    """
     lent: Lent | None = None
     """Replies that are not in ``sent``, as only their means and sums are asked for."""
 
@@ -371,7 +413,7 @@ class Outcome:
     def row_bytes(self) -> int:
         """The size of one client's reply."""
         rows = [*self.sent.values(), *({} if self.lent is None else self.lent.rows).values()]
-        return sum(value.nbytes // max(1, len(value)) for value in rows)
+        return sum([value.nbytes // (value.shape[0] or 1) for value in rows])
 
     def resent(self, sent: dict[str, Tensor]) -> Outcome:
         """The same with other replies; what is known of the norms of states stays known."""
@@ -379,7 +421,7 @@ class Outcome:
         if norms is not None:
             norms = {name: norm for name, norm in norms.items() if name.startswith(STATE)}
             norms |= norms_of(sent, {})
-        return replace(self, sent=sent, norms=norms)
+        return self._replace(sent=sent, norms=norms)
 
     def rows(self, places: Any) -> Outcome:
         """Some of the rows, or one."""
@@ -462,12 +504,11 @@ class Check:
         self,
         who: str,
         numbers: np.ndarray,
-        names: tuple[str, ...],
-        norms: list[Tensor],
+        norms: Mapping[str, Tensor],
         largest: float,
         ratio: float = 0.0,
     ) -> None:
-        self.who, self.numbers, self.names, self.norms = who, numbers, names, norms
+        self.who, self.numbers, self.norms = who, numbers, norms
         self.largest, self.ratio = largest, ratio
 
     @staticmethod
@@ -476,7 +517,7 @@ class Check:
 
         The norms of all of them are fetched from the device at once.
         """
-        found = torch.cat([norm for check in checks for norm in check.norms]).cpu().numpy()
+        found = torch.cat([norm for check in checks for norm in check.norms.values()]).cpu().numpy()
         shapes = [(len(check.norms), len(check.numbers)) for check in checks]
         ends = np.cumsum([rows * columns for rows, columns in shapes])
         parts = [part.reshape(shape) for part, shape in zip(np.split(found, ends[:-1]), shapes, strict=True)]
@@ -498,14 +539,15 @@ class Check:
         """The first bad reply in words."""
         place = int(np.flatnonzero(bad.any(axis=0))[0])
         quantity = int(np.flatnonzero(bad[:, place])[0])
-        norm = float(self.norms[quantity][place])
+        name, norms = list(self.norms.items())[quantity]
+        norm = float(norms[place])
         reason = f"has norm {norm:.3g}, above replies.largest_norm = {self.largest:g}"
         if not self.largest or norm <= self.largest:
             reason = f"has norm {norm:.3g}, above replies.largest_ratio = {self.ratio:g} times the median"
         if not np.isfinite(norm):
             reason = "is not finite; a smaller learning rate (hyper.lr) is the usual cure"
         client = names[self.numbers[place]]
-        return f"{self.who}, client {client!r}: {self.names[quantity]} of its reply {reason}"
+        return f"{self.who}, client {client!r}: {name} of its reply {reason}"
 
 
 @lru_cache(maxsize=256)

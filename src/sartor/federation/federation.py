@@ -41,6 +41,7 @@ from sartor.federation.exchange import (
     Replies,
     Reply,
     Sent,
+    Step,
     Sums,
     Work,
     as_tensor,
@@ -66,6 +67,8 @@ from sartor.nests import Nest
 log = logging.getLogger(__name__)
 
 Answers = Callable[[int, np.ndarray], np.ndarray]
+Folding = Sequence[str] | dict[str, Step]
+"""Names of quantities that are to be added up, or the step by each."""
 MOST_CHECKS = 256
 """Exchanges on a GPU after which the host looks whether their replies were fit to be used."""
 MOST_NAMED = 20
@@ -336,12 +339,13 @@ class Federation:
         shared: Arguments | None = None,
         each: Arguments | None = None,
         hyper: Any = None,
-        fold: Sequence[str] = (),
+        fold: Folding = (),
     ) -> Replies:
         """Ask every client of the cohort that is there and wait for the answers.
 
         Of the quantities named in ``fold`` only the mean and the sum will be asked for: in a large cohort
-        they are added up as clients answer, so that the server never holds a row for each of them.
+        they are added up as clients answer, so that the server never holds a row for each of them. A mapping
+        also has the step that the server will take by each, with ``replies.moved``: ``{"delta": Step("w")}``.
         """
         shared, each, numbers = self._arguments(cohort, shared, each)
         self._exchanges += 1
@@ -350,7 +354,7 @@ class Federation:
         hidden = self.protection
         if hidden is not None:
             hidden.check(asked)
-        block = self._block() if fold else len(answering)
+        block = self._block if fold else len(answering)
         if not len(answering):
             replies = self._nobody() if hidden is None else hidden.nothing(function, shared, each, hyper)
         elif block and block < len(answering):
@@ -372,11 +376,12 @@ class Federation:
 
     def _heard(self, replies: Replies) -> Replies:
         """Note whose answers an exchange has used; an error where there are none."""
-        if not len(replies) and not isinstance(replies, Noised):
-            self._nobody()
         self.answered, self.heard = len(replies), replies.clients
+        if not self.answered and not isinstance(replies, Noised):
+            self._nobody()
         return replies
 
+    @cached_property
     def _block(self) -> int:
         """How many clients' replies are held at once where they are added up; 0: all.
 
@@ -390,12 +395,13 @@ class Federation:
             return 0
         return max(1, self.settings.fold_bytes // max(1, self.task.size * self.task.dtype.itemsize))
 
-    def _fold(self, numbers: np.ndarray, names: Sequence[str]) -> Fold | None:
+    def _fold(self, numbers: np.ndarray, fold: Folding) -> Fold | None:
         """What is to be added up of these clients' replies, if that is all that will be done to them."""
         touched = self._passage or self.protection is not None or self.conditions.on_bad_reply != "stop"
         if touched or by_number(numbers.tobytes(), self._device) is not None:
             return None
-        return Fold(tuple(names), shares(self._counts[numbers].tobytes(), self._device, self.task.dtype))
+        weights = shares(self._counts[numbers].tobytes(), self._device, self.task.dtype)
+        return Fold(tuple(fold), weights, tuple(fold.items()) if isinstance(fold, dict) else ())
 
     def _folded(
         self,
@@ -404,7 +410,7 @@ class Federation:
         shared: dict[str, Tensor],
         each: dict[str, Tensor],
         hyper: Any,
-        fold: Sequence[str],
+        fold: Folding,
         block: int,
     ) -> Replies:
         """Ask block by block in the order of the clients' numbers, and add up what is to be."""
@@ -772,8 +778,8 @@ class Federation:
         return numbers[here], {name: value[places] for name, value in each.items()}
 
     def _send_down(self, shared: dict[str, Tensor], each: dict[str, Tensor], clients: int) -> None:
-        self.traffic.down += sum(value.nbytes for value in shared.values()) * clients
-        self.traffic.down += sum(value.nbytes for value in each.values())
+        self.traffic.down += sum([value.nbytes for value in shared.values()]) * clients
+        self.traffic.down += sum([value.nbytes for value in each.values()])
 
     def _buffers_down(self, outcome: Outcome, clients: int) -> None:
         """Float buffers went along with the model, where clients trained it and the server averages them."""
@@ -781,7 +787,9 @@ class Federation:
             self.traffic.down += outcome.buffers[0].nbytes * clients
 
     def _rounds(self, numbers: np.ndarray) -> np.ndarray:
-        return np.full(len(numbers), self.round, dtype=np.int64)
+        rounds = np.empty(len(numbers), dtype=np.int64)
+        rounds.fill(self.round)
+        return rounds
 
     def _lost(self, numbers: np.ndarray, *turn: int) -> np.ndarray:
         """Whose answer gets lost on the way, though the client did its work."""
@@ -854,7 +862,7 @@ class Federation:
         self.updates += len(numbers)
         self.notes["updates"] = self.updates
         replies = self._replies(numbers, self._passage.at_server(outcome.sent), self.reducer, outcome.lent)
-        self.reducer.offered |= bool(len(replies))
+        self.reducer.offered |= bool(len(numbers))
         if outcome.buffers is not None and before is not None and len(numbers):
             self._take_buffers(replies, before, outcome.buffers)
         return replies if self.protection is None else self.protection.bounded(function, replies)
@@ -864,10 +872,10 @@ class Federation:
         norms = norms_of(outcome.sent, outcome.kept) if outcome.norms is None else outcome.norms
         if not norms:
             return None
-        who = f"{self.method or name_of(function)}, round {self.round}"
-        most, ratio = self.conditions.largest_norm, self.conditions.largest_ratio
-        check = Check(who, numbers, tuple(norms), list(norms.values()), most, ratio)
-        if self.conditions.on_bad_reply == "stop":
+        who, conditions = f"{self.method or name_of(function)}, round {self.round}", self.conditions
+        most, ratio = conditions.largest_norm, conditions.largest_ratio
+        check = Check(who, numbers, norms, most, ratio)
+        if conditions.on_bad_reply == "stop":
             self._checks.append(check)
             if self._device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
                 self._verify()
@@ -1033,8 +1041,10 @@ class Federation:
         return numbers
 
     def _tensor(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(self._device)
         if isinstance(value, PerGroup):
-            (value,) = value
+            return self._tensor(*value)
         if isinstance(value, np.ndarray):
             return to_device(value, self._device)
         return as_tensor(value, self.task.dtype, self._device).to(self._device)

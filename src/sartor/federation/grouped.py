@@ -23,7 +23,7 @@ from sartor.federation.exchange import (
     Sent,
     joined_groups,
 )
-from sartor.federation.federation import Answers, Federation
+from sartor.federation.federation import Answers, Federation, Folding
 from sartor.federation.reduction import Reduction, name_of_rule
 from sartor.federation.settings import FederationSettings
 from sartor.federation.states import StateStore, grouped_name
@@ -81,7 +81,7 @@ class GroupedFederation(Federation):
         shared: Arguments | None = None,
         each: Arguments | None = None,
         hyper: Any = None,
-        fold: Sequence[str] = (),
+        fold: Folding = (),
     ) -> Replies:
         """Ask every client of the cohort that is there, group by group, and wait for the answers."""
         sent, rows, numbers = self._arguments(cohort, shared, each)

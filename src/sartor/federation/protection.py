@@ -94,7 +94,7 @@ class Hidden(Transform):
         return sent
 
 
-@dataclass(frozen=True)
+@dataclass
 class Noised(Replies):
     """Sums of replies with their noise, and nothing else of them."""
 

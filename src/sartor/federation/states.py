@@ -18,7 +18,6 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -237,8 +236,8 @@ class StateStore:
 
     def names_for(self, work: Work) -> list[str]:
         """The states that a client function takes: its arguments that are not sent."""
-        given = {*work.shared, *work.own}
-        wanted = [name for name in argument_names(work.function) if name not in given]
+        shared, own = work.shared, work.own
+        wanted = [name for name in argument_names(work.function) if name not in shared and name not in own]
         for name in wanted:
             if name not in self:
                 raise SartorError(
@@ -255,7 +254,7 @@ class StateStore:
             buffers = self.rows("buffers", work.numbers)
         if not own and buffers is work.buffers:
             return work
-        return replace(work, own={**work.own, **own}, buffers=buffers)
+        return work._replace(own={**work.own, **own}, buffers=buffers)
 
     def check(self, function: ClientFunction, outcome: Outcome) -> None:
         """Refuse an outcome that keeps what was not declared."""

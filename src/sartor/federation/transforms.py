@@ -319,9 +319,10 @@ class Transforms:
         )
         for chain in (self.down, self.up, self.server):
             chain.check_noise()
+        self._any = bool(transforms) or watched
 
     def __bool__(self) -> bool:
-        return bool(self.down or self.up or self.server or self.watched)
+        return self._any
 
     @property
     def at_clients(self) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -83,19 +83,27 @@ def in_a_row(places: np.ndarray) -> slice | None:
     return slice(int(places[0]), int(places[0]) + len(places))
 
 
-@contextmanager
-def digits(precision: str) -> Iterator[None]:
-    """Compute on CUDA in all digits of float32 (``full``) or in ``tf32``; ``usual`` leaves it to PyTorch.
+class Computing:
+    """What clients compute in: nothing is recorded for gradients, and CUDA has so many digits of float32.
 
-    PyTorch's way is tf32 for convolutions and float32 for matrix products.
+    Those are all (``full``) or those of ``tf32``; ``usual`` leaves it to PyTorch, whose way is tf32 for
+    convolutions and float32 for matrix products. It is a class, as two generators take a host longer than all
+    else that an engine does to replay a call.
     """
-    if precision == "usual":
-        yield
-        return
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = products.allow_tf32, convolutions.allow_tf32
-    products.allow_tf32 = convolutions.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        products.allow_tf32, convolutions.allow_tf32 = before
+
+    def __init__(self, precision: str) -> None:
+        self._precision = precision
+
+    def __enter__(self) -> None:
+        self._recorded = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        if self._precision != "usual":
+            products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+            self._before = products.allow_tf32, convolutions.allow_tf32
+            products.allow_tf32 = convolutions.allow_tf32 = self._precision == "tf32"
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._recorded)
+        if self._precision != "usual":
+            products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+            products.allow_tf32, convolutions.allow_tf32 = self._before

@@ -573,7 +573,7 @@ class RemoteEngine(Distant):
         first = {name: value[:1] for name, value in work.own.items()}
         buffers = work.buffers
         start = buffers if buffers is None or buffers.dim() == 1 else buffers[:1]
-        tried = replace(work, numbers=one, rounds=one + self.round, own=first, buffers=start)
+        tried = work._replace(numbers=one, rounds=one + self.round, own=first, buffers=start)
         return self._models[self._group(work)].run(tried)
 
     # Work in flight -------------------------------------------------------------------------------

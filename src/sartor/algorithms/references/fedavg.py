@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sartor.algorithms.base import TRAINS_FOR_EVALUATION, Algorithm, Hyper, Server, register
 from sartor.client.local import Client
-from sartor.federation.exchange import Call, ClientFunction, Reply, personal
+from sartor.federation.exchange import Call, ClientFunction, Reply, Step, personal
 from sartor.federation.federation import Federation
 from sartor.settings import setting
 
@@ -49,8 +49,9 @@ class FedAvg(Algorithm[H, Server]):
 
     def round(self, server: Server, federation: Federation, cohort: np.ndarray) -> Server:
         """Local training at the cohort, then the weighted mean of the changes."""
-        replies = federation.map(self.training, cohort, shared={"w": server.w}, fold=["delta"])
-        return replace(server, w=server.w + self.hyper.server_lr * replies.mean("delta"))
+        step = Step("w", self.hyper.server_lr)
+        replies = federation.map(self.training, cohort, shared={"w": server.w}, fold={"delta": step})
+        return replace(server, w=replies.moved("delta", server.w, step.rate))
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,14 @@ from sartor.engines.schedule import (
 )
 from sartor.engines.stacked.graphs import Graphs
 from sartor.engines.stacked.told import OfRounds, Told, parted
-from sartor.engines.stacked.trace import Checked, Fixed, Folded, Kind, Program, Rows, Tracer
+from sartor.engines.stacked.trace import Checked, Fixed, Folded, Kind, Onward, Program, Rows, Tracer
 from sartor.errors import NotStackable
-from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Lent, Outcome, Work
+from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Lent, Outcome, Step, Work, stepped
 from sartor.federation.functions import name_of
 from sartor.federation.reduction import PLAIN
 from sartor.federation.settings import FederationSettings
 from sartor.kernels.ahead import begin
-from sartor.kernels.device import digits, free_bytes, to_device
+from sartor.kernels.device import Computing, free_bytes, to_device
 from sartor.model.task import Task
 from sartor.nests import Nest
 
@@ -102,8 +102,8 @@ class Table(NamedTuple):
         return self.of(to_device(part, device) for part in self.parts)
 
 
-Who = tuple[bytes, bool, tuple[str, ...]]
-"""The clients of a call, whether they keep anything, and what of their replies is added up."""
+Who = tuple[bytes, bool, tuple[str, ...], tuple[tuple[str, Step], ...]]
+"""The clients of a call, whether they keep anything, what of their replies is added up, and steps by that."""
 
 
 class Prepared(NamedTuple):
@@ -146,7 +146,8 @@ class StackedEngine(LocalEngine):
         self._counted: dict[int, Tensor] = {}
         self._filled: dict[tuple[int, ...], Tensor] = {}
         self._known: tuple[Any, str] | None = None
-        self._prepared: dict[Hashable, Prepared] = {}
+        self._prepared: dict[int, Prepared] = {}
+        """By program."""
         self._samples = torch.compile(scan_table, dynamic=False) if settings.compile else scan_table
         if settings.compile:  # PyTorch's default precision is meant; its hint at a coarser one is no news
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
@@ -186,7 +187,7 @@ class StackedEngine(LocalEngine):
         return LoopEngine(self.task, self._given, self.settings, self.origins)
 
     def _stacked(self, work: Work) -> Outcome:
-        with torch.no_grad(), digits(self.settings.precision):
+        with Computing(self.settings.precision):
             try:
                 return self._run(work)
             except (IndexError, ClientError) as error:  # as of a token that an embedding does not have
@@ -256,7 +257,7 @@ class StackedEngine(LocalEngine):
         arguments = [*work.shared.values(), *work.own.values()]
         if work.buffers is not None:
             arguments.append(work.buffers)
-        shapes = tuple((value.shape, value.dtype) for value in arguments)
+        shapes = tuple([(value.shape, value.dtype) for value in arguments])
         key = (work.function, self._described(work.hyper), len(work.numbers), names, shapes)
         program = self.programs.get(key)
         if program is None:
@@ -265,14 +266,15 @@ class StackedEngine(LocalEngine):
         for split in {batches.split for batches in program.scans or ()}:
             self._bring(split, work.numbers)
         folds: tuple[str, ...] = ()
+        steps: tuple[tuple[str, Step], ...] = ()
         if work.fold is not None and self.graphs.wanted:
-            folds = work.fold.names
-            arguments.append(work.fold.weights)
-        prepared, who = self._prepared.get(key), (work.numbers.tobytes(), work.keeps, folds)
+            folds, weights, steps = work.fold
+            arguments.append(weights)
+        prepared, who = self._prepared.get(id(program)), (work.numbers.tobytes(), work.keeps, folds, steps)
         if prepared is None or prepared.who != who:
             prepared = self._prepare(program, work, names, who)
             if prepared.lasts:
-                self._prepared[key] = prepared
+                self._prepared[id(program)] = prepared
         return self.graphs.call(prepared.shape, prepared.call, prepared.told, work.rounds, arguments)
 
     def _prepare(
@@ -291,9 +293,9 @@ class StackedEngine(LocalEngine):
                 changing[place] = partial(self._keys, stream, work.numbers)
             parts += table.parts
         sizes = [part.shape for part in parts]
-        work = replace(work, shared={}, own={}, buffers=None)  # which are a round's, and not to be held
+        work = work._replace(shared={}, own={}, buffers=None)  # which are a round's, and not to be held
 
-        numbers, _, folds = who
+        numbers, _, folds, steps = who
 
         def call(inputs: list[Tensor]) -> Folded:
             joined, *given = inputs
@@ -305,11 +307,11 @@ class StackedEngine(LocalEngine):
             known = [table.of(there) for table in tables]
             shared, own = (dict(zip(group, values, strict=False)) for group in names)
             result = self._execute(program, work, plans, header, shared, own, tuple(values), known)
-            return _folded_up(result, folds, weights)
+            return _folded_up(result, folds, weights, steps, shared)
 
         shape = None
         if plans is not None and sum(plan.shape.steps for plan in plans) <= WHOLE:
-            shape = (id(program), folds, *((plan.shape, plan.stretches) for plan in plans))
+            shape = (id(program), folds, steps, *((plan.shape, plan.stretches) for plan in plans))
         lasts = plans is not None and all(plan.batches.law is None for plan in plans)
         return Prepared(who, lasts, shape, call, Told(numbers, parts, changing))
 
@@ -653,14 +655,26 @@ class StackedEngine(LocalEngine):
         return law.epochs(seeds, torch.from_numpy(work.rounds), own).numpy()
 
 
-def _folded_up(result: Checked, names: tuple[str, ...], weights: Tensor | None) -> Folded:
-    """What a call gives, with the means of replies that are to be added up; rows are as they lie."""
+def _folded_up(
+    result: Checked,
+    names: tuple[str, ...],
+    weights: Tensor | None,
+    steps: tuple[tuple[str, Step], ...],
+    shared: dict[str, Tensor],
+) -> Folded:
+    """What a call gives, with means of replies that are to be added up and steps; rows are as they lie."""
     sent, kept, after, norms = result
     rows = {name: value for name, value in sent.items() if name in names and value.dim() == 2}
     rows = {name: value for name, value in rows.items() if value.is_floating_point()}
     means = {name: PLAIN.sum(name, value, weights) for name, value in rows.items() if weights is not None}
+    places = {name: place for place, name in enumerate(shared)}
+    onward = [
+        Onward(name, places[start], rate, stepped(shared[start], rate, means[name]))
+        for name, (start, rate) in steps
+        if name in means and start in shared
+    ]
     left = {name: value for name, value in sent.items() if name not in rows}
-    return (left, kept, after, norms), rows, means
+    return (left, kept, after, norms), rows, means, onward
 
 
 def _folded(keys: Tensor, turns: Tensor) -> Tensor:

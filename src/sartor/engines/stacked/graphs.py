@@ -13,7 +13,7 @@ import gc
 import warnings
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from sartor.engines.stacked.pinned import Pinned
 from sartor.engines.stacked.told import Told, most_told
 from sartor.engines.stacked.trace import Checked, Folded
-from sartor.federation.exchange import Lent
+from sartor.federation.exchange import Lent, Moved
 from sartor.kernels.device import free_bytes
 
 STRIDES = (16, 4, 1)
@@ -52,27 +52,68 @@ MOST_GRAPHS = 64
 
 
 class Coming:
-    """What calls are told, a row of numbers for each, where a graph takes one after the other."""
+    """What calls are told, a row of numbers for each, where a graph takes one after the other.
+
+    Beside it is a row for the norms of what each gives.
+    """
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.most, self._length = most_told(length), length
         self._there = torch.zeros(1 + self.most * length, dtype=torch.int64, device=device)
+        self._turn = self._there[:1]
+        self._tables: dict[str, Tensor] = {}
+        self._lap = Lap(self._tables)
         self.marks: deque[Hashable] = deque()
         """Of which calls there are numbers that were not taken yet."""
+        self._put = 0
 
     def take(self) -> Tensor:
-        """The next row: an operation of the device, which goes on by itself to the one behind it."""
-        turn, rows = self._there[:1], self._there[1:].view(self.most, self._length)
-        row = rows.index_select(0, turn)[0]
-        turn.add_(1)
-        return row
+        """The next row: an operation of the device."""
+        return self._there[1:].view(self.most, self._length).index_select(0, self._turn)[0]
+
+    def give(self, norms: Mapping[str, Tensor]) -> None:
+        """Keep norms in the same row, and go on to the one behind it: operations of the device."""
+        for name, norm in norms.items():
+            if name not in self._tables:
+                self._tables[name] = norm.new_zeros((self.most, *norm.shape))
+            self._tables[name].index_copy_(0, self._turn, norm[None])
+        self._turn.add_(1)
 
     def put(self, numbers: np.ndarray, marks: Sequence[Hashable], pinned: Pinned) -> None:
         """Begin anew with these rows."""
+        self._lap.tables = {name: table[: self._put].clone() for name, table in self._tables.items()}
+        self._lap, self._put = Lap(self._tables), len(marks)
         begin = np.zeros(1, dtype=np.int64)
         there = self._there[: 1 + numbers.size]
         there.copy_(pinned.put(np.concatenate([begin, numbers.ravel()])), non_blocking=True)
         self.marks = deque(marks)
+
+    def norms(self) -> Norms:
+        """The norms of the call made last."""
+        return Norms(self._lap, self._put - len(self.marks) - 1)
+
+
+@dataclass
+class Lap:
+    """Norms of several calls, a row each: where a graph puts them, or a copy once it begins anew."""
+
+    tables: Mapping[str, Tensor]
+
+
+class Norms(Mapping[str, Tensor]):
+    """The norms of one call, looked up when they are asked for: to be used at once, and looked up again."""
+
+    def __init__(self, lap: Lap, row: int) -> None:
+        self._lap, self._row = lap, row
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._lap.tables[name][self._row]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lap.tables)
+
+    def __len__(self) -> int:
+        return len(self._lap.tables)
 
 
 @dataclass
@@ -96,17 +137,26 @@ class Graph:
             rows.put(*told.coming(rounds, rows.most), pinned)
         rows.marks.popleft()
         new = [place for place, value in enumerate(others) if not self._holds(place, value)]
-        _copy([self.inputs[place] for place in new], [others[place] for place in new])
+        if new:
+            _copy([self.inputs[place] for place in new], [others[place] for place in new])
         self.graph.replay()
-        return _given(self.outputs)
+        result, lent = _given(self.outputs, others, rows.norms() if self.outputs[1] else None)
+        for step in self.outputs[3]:
+            assert lent is not None
+            self._note(step.place, lent.moved[step.name].value)
+        return result, lent
 
     def _holds(self, place: int, value: Tensor) -> bool:
         """Whether a place has this very tensor, as the weights of a cohort that comes again; noted if not."""
         known, changes = self.given.get(place, (None, 0))
         if known is not None and known() is value and changes == value._version:
             return True
-        self.given[place] = weakref.ref(value), value._version
+        self._note(place, value)
         return False
+
+    def _note(self, place: int, value: Tensor) -> None:
+        """Note what lies in a place from now on."""
+        self.given[place] = weakref.ref(value), value._version
 
 
 @dataclass
@@ -280,7 +330,7 @@ class Graphs:
         elif shape is None or shape not in self._met:
             if shape is not None:
                 _put(self._met, shape, None, MOST_SHAPES)
-            return _given(call(inputs()))
+            return _given(call(inputs()), others)
         else:
             captured = self._captured_call(call, told.length, others)
             del self._met[shape]
@@ -333,13 +383,21 @@ class Graphs:
     ) -> Graph:
         """Capture a call that is told so many numbers.
 
-        Whatever it touched is kept: a graph finds its tensors by address.
+        Whatever it touched is kept: a graph finds its tensors by address. It ends by putting what the server
+        goes on with in place of the inputs, as the next call is asked of that.
         """
         rows, static = Coming(length, self._device), [value.clone() for value in others]
+
+        def work() -> Folded:
+            made = call([rows.take(), *static])
+            rows.give(made[0][3] if made[1] else {})
+            _copy([static[step.place] for step in made[3]], [step.value for step in made[3]])
+            return made
+
         self._whole = True
         try:
-            self.aside(lambda: call([rows.take(), *static]))
-            graph, outputs = self.capture(lambda: call([rows.take(), *static]))
+            self.aside(work)
+            graph, outputs = self.capture(work)
         finally:
             self._whole = False
         return Graph(graph, rows, static, outputs, call)
@@ -407,14 +465,24 @@ def _put(entries: OrderedDict[Hashable, Any], key: Hashable, entry: Any, most: i
         entries.popitem(last=False)
 
 
-def _given(made: Folded) -> tuple[Checked, Lent | None]:
-    """What a call gives, out of the way of the next; rows that are only to be added up are lent."""
-    (sent, kept, after, norms), rows, means = made
-    result = _cloned(sent), _cloned(kept), tuple(value.clone() for value in after), _cloned(norms)
-    return result, Lent(dict(rows), _cloned(means)) if rows else None
+def _given(made: Folded, inputs: Sequence[Tensor], known: Norms | None = None) -> tuple[Checked, Lent | None]:
+    """What a call gives for its inputs, out of the way of the next; what is only to be added up is lent.
+
+    ``known`` are the norms, where they are out of the way already.
+    """
+    (sent, kept, after, norms), rows, means, onward = made
+    buffers = tuple([value.clone() for value in after])
+    result = _cloned(sent), _cloned(kept), buffers, _cloned(norms) if known is None else known
+    if not rows:
+        return result, None
+    moved = {
+        name: Moved(inputs[place], inputs[place]._version, rate, value.clone())
+        for name, place, rate, value in onward
+    }
+    return result, Lent(rows, means, moved)
 
 
-def _cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:
+def _cloned(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in values.items()}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-AHEAD = 64
+AHEAD = 256
 """Rounds of which a device is told at once, where they follow each other."""
 
 ROOM = 1 << 16

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
@@ -67,11 +67,22 @@ from sartor.random import FEW
 Result = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
 """What a function gives, one row per client: replies, new states and, if it trained, buffers."""
 
-Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], dict[str, Tensor]]
+Checked = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...], Mapping[str, Tensor]]
 """That of a chunk, and where a graph computes them along with it, the norms of all of it."""
 
-Folded = tuple[Checked, dict[str, Tensor], dict[str, Tensor]]
-"""That of a call: without the replies of which only sums are asked for, those, and their means."""
+
+class Onward(NamedTuple):
+    """What the server goes on with from an input of a call: a step by the mean of a reply."""
+
+    name: str
+    place: int
+    """Of the input."""
+    rate: float
+    value: Tensor
+
+
+Folded = tuple[Checked, dict[str, Tensor], dict[str, Tensor], list[Onward]]
+"""That of a call: without the replies of which only sums are asked for; those, their means, and steps."""
 
 
 @dataclass
