@@ -221,17 +221,6 @@ def test_a_lane_is_given_the_same_by_any_width(model: str, monkeypatch: pytest.M
     assert any(lanes < other for lanes, other in checked)
 
 
-@pytest.mark.usefixtures("traced", "five_lanes")
-def test_kernels_of_every_width_are_compiled_ahead(
-    graphs_traced: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few lanes may have others than many."""
-    asked: list[Any] = []
-    monkeypatch.setattr(trace.Ahead, "compile", lambda _, step: asked.append(step))
-    _, made = run("dense")
-    assert len(asked) == len(widths_of(made)) > len(graphs_traced)
-
-
 def test_captured_steps_may_narrow(captures: list[Again], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """What is captured is of a few widths, whoever is drawn."""
     expected, _ = run("dense", engine="loop")

@@ -220,37 +220,6 @@ def test_a_lane_does_not_depend_on_the_others() -> None:
     same(all_of(slice(None)), together)
 
 
-@kernels
-@pytest.mark.parametrize("out", [20, 40])
-def test_few_lanes_have_other_tiles_and_the_same_numbers(out: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sartor.kernels import laid_triton
-
-    monkeypatch.setattr(laid_triton, "FEW_PROGRAMS", 40)
-    own = laid_triton._convolve_tiles
-    chosen: list[int] = []
-    monkeypatch.setattr(
-        laid_triton, "_convolve_tiles", lambda *sizes: chosen.append(own(*sizes).rows) or own(*sizes)
-    )
-    x, weight, bias, back = draw(3, 8, 8, 16, 16), draw(3, out, 8, 3, 3), draw(3, out), draw(3, 8, 8, 16, 16)
-    turned = draw(3, 8, out, 3, 3)
-    if not INTERPRETED:  # which adds up in another order
-        x, weight, bias, back, turned = (value.sin() for value in (x, weight, bias, back, turned))
-
-    def all_of(lanes: slice) -> list[Tensor]:
-        images, given = (laid.laid_images(value[lanes], None, value[lanes].shape[:2]) for value in (x, back))
-        window = ((1, 1), (1, 1))
-        return [
-            *laid_triton.convolve(*on(images, weight[lanes], bias[lanes], *window, True, True, True)),
-            laid_triton.input_gradient(*on(turned[lanes], given, *window, (16, 16), False)),
-        ]
-
-    together = [value.cpu() for value in all_of(slice(None))]
-    assert chosen == [128, 128]
-    for lane in range(3):
-        same((one[0] for one in all_of(slice(lane, lane + 1))), (one[lane] for one in together))
-    assert set(chosen[2:]) == {64}
-
-
 def test_a_lane_is_cut_alike_in_any_company() -> None:
     """Positions into parts, and sums of weights' gradients."""
     for positions, channels in itertools.product(

@@ -217,20 +217,6 @@ def test_the_kernel_gives_the_same_every_time_and_in_any_company() -> None:
     assert torch.equal(multiplied(left[2:3], right[2:3], 224)[0], together[2])
 
 
-@kernels
-def test_few_products_have_more_warps_and_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sartor.kernels import products_triton
-
-    monkeypatch.setattr(products_triton, "FEW_PROGRAMS", 4)
-    assert [products_triton._tiles(lanes, 32, 128, 300, False)[3:] for lanes in (1, 3)] == [(4, 4), (2, 3)]
-    left, right = draw(3, 32, 300), draw(3, 300, 128)
-    left, right = (value.to(DEVICE, torch.float32) for value in (left, right))
-    together = multiplied(left, right, 300)
-    for lane in range(3):
-        own = slice(lane, lane + 1)
-        assert torch.equal(multiplied(left[own], right[own], 300)[0], together[lane])
-
-
 # On CUDA ----------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,9 @@
-"""Kernels that are brought to the device while the one before them still runs.
+"""Kernels that are made ready while the one before them still runs.
 
-A kernel of a chain begins when the one before it has ended, which costs about 2.0 µs on an H200 and 1.6 where
-its programs wait on the device already (programmatic dependent launches, from compute capability 9.0 on).
+A kernel of a chain begins when the one before it has ended. From compute capability 9.0 on the device can
+make it ready meanwhile (programmatic dependent launches): on an H200 rounds of softmax regression take 5 %
+less, of the CNN 1 %. Its programs come when those of the one before have ended. They may come before and wait
+on the device, but then crowd where there is room already: that made rounds of the CNN 10 % longer.
 
 Every kernel calls :func:`wait_turn` first of all, before it reads or writes anything. There it waits until
 the kernel before it has ended and what that wrote can be seen; as that one had waited in turn, all others
@@ -21,9 +23,9 @@ import triton
 import triton.language as tl
 
 try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.language.extra.cuda import gdc_wait
 except ImportError:  # Triton before 3.4
-    gdc_launch_dependents = gdc_wait = None
+    gdc_wait = None
 
 
 def _serves() -> bool:
@@ -41,7 +43,6 @@ _EARLY = tl.constexpr(bool(EARLY))
 
 @triton.jit
 def wait_turn():
-    """Let the next kernel come to the device, and wait for the one before."""
+    """Wait until the kernel before has ended."""
     if _EARLY:
-        gdc_launch_dependents()
         gdc_wait()

@@ -24,9 +24,6 @@ def has_tensor_cores(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-FEW_PROGRAMS = 264
-"""A launch of no more programs leaves a device waiting: two for each multiprocessor of an H200."""
-
 MOST_STREAMS = 16
 """Streams that run side by side."""
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from sartor.kernels.convolution import Pair, room
 from sartor.kernels.early_triton import EARLY, wait_turn
-from sartor.kernels.gpu import FEW_PROGRAMS
 from sartor.kernels.laid import NOWHERE, Tiles, power
 from sartor.kernels.moves_triton import lay
 
@@ -262,7 +261,7 @@ def _launch(
     result = image.new_empty(lanes, samples, *shape)
     places = result.new_empty(result.shape if relu or pool else (0,), dtype=torch.uint8)
     positions = samples * size[0] * size[1] * (4 if pool else 1)
-    tiles = tiles or _convolve_tiles(lanes, out, channels, positions)
+    tiles = tiles or _convolve_tiles(out, channels, positions)
     programs = triton.cdiv(out, tiles.columns) * triton.cdiv(positions, tiles.rows)
     with torch.cuda.device_of(image):
         _convolve[(programs * lanes,)](
@@ -288,15 +287,13 @@ def biases(bias: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
     return bias, bias.stride(0)
 
 
-def _convolve_tiles(lanes: int, out: int, channels: int, positions: int) -> Tiles:
-    """Measured on an H200: few positions leave room for more programs with fewer of them.
+def _convolve_tiles(out: int, channels: int, positions: int) -> Tiles:
+    """Measured on an H200: few positions of a lane leave room for more programs with fewer of them.
 
-    A lane's numbers must not depend on how many lanes there are: where that decides, both tiles give the same
-    to the bit. 64 × 16 by four warps is a shape that Triton compiles wrongly.
+    64 × 16 by four warps is a shape that Triton compiles wrongly.
     """
     columns = power(out, 16, 128)
-    few = columns in (32, 64) and lanes * triton.cdiv(positions, 128) <= FEW_PROGRAMS
-    if positions < 2048 or few:
+    if positions < 2048:
         return Tiles(64, columns, 32, warps=2 if columns == 16 else 4, stages=3 if columns == 128 else 4)
     if columns == channels == 16:  # all terms of a tile are of one place in the window
         return Tiles(256, columns, 16, warps=4, stages=3)

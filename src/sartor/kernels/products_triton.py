@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sartor.kernels.early_triton import EARLY, wait_turn
-from sartor.kernels.gpu import FEW_PROGRAMS
 
 
 @triton.jit
@@ -251,8 +250,7 @@ def multiply(
         whole, start, before, alpha, rates = place
         result, ahead = whole[:, start:], whole.stride(0)
         before = None if before is None else before[:, start:]
-    sizes = (lanes * parts, rows, columns, depth)
-    tile_rows, tile_columns, tile_depth, warps, stages = _tiles(*sizes, right_strides[-2] == 1)
+    tile_rows, tile_columns, tile_depth, warps = _tiles(rows, columns, depth, right_strides[-2] == 1)
     programs = triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "parts"
     with torch.cuda.device_of(left):
@@ -263,28 +261,21 @@ def multiply(
             rows, columns, depth, terms, *left_strides, *right_strides, numbered,
             0 if bias is None else bias.stride(0), positive is not None, clipped,
             ahead, before is not None, rates is not None, precision,
-            tile_rows, tile_columns, tile_depth, num_warps=warps, num_stages=stages, **EARLY,
+            tile_rows, tile_columns, tile_depth, num_warps=warps, num_stages=3, **EARLY,
         )  # fmt: skip
     return result
 
 
-def _tiles(products: int, rows: int, columns: int, depth: int, along: bool) -> tuple[int, int, int, int, int]:
-    """Rows, columns and terms of a tile, its warps and stages, for so many ``products`` at once.
+def _tiles(rows: int, columns: int, depth: int, along: bool) -> tuple[int, int, int, int]:
+    """Rows, columns and terms of a tile, and its warps.
 
     ``along``: the right operand lies in memory along the terms. Measured on an H200 for the dense layers of
-    this library's networks, forward and backward. How many there are decides nothing but how fast a tile is
-    gone through, and so no number.
+    this library's networks, forward and backward.
     """
     tile_rows = _power(rows, 64)
     if along:
-        warps = 2 if tile_rows < 32 or columns <= 16 else 4
-        return tile_rows, _power(columns, 64), _power(depth, 32), warps, 3
-    if depth < 256:
-        return tile_rows, _power(columns, 32), 16, 2, 3
-    tile_columns = _power(columns, 64)
-    few = products * triton.cdiv(columns, 64) <= FEW_PROGRAMS
-    warps, stages = (4, 4) if few and (tile_rows, tile_columns) == (32, 64) else (2, 3)
-    return tile_rows, tile_columns, 32, warps, stages
+        return tile_rows, _power(columns, 64), _power(depth, 32), 2 if tile_rows < 32 or columns <= 16 else 4
+    return tile_rows, _power(columns, 32 if depth < 256 else 64), 16 if depth < 256 else 32, 2
 
 
 def _power(number: int, high: int) -> int:

@@ -18,6 +18,8 @@ from torch import Tensor
 from sartor.kernels.early_triton import EARLY, wait_turn
 
 BLOCK = 16
+AT_ONCE = 1024
+"""Others that a place is compared with at once: for more it need not be compiled anew."""
 
 
 @triton.jit
@@ -62,20 +64,23 @@ def _shuffle(
 ):
     """Find where a block of a client's places goes, and write down there which of them it is.
 
-    How many places there are differs from cohort to cohort: it is compiled for a power of two of them.
+    How many places there are differs from cohort to cohort: it is compiled for a power of two of them, and
+    for more than ``AT_ONCE`` but once.
     """
     wait_turn()
     client = tl.program_id(0) // blocks
     key = tl.load(keys + client)
     # A larger client has one epoch here all the same.
-    size = tl.minimum(tl.maximum(tl.load(sizes + client), 1), WIDTH).to(tl.int32)
+    size = tl.minimum(tl.maximum(tl.load(sizes + client), 1), places).to(tl.int32)
     mine = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    other = tl.arange(0, WIDTH)
     epoch = _divided(mine, size)
     own = _order(key, mine, epoch)
-    before = tl.where(other < places, _order(key, other, _divided(other, size)), 0x7FFFFFFFFFFFFFFF)
-    alike = (before[None, :] == own[:, None]) & (other[None, :] < mine[:, None])
-    rank = tl.sum(((before[None, :] < own[:, None]) | alike).to(tl.int32), axis=1)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, places, WIDTH):
+        other = begin + tl.arange(0, WIDTH)
+        before = tl.where(other < places, _order(key, other, _divided(other, size)), 0x7FFFFFFFFFFFFFFF)
+        alike = (before[None, :] == own[:, None]) & (other[None, :] < mine[:, None])
+        rank += tl.sum(((before[None, :] < own[:, None]) | alike).to(tl.int32), axis=1)
     sample = (mine - epoch * size).to(tl.int64)
     if STARTED:
         sample += tl.load(start + tl.load(numbers + client))
@@ -109,7 +114,7 @@ def _launched(
     clients, blocks = len(keys), triton.cdiv(places, BLOCK)
     result = torch.empty(rows, clients, width, dtype=torch.int64, device=keys.device)
     # Every warp finds out the order of all places by itself, so there are as few as can hold them.
-    size = triton.next_power_of_2(places)
+    size = min(AT_ONCE, triton.next_power_of_2(places))
     if clients:
         with torch.cuda.device_of(keys):
             _shuffle[(clients * blocks,)](

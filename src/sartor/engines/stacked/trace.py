@@ -322,7 +322,7 @@ class Tracer:
 
         A CPU compares it to the bit with the step as it stands. On CUDA that has kernels of its own, which
         round otherwise and would have to be compiled: there a lane is compared with what the widest traced
-        step gives it. Its kernels are those of the other widths, but for some of few lanes.
+        step gives it. Its kernels are those of the other widths, but for some of a single lane.
         """
         one, other = (program.steps[kind] for kind in known[:2])
         graph = of_width((known[0][1], one.graph), (known[1][1], other.graph), key[1])
@@ -330,7 +330,8 @@ class Tracer:
             program.unlike.add(key)
             return False
         forward, inputs = graph.forward, tree_leaves(arguments)
-        self.ahead.compile(lambda: forward(*inputs))
+        if key[1] == 1:
+            self.ahead.compile(lambda: forward(*inputs))
         try:
             follows = right(forward(*inputs))
         except (RuntimeError, IndexError, ValueError):  # a size that was another's
