@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from sartor.kernels import attention, layouts
-from sartor.kernels.device import digits
+from sartor.kernels.device import Computing
 from sartor.model.draws import Drawing, Keyed
 
 OPS = torch.ops.sartor
@@ -134,7 +134,7 @@ def test_the_kernels_are_attention_and_its_gradients(sizes: tuple[int, ...]) -> 
     expected = attention.stacked_attention(query, key, value, scale)
     wanted = attention.stacked_attention_gradient(gradient, query, key, value, scale)
     q, k, v, g = (part.to(DEVICE, torch.float32) for part in (query, key, value, gradient))
-    with digits("full"):
+    with Computing("full"):
         assert distance(attention_triton.attend(q, k, v, scale), expected) < 1e-5
         for ours, theirs in zip(attention_triton.gradients(g, q, k, v, scale), wanted, strict=True):
             assert distance(ours, theirs) < 1e-5

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from helpers import RAGGED, classification, federation_of, model_task
 from sartor.engines.stacked import trace
 from sartor.kernels import products
-from sartor.kernels.device import digits
+from sartor.kernels.device import Computing
 
 aten = torch.ops.aten
 PRODUCT = torch.ops.sartor.stacked_product.default
@@ -182,7 +182,7 @@ def test_the_kernel_is_the_product(name: str, precision: str) -> None:
     expected = left.double().cpu() @ right.double().cpu()
     *_, depth, terms = SHAPES[name]
     close = 2e-3 if precision == "tf32" else 1e-6
-    with digits(precision):
+    with Computing(precision):
         assert distance(multiplied(left, right, terms), expected) < close
         assert distance(multiplied(left, right.contiguous(), depth), expected) < close
         assert distance(multiplied(right.mT, left.mT, terms), expected.mT) < close

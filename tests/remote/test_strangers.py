@@ -293,20 +293,33 @@ def test_a_norm_is_compared_with_the_median() -> None:
     norms = [torch.tensor([1.0, 2.0, 3.0, 500.0]), torch.tensor([0.0, 0.0, 0.0, 9.0])]
     numbers = np.arange(4)
     check = Check("x", numbers, dict(zip(("'w'", "'h'"), norms, strict=True)), 0.0, 100.0)
-    [bad] = Check.bad([check])
+    [(_, bad)] = Check.bad([check])
     assert bad.tolist() == [[False, False, False, True], [False] * 4]  # a median of 0 says nothing
     assert "above replies.largest_ratio = 100 times the median" in check.told(bad, "abcd")
     both = Check("x", numbers, {"'w'": norms[0]}, 2.5, 100.0)
-    [bad] = Check.bad([both])
+    [(_, bad)] = Check.bad([both])
     assert bad.tolist() == [[False, False, True, True]]
     assert "above replies.largest_norm = 2.5" in both.told(bad, "abcd")
     for few in (2, 1):
-        [bad] = Check.bad([Check("x", numbers[:few], {"'w'": torch.tensor([1.0, 500.0])[:few]}, 0.0, 100.0)])
-        assert not bad.any()
-    [bad] = Check.bad(
+        rows = torch.tensor([1.0, 500.0])[:few]
+        assert not Check.bad([Check("x", numbers[:few], {"'w'": rows}, 0.0, 100.0)])
+    [(_, bad)] = Check.bad(
         [Check("x", numbers, {"'w'": norms[0] * torch.tensor([1, 1, 1, torch.nan])}, 0.0, 100.0)]
     )
     assert bad.tolist() == [[False, False, False, True]]
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_of_many_checks_the_bad_one_is_found(wrong: float) -> None:
+    """Also where nothing bounds the norms, and where nothing was checked."""
+    fine = [Check(f"round {turn}", np.arange(2), {"'w'": torch.ones(2)}, 0.0) for turn in range(9)]
+    assert not Check.bad(fine)
+    assert not Check.bad([])
+    sick = Check("round 9", np.arange(2), {"'w'": torch.tensor([1.0, wrong])}, 0.0)
+    [(found, bad)] = Check.bad([*fine, sick, *fine])
+    assert found is sick
+    assert bad.tolist() == [[False, True]]
+    assert "client 'b': 'w' of its reply is not finite" in found.told(bad, "ab")
 
 
 def one_round(federation: Federation) -> Tensor:

@@ -512,16 +512,21 @@ class Check:
         self.largest, self.ratio = largest, ratio
 
     @staticmethod
-    def bad(checks: Sequence[Check]) -> list[np.ndarray]:
-        """For each check, which norms are not finite or too large: one row per quantity, a column per client.
+    def bad(checks: Sequence[Check]) -> list[tuple[Check, np.ndarray]]:
+        """The checks some of whose norms are not finite or too large, and which: a row per quantity.
 
         The norms of all of them are fetched from the device at once.
         """
+        if not checks:
+            return []
         found = torch.cat([norm for check in checks for norm in check.norms.values()]).cpu().numpy()
+        if np.isfinite(found).all() and not any(check.largest or check.ratio for check in checks):
+            return []  # as a rule, and hundreds are not gone through one by one
         shapes = [(len(check.norms), len(check.numbers)) for check in checks]
         ends = np.cumsum([rows * columns for rows, columns in shapes])
         parts = [part.reshape(shape) for part, shape in zip(np.split(found, ends[:-1]), shapes, strict=True)]
-        return [~(part <= check.bounds(part)) for check, part in zip(checks, parts, strict=True)]
+        judged = [(check, ~(part <= check.bounds(part))) for check, part in zip(checks, parts, strict=True)]
+        return [(check, bad) for check, bad in judged if bad.any()]
 
     def bounds(self, norms: np.ndarray) -> np.ndarray:
         """The largest norm that each quantity may have: ``[quantities, 1]``.

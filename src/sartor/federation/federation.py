@@ -868,9 +868,10 @@ class Federation:
             if self._device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
                 self._verify()
             return None
-        (bad,) = Check.bad([check])
-        if not bad.any():
+        found = Check.bad([check])
+        if not found:
             return None
+        ((_, bad),) = found
         good = np.asarray(~bad.any(axis=0))
         self._count("bad", int((~good).sum()))
         told = check.told(bad, self.names)
@@ -884,10 +885,9 @@ class Federation:
         before anything is evaluated or stored.
         """
         checks, self._checks = self._checks, []
-        for check, bad in zip(checks, Check.bad(checks) if checks else [], strict=True):
-            if bad.any():
-                told = check.told(bad, self.names)
-                raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
+        for check, bad in Check.bad(checks):
+            told = check.told(bad, self.names)
+            raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
 
     def _nobody(self) -> NoReturn:
         self.answered, self.heard = 0, np.zeros(0, dtype=np.int64)

@@ -87,8 +87,8 @@ class Computing:
     """What clients compute in: nothing is recorded for gradients, and CUDA has so many digits of float32.
 
     Those are all (``full``) or those of ``tf32``; ``usual`` leaves it to PyTorch, whose way is tf32 for
-    convolutions and float32 for matrix products. It is a class, as two generators take a host longer than all
-    else that an engine does to replay a call.
+    convolutions and float32 for matrix products. No generator, as it is entered in every
+    call, and rounds of small models wait for their host.
     """
 
     def __init__(self, precision: str) -> None:
