@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sartor.client.augment import Augmentation, register_augmentation
     from sartor.client.local import Client
     from sartor.data.named import register_data
-    from sartor.federation import Call, Reply, changes, personal
+    from sartor.federation import Call, Reply, Step, changes, personal
     from sartor.federation.attacks import Attack, register_attack
     from sartor.federation.reduction import Reduction, Selection, register_aggregate
     from sartor.federation.transforms import Transform, register_transform
@@ -64,6 +64,7 @@ _HOMES = {
     "register_augmentation": "sartor.client.augment",
     "Call": "sartor.federation",
     "Reply": "sartor.federation",
+    "Step": "sartor.federation",
     "changes": "sartor.federation",
     "personal": "sartor.federation",
     "Attack": "sartor.federation.attacks",
@@ -92,6 +93,7 @@ __all__ = [
     "Reply",
     "Result",
     "Selection",
+    "Step",
     "Task",
     "Transform",
     "changes",

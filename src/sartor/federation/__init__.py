@@ -5,7 +5,7 @@ Imports client and model. What an algorithm may see of the clients is here and n
 
 from __future__ import annotations
 
-from sartor.federation.exchange import Call, Replies, Reply, changes, personal
+from sartor.federation.exchange import Call, Replies, Reply, Step, changes, personal
 from sartor.federation.federation import Federation
 
-__all__ = ["Call", "Federation", "Replies", "Reply", "changes", "personal"]
+__all__ = ["Call", "Federation", "Replies", "Reply", "Step", "changes", "personal"]
