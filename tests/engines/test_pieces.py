@@ -42,7 +42,8 @@ class Again:
         self.graphs, self.whole = graphs, graphs._whole
         before = [place.clone() for place in into]  # which a capture leaves as they are
         self.work, self.given, self.replays = work, work(), 0
-        torch._foreach_copy_(list(into), before) if into else None
+        for place, value in zip(into, before, strict=True):
+            place.copy_(value)
         self.places = into or tree_leaves(self.given)
 
     def replay(self) -> None:

@@ -21,7 +21,7 @@ from sartor.runs.record import RunFolder
 from sartor.studies import library
 from sartor.studies import results as module
 from sartor.studies.comparison import compare
-from sartor.studies.reproduction import Band, entries, entry, reproduce
+from sartor.studies.reproduction import Band, Measured, entries, entry, reproduce
 from sartor.studies.results import Results
 
 ROOT = Path(__file__).parents[2]
@@ -226,6 +226,22 @@ def test_a_reproduction_is_kept(
     ours = [number.ours.mean for number in made.numbers]
     assert table["values"]["tau-0.5"] == pytest.approx(ours, abs=1e-4)
     assert Band(table["values"], table["deviations"]).at("tau-0.5", 0)[1] is not None
+
+
+def test_what_was_measured_of_other_methods_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same seeds alone: other seeds make other means."""
+    keep, known = script("keep"), entry("diversifed/fig8")
+    before = Measured("2026-01-01", "a GPU", "0", "", Band({"other": (1.0, None, 3.0)}, {}), {"other": "a1"})
+    monkeypatch.setattr(keep, "entry", lambda name: dataclasses.replace(known, measured={"small": before}))
+    column = known.scales["small"].columns[1].label
+    number = {"method": "diversifed", "column": column, "ours": {"mean": 90.04, "deviation": None}}
+    made = {"name": known.name, "scale": "small", "percent": True, "numbers": [number], "hardware": ["a GPU"]}
+    nan = pytest.approx(float("nan"), nan_ok=True)
+    for seeds, others in (([0], {"other": [1.0, nan, 3.0]}), ([0, 1], {})):
+        printed = keep.measured({**made, "seeds": seeds}, "2026-01-02", {"diversifed": "b2"})
+        table = tomllib.loads(printed)["measured"]["small"]
+        assert table["values"] == {**others, "diversifed": [nan, 90.0, nan]}
+        assert table["code"] == {**dict.fromkeys(others, "a1"), "diversifed": "b2"}
 
 
 def test_what_is_computed_is_kept_without_runs(

@@ -2,8 +2,9 @@
 
 A kernel of a chain begins when the one before it has ended. From compute capability 9.0 on the device can
 make it ready meanwhile (programmatic dependent launches): on an H200 rounds of softmax regression take 5 %
-less, of the CNN 1 %. Its programs come when those of the one before have ended. They may come before and wait
-on the device, but then crowd where there is room already: that made rounds of the CNN 10 % longer.
+less, of the CNN half a percent. Its programs come when those of the one before have ended. They could come
+sooner and wait on the device, but would crowd where there is room already: that made rounds of the CNN 10 %
+longer.
 
 Every kernel calls :func:`wait_turn` first of all, before it reads or writes anything. There it waits until
 the kernel before it has ended and what that wrote can be seen; as that one had waited in turn, all others
