@@ -131,23 +131,9 @@ class Product(NamedTuple):
     schema="(Tensor? w, Tensor[] layers, Tensor[] operands, Tensor?[] numbers, bool[] of_right, "
     "int[] places, float alpha, Tensor? rates) -> Tensor",
 )
-def descended(
-    w: Tensor | None,
-    layers: Sequence[Tensor],
-    operands: Sequence[Tensor],
-    numbers: Sequence[Tensor | None],
-    of_right: Sequence[bool],
-    places: Sequence[int],
-    alpha: float,
-    rates: Tensor | None,
-) -> Tensor:
-    """``w`` [L, D] less ``alpha`` times the gradient, and times each lane's rate where there are ``rates``.
-
-    The gradient is that of ``layers`` [L, terms, numbers], whose terms are added up, in a row. In ``places``
-    between them are products of two ``operands`` each; see ``products.stacked_product``. Without ``w`` the
-    result is the gradient itself.
-    """
-    return computed(w, layers, operands, numbers, of_right, places, alpha, rates)
+def descended(*given: Any) -> Tensor:
+    """What :func:`computed` gives for the same, in a tensor of its own."""
+    return computed(*given)
 
 
 def computed(
@@ -161,7 +147,12 @@ def computed(
     rates: Tensor | None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """What :func:`descended` gives, written ``into`` a tensor if there is one, which may be ``w``."""
+    """``w`` [L, D] less ``alpha`` times the gradient, and times each lane's rate where there are ``rates``.
+
+    The gradient is that of ``layers`` [L, terms, numbers], whose terms are added up, in a row. In ``places``
+    between them are products of two ``operands`` each; see ``products.stacked_product``. Without ``w`` the
+    result is the gradient itself. It is written ``into`` a tensor if there is one, which may be ``w``.
+    """
     pairs = zip(operands[::2], operands[1::2], numbers, of_right, places, strict=True)
     made = [Product(*product) for product in pairs]
     if (layers or operands)[0].is_cuda:
