@@ -170,3 +170,37 @@ def test_a_forecast_is_divided_where_that_is_honest(monkeypatch: pytest.MonkeyPa
 def test_no_jobs_are_refused() -> None:
     with pytest.raises(SettingError, match="jobs: must be at least 1, got 0"):
         comfed("made", jobs=0)
+
+
+# What is made already ---------------------------------------------------------------------------------------
+
+
+def test_what_is_made_is_shown_and_nothing_is_run() -> None:
+    whole = comfed("there", methods=["fedavg", "fedprox"], columns=["5", "10"])
+    before = sorted(Path("there").rglob("rounds.jsonl"))
+    some = comfed("there", methods=["fedavg", "fedprox", "fedyogi"], columns=["5", "10"], only_made=True)
+    assert without_times(some.numbers) == without_times(whole.numbers)
+    assert sorted(Path("there").rglob("rounds.jsonl")) == before
+    unfinished = next(path for path in before if path.parent.name.startswith("fedprox-s1"))
+    (unfinished.parent / "summary.json").unlink()
+    rest = comfed("there", only_made=True)
+    assert {number.method for number in rest.numbers} == {"fedavg"}
+    assert not (unfinished.parent / "summary.json").exists()
+
+
+def test_of_a_tuned_entry_only_methods_with_all_trials_are_shown() -> None:
+    asked: dict[str, Any] = {"columns": ["two classes"], "out": "tuned", "settings": {"rounds": 2}}
+    whole = reproduce("sartor/leaderboard", methods=["fedavg", "separate"], **asked)
+    shown = reproduce("sartor/leaderboard", methods=["fedavg", "separate", "ditto"], **asked, only_made=True)
+    assert shown.numbers == whole.numbers
+    trial = next(Path("tuned").rglob("search/separate-*"))
+    (trial / "summary.json").unlink()
+    shown = reproduce("sartor/leaderboard", methods=["fedavg", "separate"], **asked, only_made=True)
+    assert {number.method for number in shown.numbers} == {"fedavg"}
+
+
+def test_where_nothing_is_made_yet_that_is_said() -> None:
+    done = CliRunner().invoke(app, ["reproduce", "comfed/table4", "--only-made", "--out", "none"])
+    assert done.exit_code == 2
+    assert "no method has all its runs there" in done.output
+    assert not Path("none").exists()

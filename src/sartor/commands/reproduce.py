@@ -61,6 +61,12 @@ def reproduce(
         bool,
         typer.Option("--dry-run", help="Say how many runs it has and how long they would take; run nothing."),
     ] = False,
+    only_made: Annotated[
+        bool,
+        typer.Option(
+            "--only-made", help="Show what finished runs give, also where others are missing; run nothing."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a paper's table or figure, and print our numbers beside the paper's.
@@ -74,6 +80,8 @@ def reproduce(
     sartor reproduce diversifed/table1 --scale paper --device cuda --dry-run
 
     sartor reproduce diversifed/table1 --scale paper --device cuda --jobs 4
+
+    sartor reproduce diversifed/table1 --scale paper --device cuda --only-made
 
     What was run before is found again, and a run that was interrupted goes on.
     """
@@ -105,7 +113,8 @@ def reproduce(
         expected = forecast(words[0], **asked, jobs=jobs)
         print(to_json(expected.to_mapping())) if as_json else _print_forecast(expected, jobs)
         return
-    result = reproduction.reproduce(words[0], **asked, together=together, jobs=jobs, progress=True)
+    how: dict[str, Any] = {"together": together, "jobs": jobs, "only_made": only_made}
+    result = reproduction.reproduce(words[0], **asked, **how, progress=True)
     figures = _drawn(result)
     if as_json:
         print(to_json({**result.to_mapping(), "figures": [str(path) for path in figures]}))

@@ -159,6 +159,10 @@ class Runs:
         folder = self._folder(_settled(inputs))
         return None if RunFolder.is_free(folder) else RunFolder.open(folder)
 
+    def finished(self, experiments: Iterable[Inputs]) -> bool:
+        """Whether the runs of all these experiments are there, to their end."""
+        return all(run is not None and run.finished for run in map(self.stored, experiments))
+
     @property
     def _shown(self) -> Observer | bool:
         return self.tally if self.tally.shown else False

@@ -468,6 +468,7 @@ def reproduce(
     *,
     together: str | None = None,
     jobs: int = 1,
+    only_made: bool = False,
     progress: bool = False,
     **asked: Unpack[Asked],
 ) -> Reproduction:
@@ -475,7 +476,8 @@ def reproduce(
 
     ``asked`` are the keywords of :class:`Asked`. ``together`` says whether the seeds of a method are trained
     in one batch, as for :func:`~sartor.studies.comparison.compare`. ``jobs`` processes make the runs, the
-    longest first (:mod:`sartor.studies.jobs`); 1 is this one.
+    longest first (:mod:`sartor.studies.jobs`); 1 is this one. With ``only_made`` nothing is run: the numbers
+    are those of methods whose runs are finished in a column, whatever is missing elsewhere.
 
     >>> from tempfile import mkdtemp
     >>> some = {"methods": ["fedavg"], "columns": ["5"], "settings": {"rounds": 5}}
@@ -493,6 +495,8 @@ def reproduce(
         found = _computed(work, device)
     else:
         try:
+            if only_made:
+                work = _finished(work, device)
             compared, failed = _trained(work, device, together, jobs, progress)
         except SettingError as error:
             raise SettingError(f"{name}, {scale}: {error}") from None
@@ -559,6 +563,38 @@ def _trained(
     if not compared:
         raise NothingFinished(failed)
     return compared, failed
+
+
+def _finished(work: Work, device: str | None) -> Work:
+    """The work without all that has a run to be made."""
+    groups = tuple(group for each in work.groups if (group := _finished_methods(each, work, device)).tables)
+    if not groups:
+        raise SartorError(f"{work.out}: no method has all its runs there; make some first")
+    return replace(work, groups=groups)
+
+
+def _finished_methods(group: Group, work: Work, device: str | None) -> Group:
+    """A comparison with the methods alone whose runs, and trials before them, are all finished."""
+
+    def made(runs: Runs, plan: Plan, method: Method, seeds: Iterable[int]) -> bool:
+        return runs.finished(plan.inputs(method, seed) for seed in seeds)
+
+    tables = group.tables
+    if work.at.tuning is not None:
+        tried = Runs(work.out / group.name / SEARCH)
+        spaces, asked = _search(group, work.at.tuning)
+        wanted = planned_trials(spaces, asked, {"experiment": group.settings, "device": device})
+        missing = {
+            trial.label for _, trial in wanted.trials if not made(tried, wanted.plan, trial, wanted.seeds)
+        }
+        tables = {label: table for label, table in tables.items() if label not in missing}
+        if tables:
+            tables = _tuned(replace(group, tables=tables), work, device, tried, [])
+    if tables:
+        plan, methods, _ = group.planned(device, tables=tables)
+        runs, seeds = Runs(work.out / group.name), plan.seeds(work.seeds, "compare")
+        tables = {each.label: group.tables[each.label] for each in methods if made(runs, plan, each, seeds)}
+    return replace(group, tables=tables)
 
 
 def _made_at_once(
