@@ -37,6 +37,8 @@ def specialise(module: fx.GraphModule) -> None:
             continue
         if any(getattr(value_of(piece), "dtype", None) != joined.dtype for piece in pieces):
             continue
+        # A layer without numbers may have one axis alone: PyTorch leaves such out.
+        pieces = [piece for piece in pieces if shape_of(piece) != (0,)]
         step = _step(node)
         last, w, alpha, rates = step or (node, None, 0.0, None)
         with graph.inserting_before(last):
@@ -160,7 +162,7 @@ def computed(
 
         result: Tensor = descent_triton.descended(w, layers, made, alpha, rates, into)
         return result
-    pieces = [layer[:, 0] if layer.shape[1] == 1 else layer.sum(1) for layer in layers]
+    pieces = [layer[:, 0, :] if layer.shape[1] == 1 else layer.sum(1) for layer in layers]
     for left, right, rows, of_other, place in made:
         pieces.insert(place, stacked_product(left, right, rows, of_other, left.shape[-1])[0].flatten(1))
     result = torch.cat(pieces, 1)
