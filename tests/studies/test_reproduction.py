@@ -103,10 +103,9 @@ def test_the_experiments_of_an_entry_are_right(each: Entry, scale: str) -> None:
 
 @pytest.mark.parametrize("each", ENTRIES, ids=lambda each: each.name)
 def test_numbers_lie_where_such_numbers_can_lie(each: Entry) -> None:
-    # What a method records of itself, as a distance, has no upper end, and what is computed may be a force.
+    # What a method records of itself may be a distance or a cosine, and what is computed a force.
     scored = each.cell not in ("observed", "computed")
-    low = -math.inf if each.cell == "computed" else 0.0
-    top = (100.0 if each.percent else 1.0) if scored else math.inf
+    low, top = (0.0, 100.0 if each.percent else 1.0) if scored else (-math.inf, math.inf)
     bands = [each.band, *(measured.band for measured in each.measured.values())]
     for band in bands:
         assert set(band.deviations) <= set(band.values)

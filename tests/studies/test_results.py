@@ -244,6 +244,22 @@ def test_what_was_measured_of_other_methods_stays(monkeypatch: pytest.MonkeyPatc
         assert table["code"] == {**dict.fromkeys(others, "a1"), "diversifed": "b2"}
 
 
+def test_numbers_take_the_place_of_those_an_entry_had() -> None:
+    placed, tables = (
+        script("keep").placed,
+        "[measured.small]\nseeds = '1'\n\n[measured.small.values]\na = [2]",
+    )
+    known = "[small]\nrounds = 1\n\n{}[measured.paper]\nseeds = '0'\n\n[measured.paper.values]\na = [9]\n"
+    old = "[measured.small]\nseeds = '0'\n\n[measured.small.values]\na = [\n  1]\n\n"
+    old += "[measured.small.code]\na = 'x'\n\n"
+    for text in (known.format(old), known.format(""), old.rstrip() + "\n", old + "[methods.a]\nb = 1\n"):
+        expected = tomllib.loads(text)
+        expected.setdefault("measured", {})["small"] = {"seeds": "1", "values": {"a": [2]}}
+        once = placed(text, "small", tables)
+        assert tomllib.loads(once) == expected
+        assert placed(once, "small", tables) == once
+
+
 def test_what_is_computed_is_kept_without_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
