@@ -5,8 +5,10 @@ engine, side by side.
 
 The expert's loop is what one would write by hand for one workload: a module, its optimizer, the data on the
 device already. Every figure is the best of the repeats, which are interleaved so that a busy machine slows
-all of them alike. Beside it stand the first round, all that comes before a steady pace (tracing, compiling,
-capturing), and how long an engine takes for its first 100 rounds on CUDA, or 10 on a CPU.
+all of them alike. Where clients are drawn, rounds differ in how many samples they have: there the time is
+that of as many samples as a round has on average. Beside it stand the first round, all that comes before a
+steady pace (tracing, compiling, capturing), and how long an engine takes for its first 100 rounds on CUDA, or
+10 on a CPU.
 
 Workloads on MNIST and Fashion-MNIST read them from the folder that SARTOR_DATA names; where they are not
 there, random images stand in for them, and the table says so. Dirichlet's law then deals out other shares.
@@ -71,6 +73,11 @@ class Workload(NamedTuple):
     def drawn(self) -> int:
         """How many clients take part in a round."""
         return self.cohort or len(self.sizes)
+
+    @property
+    def samples(self) -> float:
+        """How many samples a round has on average."""
+        return sum(self.sizes) / len(self.sizes) * self.drawn
 
 
 def unlike(clients: int, alpha: float, total: int) -> tuple[int, ...]:
@@ -199,13 +206,28 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def milliseconds(one_round: Callable[[], None], device: str, rounds: int) -> float:
-    wait(device)
-    begin = time.perf_counter()
-    for _ in range(rounds):
-        one_round()
-    wait(device)
-    return (time.perf_counter() - begin) / rounds * 1e3
+class Rounds:
+    """Rounds of a workload, and how many samples those are that were played."""
+
+    def __init__(self, workload: Workload, one_round: Callable[[], None], device: str) -> None:
+        self._one_round, self._device = one_round, device
+        self._cohorts, self._sizes = cohorts(workload), np.asarray(workload.sizes)
+        self._samples = workload.samples
+
+    def seconds(self, rounds: int) -> tuple[float, int]:
+        """How long the next rounds take, and how many samples they have."""
+        wait(self._device)
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            self._one_round()
+        wait(self._device)
+        took = time.perf_counter() - begin
+        return took, sum(int(self._sizes[next(self._cohorts)].sum()) for _ in range(rounds))
+
+    def milliseconds(self, rounds: int) -> float:
+        """Of a round with as many samples as rounds have on average, by the next rounds."""
+        took, samples = self.seconds(rounds)
+        return took / samples * self._samples * 1e3
 
 
 def forget_peak(device: str) -> None:
@@ -226,13 +248,10 @@ def peak_megabytes(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def beginning(one_round: Callable[[], None], device: str, rounds: int) -> dict[str, float]:
+def beginning(play: Rounds, rounds: int) -> dict[str, float]:
     """Seconds of the first round and of the first so many."""
-    first = milliseconds(one_round, device, 1) / 1e3
-    return {
-        "first": first,
-        "rounds": first + (rounds - 1) * milliseconds(one_round, device, rounds - 1) / 1e3,
-    }
+    first, _ = play.seconds(1)
+    return {"first": first, "rounds": first + play.seconds(rounds - 1)[0]}
 
 
 def measure(
@@ -240,41 +259,39 @@ def measure(
 ) -> dict[str, Any]:
     data = make_data(workload)
     workload = workload._replace(sizes=tuple(data.train.count.tolist()))
-    runs = {
+    made = {
         "expert": expert_round(workload, data, device),
         "loop": engine_round(workload, data, device, "loop"),
         "stacked": engine_round(workload, data, device, "stacked", lanes=workload.lanes),
     }
     if not slow:
-        del runs["expert"], runs["loop"]
+        del made["expert"], made["loop"]
     if ways:
-        runs["apart"] = engine_round(workload, data, device, "stacked", lanes=workload.lanes, way="apart")
+        made["apart"] = engine_round(workload, data, device, "stacked", lanes=workload.lanes, way="apart")
     if compiled:
         settings = {"lanes": workload.lanes, "compile": True}
-        runs["compiled"] = engine_round(workload, data, device, "stacked", **settings)
+        made["compiled"] = engine_round(workload, data, device, "stacked", **settings)
         if device == "cuda":
-            runs["compiled, tf32"] = engine_round(
+            made["compiled, tf32"] = engine_round(
                 workload, data, device, "stacked", precision="tf32", **settings
             )
+    runs = {name: Rounds(workload, one_round, device) for name, one_round in made.items()}
     figures: dict[str, list[float]] = {name: [] for name in runs}
-    peaks, starts = {}, {}
-    for name, one_round in runs.items():
+    peaks, starts, each = {}, {}, {}
+    for name, play in runs.items():
         forget_peak(device)
-        quick = name not in ("expert", "loop")
-        starts[name] = beginning(one_round, device, (HUNDRED if quick else WARM_UP)[device])
+        slow_one = name in ("expert", "loop")
+        first = (WARM_UP if slow_one else HUNDRED)[device]
+        starts[name] = beginning(play, first)
         peaks[name] = peak_megabytes(device)
+        # For two seconds, where rounds are short or differ: those of an expert are long and alike enough.
+        several = not slow_one and (device == "cuda" or bool(workload.cohort))
+        each[name] = max(1, min(50, int(2 / starts[name]["rounds"] * first))) if several else 1
     for _ in range(repeats):
-        for name, one_round in runs.items():
-            quick = device == "cuda" and name not in ("expert", "loop")
-            figures[name].append(
-                milliseconds(
-                    one_round,
-                    device,
-                    max(1, min(50, int(2 / starts[name]["rounds"] * HUNDRED[device]))) if quick else 1,
-                )
-            )
+        for name, play in runs.items():
+            figures[name].append(play.milliseconds(each[name]))
     best = {name: min(values) for name, values in figures.items()}
-    task, samples = task_of(workload), sum(workload.sizes) / len(workload.sizes) * workload.drawn
+    task = task_of(workload)
     return {
         "workload": workload.name,
         "data": workload.source if at_hand(workload.source) else "random",
@@ -288,7 +305,7 @@ def measure(
         "ratio": {name: best.get("expert", np.nan) / value for name, value in best.items()},
         "peak_megabytes": peaks,
         "seconds_of_beginning": starts,
-        "samples_per_second": {name: samples / value * 1e3 for name, value in best.items()},
+        "samples_per_second": {name: workload.samples / value * 1e3 for name, value in best.items()},
     }
 
 
