@@ -31,7 +31,7 @@ from sartor.algorithms import cards, registered
 from sartor.algorithms.comfed.comfed import MECHANISMS
 from sartor.model.networks import CUSTOM, MODELS, about
 from sartor.runs.experiment import describe_class
-from sartor.studies.reproduction import Entry, entries
+from sartor.studies.entries import Entry, entries
 from sartor.studies.results import Results
 
 DOCS = Path(__file__).parent

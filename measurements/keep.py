@@ -24,7 +24,8 @@ from sartor.files import write
 from sartor.runs.experiment import fingerprint, to_mapping
 from sartor.runs.record import RunFolder
 from sartor.studies import papers
-from sartor.studies.reproduction import FILE, as_stated, entry, row_seconds
+from sartor.studies.entries import entry
+from sartor.studies.reproduction import FILE, as_stated, row_seconds
 from sartor.studies.results import Record, Results
 
 RESULTS = Path(__file__).parent.parent / "results"

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import sartor
 from sartor.runs.experiment import load
 from sartor.runs.setup import set_up
-from sartor.studies.reproduction import entry
+from sartor.studies.entries import entry
 
 WORDS = [
     "data.clients=3",

@@ -14,7 +14,7 @@ from sartor.errors import SettingError
 from sartor.model.task import Batch
 from sartor.runs.experiment import load
 from sartor.studies import presets
-from sartor.studies.reproduction import entry
+from sartor.studies.entries import entry
 
 COHORTS = [[0, 1, 2], [1, 3, 5], [0, 4, 5]]
 

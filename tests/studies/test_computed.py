@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from sartor.commands.main import app
 from sartor.errors import SettingError
 from sartor.studies.computed import COMPUTED, computed, seconds, step_flops
-from sartor.studies.reproduction import entries, reproduce
+from sartor.studies.entries import entries
+from sartor.studies.reproduction import reproduce
 
 COUNTED = {"shape": [1, 6, 6], "classes": 3, "samples": 25, "batch": 10, "epochs": 2, "clients": 4}
 

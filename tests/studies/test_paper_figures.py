@@ -25,9 +25,10 @@ from sartor.runs.setup import set_up
 from sartor.studies import forecast as forecasts
 from sartor.studies import reproduction
 from sartor.studies.comparison import NothingFinished
+from sartor.studies.entries import Column, Entry, entries, entry
 from sartor.studies.forecast import forecast
 from sartor.studies.library import Failure
-from sartor.studies.reproduction import Column, Reproduction, entries, entry, number_of, planned, reproduce
+from sartor.studies.reproduction import Reproduction, number_of, planned, reproduce
 
 TINY = {"rounds": 6, "data": {"clients": 6}, "partition": {"name": "iid"}, "model": {"name": "softmax"}}
 FIGURES = [each for each in entries() if each.over]
@@ -44,7 +45,7 @@ def lines(made: Reproduction) -> dict[tuple[str, ...], Lines]:
 
 
 @pytest.mark.parametrize("each", FIGURES, ids=lambda each: each.name)
-def test_a_figure_has_numbers_where_its_axis_needs_them(each: reproduction.Entry) -> None:
+def test_a_figure_has_numbers_where_its_axis_needs_them(each: Entry) -> None:
     table = entry(each.same_as) if each.same_as else each
     for at in table.scales.values():
         if each.over == "columns":

@@ -17,12 +17,14 @@ from sartor.algorithms import registered
 from sartor.commands.main import app
 from sartor.errors import SartorError, SettingError
 from sartor.runs.evaluation import CELLS
+from sartor.runs.experiment import read_toml
 from sartor.runs.inputs import gather
 from sartor.runs.metrics import scores
 from sartor.runs.record import RunFolder
 from sartor.studies import papers, presets, reproduction
 from sartor.studies.comparison import FILE, CompareSettings, Plan, check_hyper, estimate, split_table
-from sartor.studies.reproduction import Column, Entry, entries, entry, merged, number_of, reproduce, within
+from sartor.studies.entries import Column, Entry, entries, entry, merged
+from sartor.studies.reproduction import number_of, reproduce, within
 
 ENTRIES = entries()
 RUNNABLE = [(each, scale) for each in ENTRIES for scale in each.scales if each.cell != "computed"]
@@ -415,7 +417,7 @@ def test_the_command_tells_mistakes() -> None:
 def test_presets_and_entries_of_one_name_have_one_setting() -> None:
     for name in set(presets.names()) & set(papers.names()):
         stored = entry(name).scales["paper"].experiment
-        assert stored == reproduction._experiment(name, {})
+        assert stored == read_toml(presets.path(name))
 
 
 def test_reproduce_is_public() -> None:

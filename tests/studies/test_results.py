@@ -21,7 +21,8 @@ from sartor.runs.record import RunFolder
 from sartor.studies import library
 from sartor.studies import results as module
 from sartor.studies.comparison import compare
-from sartor.studies.reproduction import Band, Measured, entries, entry, reproduce
+from sartor.studies.entries import Band, Measured, entries, entry
+from sartor.studies.reproduction import reproduce
 from sartor.studies.results import Results
 
 ROOT = Path(__file__).parents[2]
@@ -206,7 +207,7 @@ def test_a_reproduction_is_kept(
 ) -> None:
     some: dict[str, Any] = {"methods": ["tau-0.5"], "settings": {"engine": {"name": "loop"}}}
     at = {"rounds": 1, "data": {"name": "digits", "clients": 5}, "model": {"name": "softmax"}}
-    monkeypatch.setattr("sartor.studies.reproduction._experiment", lambda *_: at)
+    monkeypatch.setattr("sartor.studies.entries._experiment", lambda *_: at)
     entry.cache_clear()
     try:
         made = reproduce("diversifed/fig7", **some, seeds=2, out=tmp_path)

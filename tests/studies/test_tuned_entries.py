@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from sartor.algorithms import registered
 from sartor.commands.main import app
+from sartor.studies.entries import Tuning, entries, entry
 from sartor.studies.forecast import forecast
-from sartor.studies.reproduction import Tuning, entries, entry, planned, reproduce
+from sartor.studies.reproduction import planned, reproduce
 
 NAME = "sartor/leaderboard"
 FEW: dict[str, Any] = {

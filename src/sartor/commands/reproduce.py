@@ -16,8 +16,9 @@ from sartor.commands.words import refuse_unused, split_words
 from sartor.errors import SartorError, SettingError
 
 if TYPE_CHECKING:
+    from sartor.studies.entries import Column, Entry
     from sartor.studies.forecast import Forecast
-    from sartor.studies.reproduction import Column, Entry, Reproduction
+    from sartor.studies.reproduction import Reproduction
 
 
 class Scale(StrEnum):
@@ -91,12 +92,12 @@ def reproduce(
     refuse_unused(overrides, dict.fromkeys(("compare", "search", "algorithm"), "the entry says it"))
     from sartor.runs.experiment import collect
     from sartor.runs.record import to_json
-    from sartor.studies import reproduction
+    from sartor.studies import entries, reproduction
 
     if not words:
         if overrides:
             raise SettingError(f"{overrides[0]!r}: name the table or figure it is for")
-        _print_entries(reproduction.entries(), as_json)
+        _print_entries(entries.entries(), as_json)
         return
     asked: dict[str, Any] = {
         "scale": scale.value,
@@ -119,7 +120,7 @@ def reproduce(
     if as_json:
         print(to_json({**result.to_mapping(), "figures": [str(path) for path in figures]}))
     else:
-        _print_reproduction(reproduction.entry(result.name), result)
+        _print_reproduction(entries.entry(result.name), result)
         for path in figures:
             print(f"figure: {path}")
         print(f"reproduction: {result.out / reproduction.FILE}")

@@ -33,7 +33,8 @@ from sartor.report.tables import Entry as Cell
 from sartor.report.tables import Table
 from sartor.runs.record import write_text
 from sartor.studies import reproduction
-from sartor.studies.reproduction import Column, Entry, Reproduction, Setting
+from sartor.studies.entries import Column, Entry, Setting, entry
+from sartor.studies.reproduction import Reproduction
 
 AXES = {"rounds": "round", "columns": "", "methods": "", "clients": "client"}
 
@@ -93,7 +94,7 @@ def write_paper_figure(made: Reproduction) -> list[Path]:
     >>> [path.name for path in write_paper_figure(sartor.reproduce("comfed/fig2", **some))]
     ['comfed-fig2.html', 'comfed-fig2.png']
     """
-    drawn = Drawn(made, reproduction.entry(made.asked), reproduction.entry(made.name))
+    drawn = Drawn(made, entry(made.asked), entry(made.name))
     if not drawn.figure.over:
         return []
     figure = paper_figure(drawn)

@@ -1,4 +1,4 @@
-"""The tables and figures of the papers, a TOML file each, which :mod:`sartor.studies.reproduction` runs.
+"""The tables and figures of the papers, a TOML file each, which :mod:`sartor.studies.entries` reads.
 
 A file says:
 
