@@ -50,6 +50,7 @@ from sartor.federation.protection import transforms_of
 from sartor.federation.states import StateStore, grouped_name
 from sartor.federation.transforms import read_shapes
 from sartor.files import OWNER_ALONE, private_folder, write
+from sartor.memory import Idle
 from sartor.model.groups import build_groups, tasks_of
 from sartor.model.networks import build_task
 from sartor.model.objectives import chosen_objective
@@ -201,6 +202,7 @@ class Node:
         self._journal = Journal(None)
         self._evaluated = Evaluated(None)
         self._hypers: dict[str, Any] = {}
+        self._idle = Idle()
         self._process = secrets.token_hex(8)
         self.done = False
         """Whether the run has come to its end."""
@@ -248,6 +250,8 @@ class Node:
             log.exception("request failed")
             self._note_refusal(kind, f"{type(error).__name__}: {error}")
             return encode({"nonce": nonce, "error": f"{type(error).__name__}: {error}"})
+        finally:
+            self._idle.give_back()
 
     def renew(self) -> None:
         """From now on this is another process to the server: one that knows nothing of earlier requests."""

@@ -12,6 +12,7 @@ from sartor import random
 from sartor.engines import sharded as distributed
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.settings import Cohort
+from sartor.memory import Idle
 from sartor.privacy.account import BudgetSpent
 from sartor.runs.observers import Observer
 from sartor.runs.participation import written
@@ -24,7 +25,7 @@ def go_through(run: Run, deciding: Observer, keeping: Observer) -> dict[str, Any
     Of every round those are told first who may stop the run, and then, of the complete row, those who keep
     what there is: a run ends with a round that was evaluated, whoever stopped it.
     """
-    rounds = run.experiment.rounds
+    rounds, idle = run.experiment.rounds, Idle()
     run.look()
     distributed.together(lambda: _start(run, deciding, keeping))
     _agree(run)
@@ -33,6 +34,7 @@ def go_through(run: Run, deciding: Observer, keeping: Observer) -> dict[str, Any
         if run.cadence.due(run.round):
             _evaluate(run, row, deciding, keeping)
         _tell(run, row, deciding, keeping)
+        idle.give_back()
     if rounds == 0 and not run.rows:
         row = {"round": 0}
         _evaluate(run, row, deciding, keeping)
