@@ -171,6 +171,45 @@ def computed(
     return result if into is None else into.copy_(result)
 
 
+def placed(
+    w: Tensor,
+    left: Tensor,
+    right: Tensor,
+    numbers: Tensor | None,
+    of_right: bool,
+    start: int,
+    alpha: float,
+    rates: Tensor | None,
+) -> None:
+    """The step of :func:`computed` over ``w``, for the layer from ``start`` on that is this product."""
+    if w.is_cuda:
+        from sartor.kernels import descent_triton
+
+        descent_triton.place_products(w, w, [Product(left, right, numbers, of_right, start)], alpha, rates)
+        return
+    gradient = stacked_product(left, right, numbers, of_right, left.shape[-1])[0]
+    _step_over(w, gradient.flatten(1), start, alpha, rates)
+
+
+def finished(
+    w: Tensor, layers: Sequence[Tensor], starts: Sequence[int], alpha: float, rates: Tensor | None
+) -> Tensor:
+    """The step of :func:`computed` over ``w``, for the ``layers`` from ``starts`` on that are sums."""
+    if w.is_cuda:
+        from sartor.kernels import descent_triton
+
+        descent_triton.place_layers(w, w, layers, starts, alpha, rates)
+        return w
+    for layer, start in zip(layers, starts, strict=True):
+        _step_over(w, layer[:, 0] if layer.shape[1] == 1 else layer.sum(1), start, alpha, rates)
+    return w
+
+
+def _step_over(w: Tensor, gradient: Tensor, start: int, alpha: float, rates: Tensor | None) -> None:
+    place = w[:, start : start + gradient.shape[1]]
+    place.copy_(torch.sub(place, gradient if rates is None else rates * gradient, alpha=alpha))
+
+
 @descended.register_fake
 def _(
     w: Tensor | None,

@@ -132,8 +132,6 @@ def descended(
     into: Tensor | None = None,
 ) -> Tensor:
     """See ``descent.computed``: a program reads of ``w`` just what it writes to the result."""
-    layers = [layer if layer.stride(2) == 1 else layer.contiguous() for layer in layers]
-    w, rates = (value if value is None else value.contiguous() for value in (w, rates))
     sizes = [layer.shape[2] for layer in layers]
     for product in made:
         sizes.insert(product.place, product.size)
@@ -141,24 +139,49 @@ def descended(
     result = into
     if result is None:
         result = (made[0].left if made else layers[0]).new_empty(lanes, starts[-1])
-    for left, right, numbers, of_right, place in made:
-        goes = Place(result, starts[place], w, alpha, rates)
+    place_products(
+        result, w, [product._replace(place=starts[product.place]) for product in made], alpha, rates
+    )
+    taken = {product.place for product in made}
+    others = [start for place, start in enumerate(starts[:-1]) if place not in taken]
+    place_layers(result, w, layers, others, alpha, rates)
+    return result
+
+
+def place_products(
+    result: Tensor, w: Tensor | None, made: Sequence[Product], alpha: float, rates: Tensor | None
+) -> None:
+    """Put products, or steps against them, where their places are: where they begin in the vector."""
+    w, rates = (value if value is None else value.contiguous() for value in (w, rates))
+    for left, right, numbers, of_right, start in made:
+        goes = Place(result, start, w, alpha, rates)
         multiply(left, right, numbers, of_right, left.shape[-1], place=goes)
-    there = [place for place in range(len(sizes)) if all(place != product.place for product in made)]
+
+
+def place_layers(
+    result: Tensor,
+    w: Tensor | None,
+    layers: Sequence[Tensor],
+    starts: Sequence[int],
+    alpha: float,
+    rates: Tensor | None,
+) -> None:
+    """Put sums of layers' terms, or steps against them, where they begin in the vector."""
+    layers = [layer if layer.stride(2) == 1 else layer.contiguous() for layer in layers]
+    w, rates = (value if value is None else value.contiguous() for value in (w, rates))
+    lanes, width = result.shape
     for begin in range(0, len(layers), AT_ONCE):
         some, blocks = layers[begin : begin + AT_ONCE], 0
         layout = [0] * (7 * AT_ONCE)
-        for number, (layer, place) in enumerate(zip(some, there[begin:], strict=False)):
+        for number, (layer, start) in enumerate(zip(some, starts[begin:], strict=False)):
             _, terms, size = layer.shape
             end = blocks + triton.cdiv(size, BLOCK if terms == 1 else COLUMNS)
-            ahead = (starts[place], size, terms, *layer.stride()[:2])
-            layout[7 * number : 7 * number + 7] = blocks, end, *ahead
+            layout[7 * number : 7 * number + 7] = blocks, end, start, size, terms, *layer.stride()[:2]
             blocks = end
         others = [some[0]] * (AT_ONCE - len(some))
         with torch.cuda.device_of(result):
             _descend[(blocks * lanes,)](
                 result if w is None else w, result, result if rates is None else rates,
-                _there(tuple(layout), result.device), alpha, blocks, starts[-1], *some, *others,
+                _there(tuple(layout), result.device), alpha, blocks, width, *some, *others,
                 len(some), w is not None, rates is not None, BLOCK, COLUMNS, **EARLY,
             )  # fmt: skip
-    return result

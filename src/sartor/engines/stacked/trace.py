@@ -46,6 +46,7 @@ from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels import (
     attention,
+    beside,
     descent,
     fused,
     layouts,
@@ -109,10 +110,17 @@ class Traced:
         """
         leaves, run = tree_leaves(carry), self.run
         if over and all(leaf.is_contiguous() for leaf in leaves):
-            run = self.run_over = self.run_over or _plain(in_place(self.graph, len(given), len(leaves)))
+            run = self.run_over = self.run_over or self._written_over(len(given), leaves)
         for turn in turns:
             leaves = run([*given, *leaves, *turn])
         return tree_unflatten(leaves, self.result)
+
+    def _written_over(self, first: int, leaves: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+        """The step that writes over these leaves of all inputs; on two streams if it has few lanes."""
+        graph = in_place(self.graph, first, len(leaves))
+        if leaves and len(leaves[0]) <= beside.MOST_LANES:
+            beside.specialise(graph)
+        return _plain(graph)
 
 
 log = logging.getLogger(__name__)
