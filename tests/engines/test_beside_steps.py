@@ -119,7 +119,8 @@ def test_nothing_reads_what_goes_on_beside_before_it_is_waited_for(
             if storage_of(given) in aside and storage_of(node) is node:
                 assert node is last or node in aside, node
     # A product is written over weights that nobody reads any more.
-    sizes = [node for node in w.users if node.target is torch.ops.aten.split_with_sizes.default][0].args[1]
+    split = next(node for node in w.users if node.target is torch.ops.aten.split_with_sizes.default)
+    sizes = split.args[1]
     for node in aside:
         if node.target is beside.placed_beside:
             place = [sum(sizes[:number]) for number in range(len(sizes))].index(node.args[5])
@@ -166,7 +167,7 @@ class Stream:
 
 
 def test_the_second_stream_waits_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it reads and gives is kept until then: memory that is free for one stream may be in use on the other."""
+    """What it reads and gives is kept until then: what is free for one stream may be in use on the other."""
     log: list[str] = []
     main, side = Stream("main", log), Stream("side", log)
 

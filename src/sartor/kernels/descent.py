@@ -201,7 +201,7 @@ def finished(
         descent_triton.place_layers(w, w, layers, starts, alpha, rates)
         return w
     for layer, start in zip(layers, starts, strict=True):
-        _step_over(w, layer[:, 0] if layer.shape[1] == 1 else layer.sum(1), start, alpha, rates)
+        _step_over(w, layer[:, 0, :] if layer.shape[1] == 1 else layer.sum(1), start, alpha, rates)
     return w
 
 
