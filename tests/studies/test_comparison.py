@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import sartor.studies.comparison
 from helpers import classification
+from sartor.algorithms import registered
 from sartor.commands.compare import ranking_lines
 from sartor.commands.main import app
 from sartor.data.clients import ClientData, from_clients
@@ -438,6 +439,23 @@ def test_a_method_that_fails_is_left_out_and_told(data: ClientData, tmp_path: Pa
     assert "not finite" in failure.message
     with pytest.raises(SartorError, match=r"no method came to its end; wild: .*not finite"):
         go(wild, data, tmp_path, references=False, seeds=[3])
+
+
+def test_a_fault_of_one_method_leaves_the_others(
+    data: ClientData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def faulty(*_: Any) -> Any:
+        raise faults.pop()
+
+    monkeypatch.setattr(registered()["fedprox"], "round", faulty)
+    faults = [ZeroDivisionError("by 0")]
+    found = go(["fedprox", "fedavg"], data, tmp_path, references=False, seeds=[3])
+    assert [method.label for method in found.methods] == ["fedavg"]
+    assert [failure.message for failure in found.failed] == ["ZeroDivisionError: by 0"]
+    assert "in faulty" in caplog.text  # where it happened
+    faults = [MemoryError("too much")]
+    with pytest.raises(MemoryError):
+        go(["fedprox", "fedavg"], data, tmp_path / "memory", references=False, seeds=[3])
 
 
 # Hyper-parameters ------------------------------------------------------------------------------------------

@@ -128,20 +128,28 @@ def invoke(*words: str, clients: int = 6) -> Any:
     return CliRunner().invoke(app, ["reproduce", "comfed/table4", *few, *small, *words])
 
 
-def test_the_command_imports_code_and_leaves_out_what_fails() -> None:
-    Path("mine.py").write_text(
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("SartorError('out of luck')", "out of luck"),
+        ("ZeroDivisionError('by 0')", "ZeroDivisionError: by 0"),
+    ],
+)
+def test_the_command_imports_code_and_leaves_out_what_fails(error: str, words: str) -> None:
+    mine = Path(f"{error.partition('(')[0]}.py")  # a file is imported once
+    mine.write_text(
         "import multiprocessing\n"
         "from sartor.algorithms import registered\n"
         "from sartor.errors import SartorError\n"
         "def round(self, server, federation, cohort):\n"
-        "    raise SartorError('out of luck')\n"
+        f"    raise {error}\n"
         "if multiprocessing.parent_process() is not None:\n"
         "    registered()['fedprox'].round = round\n"
     )
-    done = invoke("--import", "mine.py", "--json")
+    done = invoke("--import", str(mine), "--json")
     assert done.exit_code == 2
     assert [number["method"] for number in json.loads(done.stdout)["numbers"]] == ["fedavg"]
-    message = "left out, as runs failed: fedprox; the first, fedprox with seed 0: out of luck"
+    message = f"left out, as runs failed: fedprox; the first, fedprox with seed 0: {words}"
     assert done.stderr.splitlines()[-1] == f"sartor: {message}"
 
 

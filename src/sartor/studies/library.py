@@ -16,6 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sartor.algorithms.source import method_code
 from sartor.data.schema import settles
 from sartor.engines.lockstep import fit_together
@@ -168,13 +170,20 @@ class Runs:
         return self.tally if self.tally.shown else False
 
     def attempt(self, inputs: Inputs, label: str, later: Iterable[Inputs] = ()) -> KeptRun | Failure:
-        """:meth:`get`, or how the run failed; what the settings or the data are at fault for is raised."""
+        """:meth:`get`, or how the run failed: a fault of one method is no reason not to try the others.
+
+        What the settings or the data are at fault for is raised, and so is that memory ran out.
+        """
         try:
             return self.get(inputs, later)
-        except (SettingError, DataError):
+        except (SettingError, DataError, MemoryError, torch.OutOfMemoryError):
             raise
         except SartorError as error:
-            return Failure(label, inputs.experiment.algorithm, inputs.experiment.seed, str(error))
+            message = str(error)
+        except Exception as error:
+            log.exception("%s, seed %d, failed", label, inputs.experiment.seed)
+            message = f"{type(error).__name__}: {error}"
+        return Failure(label, inputs.experiment.algorithm, inputs.experiment.seed, message)
 
     def _make(self, inputs: Inputs, folder: Path, later: Iterable[Inputs]) -> tuple[Path, SartorError | None]:
         """Make a run, and other seeds with it where that is faster."""
