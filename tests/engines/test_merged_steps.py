@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from test_engines import SAME, as_allowed, assert_same, ended
+from test_engines import ended
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from helpers import METHODS, RAGGED, classification, federation_of, model_task
+from helpers import RAGGED, classification, federation_of, model_task
 from sartor.engines.stacked import trace
 from sartor.engines.stacked.recording import recorded
 from sartor.engines.stacked.widths import of_width
-from sartor.federation import Federation
 from sartor.kernels import products
 from sartor.kernels.in_place import in_place
 from sartor.model import objectives
@@ -71,31 +69,6 @@ def test_a_run_is_the_same(
         assert any("sartor.pointwise." in target for target in targets) is (merged and not steps)
     for key, value in left[False].items():
         assert torch.equal(value, left[True][key]), key
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in SAME])
-def test_every_method_has_steps_that_can_be_merged(
-    traced: None, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever they join and add up, as the model of a client whose last layers alone are its own."""
-    data, specialise = classification(RAGGED), products.specialise
-    data = replace(data, validation=data.test)
-    monkeypatch.setattr(objectives, "cross_entropy", objectives.cross_entropies)
-    monkeypatch.setattr(trace, "has_tensor_cores", lambda device: True)
-    found: list[Any] = []
-
-    def merged(graph: fx.GraphModule, most: int) -> None:
-        specialise(graph, most)
-        trace.merge(graph)
-        found.extend(node.target for node in graph.graph.nodes)
-
-    def federation(local: dict[str, float]) -> Federation:
-        return federation_of("stacked", model_task("mlp", data), data, local={"batch": 8, **local})
-
-    expected = as_allowed(name, federation)
-    monkeypatch.setattr(products, "specialise", merged)
-    assert_same(as_allowed(name, federation), expected)
-    assert torch.ops.sartor.descended.default in found
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def _scaled(node: fx.Node) -> tuple[fx.Node, float]:
 def _matrices(node: Any) -> _Matrices:
     """Where matrices, the last two axes, come from, past views of them and copies."""
     turned = False
-    for before in _upwards(node):
+    for before in _upwards(node, aten.transpose.int):
         shape, above = node.meta["val"].shape, before.meta["val"].shape
         if node.target is aten.transpose.int:
             axes = {cast(int, axis) % len(shape) for axis in node.args[1:]}
@@ -146,14 +146,19 @@ def _matrices(node: Any) -> _Matrices:
     return _Matrices(node, turned)
 
 
-def _upwards(node: fx.Node) -> Iterator[fx.Node]:
-    while node.target in (*_VIEWS, aten.transpose.int, aten.clone.default):
+def _upwards(node: fx.Node, *more: Any) -> Iterator[fx.Node]:
+    """What views and copies, or operations of ``more`` kinds, are of, one after the other."""
+    while node.target in (*_VIEWS, aten.clone.default, *more):
         node = cast(fx.Node, node.args[0])
         yield node
 
 
 def _heads(graph: fx.Graph, node: Any, changing: set[fx.Node]) -> fx.Node:
-    """Matrices [m, t, d] as [n, h, t, d], where they lay before they were copied if that is such a place."""
+    """Matrices [m, t, d] as [n, h, t, d], where they lay before they were copied if that is such a place.
+
+    That is never behind a transpose, also where sizes are equal and shapes do not tell: as many tokens as
+    heads, or as each has numbers.
+    """
     shape = node.meta["val"].shape
     best, found = node, (shape[0], 1)
     for before in _upwards(node):

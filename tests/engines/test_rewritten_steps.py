@@ -1,0 +1,128 @@
+"""Steps as a GPU has them, by operations with kernels of ours, give what plain ones give: here on a CPU.
+
+There every such operation computes by PyTorch, so whatever a method or a network brings into a step is gone
+through by all that rewrites it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_engines import SAME, as_allowed, assert_close, ended
+from torch import Tensor, fx, nn
+
+from helpers import METHODS, RAGGED, classification, federation_of, model_task
+from sartor.engines.stacked import trace
+from sartor.federation import Federation
+from sartor.kernels import convolution
+from sartor.model import objectives
+from sartor.model.task import Task
+
+pytestmark = pytest.mark.usefixtures("traced")
+
+
+def network() -> Task:
+    """A network of one's own, with what convolutions go on to."""
+    torch.manual_seed(0)
+    body = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, padding=1)]
+    head = [nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)]
+    return Task(nn.Sequential(*body, *head), classes=4, head="9")
+
+
+@pytest.fixture
+def rewritten(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[fx.GraphModule]]:
+    """Has steps traced from now on be those of a GPU, which are given."""
+
+    def begin() -> list[fx.GraphModule]:
+        found: list[fx.GraphModule] = []
+        merge = trace.merge
+        monkeypatch.setattr(objectives, "cross_entropy", objectives.cross_entropies)
+        monkeypatch.setattr(convolution, "_kernels_serve", lambda x, weight: True)
+        monkeypatch.setattr(trace.Tracer, "has_kernels", True)
+        monkeypatch.setattr(trace, "HAS_TRITON", True)
+        monkeypatch.setattr(trace, "has_tensor_cores", lambda device: True)
+        monkeypatch.setattr(trace, "merge", lambda graph: (merge(graph), found.append(graph)))
+        return found
+
+    return begin
+
+
+def operations(graphs: list[fx.GraphModule]) -> set[str]:
+    return {str(node.target).removesuffix(".default") for graph in graphs for node in graph.graph.nodes}
+
+
+@pytest.mark.parametrize("model", ["cnn", "cnn-spfl", "lenet", "mlp", "resnet8", "softmax", "vit"])
+@pytest.mark.parametrize("local", [{}, {"momentum": 0.9, "weight_decay": 1e-3}])
+def test_every_network_is_the_same(
+    model: str, local: dict[str, Any], rewritten: Callable[[], list[fx.GraphModule]]
+) -> None:
+    data = classification((9, 30, 17, 5, 24, 12), shape=(3, 32, 32) if model == "lenet" else (3, 16, 16))
+
+    def left() -> dict[str, Tensor]:
+        task = model_task(model, data)
+        return ended("sgd-sgd", federation_of("stacked", task, data, local={"batch": 8, **local}))
+
+    expected, found = left(), rewritten()
+    assert_close(expected, left(), 1e-3)
+    assert "sartor.descended" in operations(found)
+
+
+def equal_sizes(norm: nn.Module) -> Task:
+    """A network in which channels, their sides, units and classes are four each."""
+    torch.manual_seed(0)
+    body = [nn.Conv2d(4, 4, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.MaxPool2d(2)]
+    head = [nn.Flatten(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 4)]
+    return Task(nn.Sequential(*body, *head), classes=4, head="9")
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.GroupNorm(4, 4), nn.BatchNorm2d(4), nn.LayerNorm([4, 4])])
+def test_equal_sizes_are_told_apart(norm: nn.Module, rewritten: Callable[[], list[fx.GraphModule]]) -> None:
+    """As many clients as samples in a batch, and as everything else has."""
+    data = classification((8, 8, 8, 8), shape=(4, 4, 4))
+
+    def left() -> dict[str, Tensor]:
+        made = federation_of("stacked", equal_sizes(norm), data, local={"batch": 4})
+        return ended("sgd-sgd", made, [[0, 1, 2, 3]] * 2)
+
+    expected, found = left(), rewritten()
+    assert_close(expected, left(), 1e-3)
+    assert "sartor.descended" in operations(found)
+
+
+@pytest.mark.parametrize(("patch", "width", "heads"), [(4, 16, 4), (4, 8, 4), (2, 64, 4), (2, 32, 16)])
+def test_as_many_tokens_as_something_else_has(
+    patch: int, width: int, heads: int, rewritten: Callable[[], list[fx.GraphModule]]
+) -> None:
+    data = classification((8, 8, 8, 8), shape=(4, 8, 8))
+
+    def left() -> dict[str, Tensor]:
+        task = model_task("vit", data, patch=patch, width=width, heads=heads, depth=1)
+        made = federation_of("stacked", task, data, local={"batch": 4})
+        return ended("sgd-sgd", made, [[0, 1, 2, 3]])
+
+    expected, found = left(), rewritten()
+    assert_close(expected, left(), 1e-3)
+    assert "sartor.stacked_attention_gradient" in operations(found)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in SAME])
+def test_every_method_is_the_same_with_a_convolutional_network(
+    name: str, rewritten: Callable[[], list[fx.GraphModule]]
+) -> None:
+    data = classification(RAGGED, shape=(1, 8, 8))
+    data = replace(data, validation=data.test)
+
+    def federation(local: dict[str, float]) -> Federation:
+        return federation_of("stacked", network(), data, local={"batch": 8, **local})
+
+    def left() -> dict[str, Tensor]:
+        return {key: value for key, value in as_allowed(name, federation).items() if value.numel()}
+
+    expected, found = left(), rewritten()
+    # The last digits of what fedgen's generator learns from are steps of Adam's.
+    assert_close(expected, left(), 0.05 if name == "fedgen" else 1e-3)
+    assert {"sartor.laid_conv", "sartor.descended"} <= operations(found)
