@@ -212,3 +212,9 @@ def test_where_nothing_is_made_yet_that_is_said() -> None:
     assert done.exit_code == 2
     assert "no method has all its runs there" in done.output
     assert not Path("none").exists()
+
+
+def test_a_forecast_of_what_is_made_is_refused() -> None:
+    done = invoke("--dry-run", "--only-made")
+    assert done.exit_code == 2
+    assert done.stderr == "sartor: --dry-run and --only-made: either runs nothing; give one of them\n"

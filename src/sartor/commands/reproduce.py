@@ -108,6 +108,8 @@ def reproduce(
         "settings": collect(None, overrides, imports=imports or None),
         "out": out,
     }
+    if dry_run and only_made:
+        raise SettingError("--dry-run and --only-made: either runs nothing; give one of them")
     if dry_run:
         from sartor.studies.forecast import forecast
 
