@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_engines import SAME, as_allowed, assert_close, ended
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
 
 from helpers import METHODS, RAGGED, classification, federation_of, model_task
 from sartor.engines.stacked import trace
@@ -35,11 +36,16 @@ def network() -> Task:
 
 @pytest.fixture
 def rewritten(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[fx.GraphModule]]:
-    """Has steps traced from now on be those of a GPU, which are given."""
+    """Has steps traced from now on be those of a GPU, which are given; they write over what they change."""
 
     def begin() -> list[fx.GraphModule]:
         found: list[fx.GraphModule] = []
-        merge = trace.merge
+        merge, repeated = trace.merge, trace.Traced.repeated
+
+        def over(self: trace.Traced, given: Any, carry: Any, turns: Any, over: bool = False) -> Any:
+            return repeated(self, given, tree_map(torch.clone, carry), turns, over=True)
+
+        monkeypatch.setattr(trace.Traced, "repeated", over)
         monkeypatch.setattr(objectives, "cross_entropy", objectives.cross_entropies)
         monkeypatch.setattr(convolution, "_kernels_serve", lambda x, weight: True)
         monkeypatch.setattr(trace.Tracer, "has_kernels", True)
