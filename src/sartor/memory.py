@@ -46,7 +46,7 @@ class Idle:
 
     The C library keeps what is freed for what comes next. Where large things of several sizes come and go, as
     the models of many clients do on a CPU, holes are left between them that fit nothing, and a process grows
-    with every round: 40 clients with 101,770 weights each by 8 MB, to gigabytes. Of glibc one can ask that it
+    with every round: 40 clients with 50,890 weights each by 8 MB, to gigabytes. Of glibc one can ask that it
     give whole pages back; of others one need not, or cannot.
     """
 

@@ -48,7 +48,7 @@ def rewritten(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[fx.GraphModu
         monkeypatch.setattr(trace.Traced, "repeated", over)
         monkeypatch.setattr(objectives, "cross_entropy", objectives.cross_entropies)
         monkeypatch.setattr(convolution, "_kernels_serve", lambda x, weight: True)
-        monkeypatch.setattr(trace.Tracer, "has_kernels", True)
+        monkeypatch.setattr(trace.Tracer, "for_gpu", True)
         monkeypatch.setattr(trace, "HAS_TRITON", True)
         monkeypatch.setattr(trace, "has_tensor_cores", lambda device: True)
         monkeypatch.setattr(trace, "merge", lambda graph: (merge(graph), found.append(graph)))

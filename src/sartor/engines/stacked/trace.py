@@ -436,9 +436,9 @@ class Tracer:
             # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
             if node.op == "get_attr":
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
-        if self.has_kernels and not self.apart:
+        if self.for_gpu and not self.apart:
             rectified.specialise(graph)
-        if self.has_kernels and not self.settings.compile:  # which finds these by itself
+        if self.for_gpu and not self.settings.compile:  # which finds these by itself
             if HAS_TRITON:
                 fused.specialise(graph)
             layouts.gather(graph)
@@ -447,7 +447,7 @@ class Tracer:
         if has_tensor_cores(self.device) and not self.apart:
             attention.specialise(graph)
             products.specialise(graph, program.lanes)
-        if self.has_kernels and HAS_TRITON and not self.settings.compile:
+        if self.for_gpu and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
             merge(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
@@ -459,8 +459,8 @@ class Tracer:
         return Traced(run, result_spec[-1], reads, graph)
 
     @property
-    def has_kernels(self) -> bool:
-        """Whether steps are made of operations for which a device has kernels of ours."""
+    def for_gpu(self) -> bool:
+        """Whether steps are rewritten into operations for which a GPU has kernels of ours."""
         return self.device.type == "cuda"
 
     @property
