@@ -280,7 +280,9 @@ def _finished(work: Work, device: str | None) -> Work:
     """The work without all that has a run to be made."""
     groups = tuple(group for each in work.groups if (group := _finished_methods(each, work, device)).tables)
     if not groups:
-        raise SartorError(f"{work.out}: no method has all its runs there; make some first")
+        raise SartorError(
+            f"{work.out}: no method has all its runs there; ask for fewer seeds, or make some first"
+        )
     return replace(work, groups=groups)
 
 
