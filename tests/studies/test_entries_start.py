@@ -135,3 +135,11 @@ def test_an_entry_can_start(name: str, scale: str) -> None:
 def test_what_would_be_refused_is_found(settings: dict[str, Any], message: str) -> None:
     found = refused("tailored/fig5", scale="paper", columns=["40 %"], settings=settings)
     assert any(re.search(message, words) for words in found), found
+
+
+def test_methods_and_columns_can_be_asked_for_by_name() -> None:
+    """The command line takes some of them as a,b."""
+    for entry in entries():
+        for at in entry.scales.values():
+            names = [*at.methods, *(column.label for column in at.columns)]
+            assert not [name for name in names if "," in name], entry.name

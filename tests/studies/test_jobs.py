@@ -72,6 +72,7 @@ def test_trials_are_made_at_once_too() -> None:
     assert len(found) == 1
     for file in [*found, Path("1", "reproduction.json")]:
         assert stored(Path("2", *file.parts[1:])) == stored(file)
+    assert not [path for jobs in "12" for path in Path(jobs).rglob("checkpoints/*")]
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from sartor.commands.main import app
 from sartor.data.clients import ClientData, Split, from_clients
 from sartor.errors import SartorError, SettingError
 from sartor.runs.experiment import read_toml
+from sartor.runs.newcomers import evaluate_run
 from sartor.runs.record import RunFolder
 from sartor.studies.comparison import compare
 from sartor.studies.tuning import Range, Search, search, value_at
@@ -298,6 +299,18 @@ def test_trials_are_found_again(found: Search, data: ClientData) -> None:
         [True, True],
         [False, False],
     ]
+
+
+def test_finished_trials_keep_no_checkpoints_and_what_is_compared_does(
+    found: Search, data: ClientData, tmp_path: Path
+) -> None:
+    assert len(list(found.out.glob("*/summary.json"))) >= 12
+    assert not list(found.out.rglob("checkpoints/*"))
+    trial = next(found.out.glob("*/summary.json")).parent
+    with pytest.raises(SartorError, match=r"has no checkpoint to evaluate; make one with: sartor run .*toml"):
+        evaluate_run(trial)
+    compare(["fedavg"], data=data, out=tmp_path, seeds=1, references=False, **SETTINGS)
+    assert list(tmp_path.rglob("checkpoints/*"))
 
 
 def test_what_was_chosen_is_compared(data: ClientData, tmp_path: Path) -> None:

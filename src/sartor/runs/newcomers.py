@@ -24,7 +24,7 @@ from sartor.model.task import Task
 from sartor.runs import checkpoint
 from sartor.runs.evaluation import CELLS, evaluate
 from sartor.runs.experiment import Experiment, anchored, import_named
-from sartor.runs.record import STATES, RunFolder
+from sartor.runs.record import CONFIG, STATES, RunFolder
 from sartor.runs.resume import check_data, check_here
 from sartor.runs.setup import Setup, fitted, load_data, open_federation, set_up, with_public
 
@@ -49,7 +49,8 @@ def evaluate_run(
     experiment = folder.experiment
     saved = checkpoint.latest(folder)
     if saved is None:
-        raise SartorError(f"{folder.path}: has no checkpoint to evaluate; `sartor resume` it first")
+        cure = f"sartor run {folder.path / CONFIG}" if folder.finished else f"sartor resume {folder.path}"
+        raise SartorError(f"{folder.path}: has no checkpoint to evaluate; make one with: {cure}")
     if not isinstance(data, ClientData):
         check_here(folder)
     newcomers, own, normalise = _clients_to_evaluate(experiment, data, partition, task)

@@ -45,6 +45,8 @@ class Job:
     """Of each run."""
     rounds: int
     together: str
+    keeps: bool
+    """Whether they keep checkpoints at their end."""
 
     def __str__(self) -> str:
         return f"{self.titles[0]}, {self.place}" if self.place else self.titles[0]
@@ -118,7 +120,7 @@ class Telling(Tally):
 def make(job: Job) -> list[Made]:
     """Make the first run of a job, and those that go with it."""
     tally = Telling()
-    runs = Runs(job.out, tally, job.together)
+    runs = Runs(job.out, tally, job.together, keeps=job.keeps)
     inputs = [gather({"experiment": settings}).inputs() for settings in job.settings]
     found = [runs.attempt(inputs[0], job.label, inputs[1:])]
     found += [runs.attempt(each, job.label) for each in inputs[1 : tally.taken]]
@@ -175,7 +177,7 @@ class Study:
         self, runs: Runs, label: str, some: Sequence[tuple[str, Mapping[str, Any]]], place: str, rounds: int
     ) -> None:
         titles, settings = zip(*some, strict=True)
-        self._put(Job(runs.out, label, titles, place, settings, rounds, runs.together))
+        self._put(Job(runs.out, label, titles, place, settings, rounds, runs.together, runs.keeps))
 
     def _put(self, job: Job) -> None:
         """Add a job where it is its turn."""

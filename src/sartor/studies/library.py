@@ -23,7 +23,7 @@ from sartor.data.schema import settles
 from sartor.engines.lockstep import fit_together
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.runs.cadence import fixed
-from sartor.runs.checkpoint import latest
+from sartor.runs.checkpoint import forget_after, latest
 from sartor.runs.execute import execute, execute_setup
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.inputs import Inputs
@@ -102,6 +102,7 @@ class Runs:
         tally: Tally | None = None,
         together: str = "auto",
         observers: Sequence[Observer] = (),
+        keeps: bool = True,
     ) -> None:
         check_observers(observers)
         if observers and together == "yes":
@@ -120,6 +121,8 @@ class Runs:
         self.observers = observers
         """Who is told of every run that is made."""
         self.together = "no" if observers else together
+        self.keeps = keeps
+        """Whether runs that are finished keep checkpoints, which may be as large as all clients' models."""
         self._hashes: dict[int, str] = {}
         self._changed: set[tuple[str, str | None]] = set()
         self._made: dict[str, tuple[Path, SartorError | None]] = {}
@@ -143,14 +146,18 @@ class Runs:
                 self.tally.found(experiment.rounds)
                 return _read(run, experiment, reused=True)
             with self.tally.making(experiment.rounds):
-                if run is not None:
+                if run is None:
+                    made = self._make(inputs, self._folder(inputs), later)
+                else:
                     resume(run.path, data=inputs.data, progress=self._shown, observers=self.observers)
-                    return _read(run, experiment, reused=False)
-                made = self._make(inputs, self._folder(inputs), later)
+                    made = run.path, None
         folder, error = made
         if error is not None:
             raise error
-        return _read(RunFolder.open(folder), experiment, reused=False)
+        run = RunFolder.open(folder)
+        if not self.keeps:
+            forget_after(run, -1)
+        return _read(run, experiment, reused=False)
 
     def note(self, key: str, folder: Path, error: SartorError | None) -> None:
         """Another process has made a run, or has failed to."""

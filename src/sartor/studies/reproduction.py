@@ -252,11 +252,11 @@ def _trained(
     for group in work.groups:
         tally.place = group.words
         out = work.out / group.name
-        runs: Runs | Path
         if group.name in made:
             tables, runs = made[group.name]
         else:
-            tables, runs = _tuned(group, work, device, Runs(out / SEARCH, tally), failed), out
+            tables = _tuned(group, work, device, Runs(out / SEARCH, tally, keeps=False), failed)
+            runs = Runs(out, tally, together or "auto", keeps=False)
         try:
             compared[group.name] = compare(
                 tables,
@@ -317,7 +317,7 @@ def _made_at_once(
     study = Study(jobs, tally)
     tables = {group.name: group.tables for group in work.groups}
     if work.at.tuning is not None:
-        searched = {group.name: Runs(work.out / group.name / SEARCH) for group in work.groups}
+        searched = {group.name: Runs(work.out / group.name / SEARCH, keeps=False) for group in work.groups}
         for group in work.groups:
             spaces, asked = _search(group, work.at.tuning)
             wanted = planned_trials(spaces, asked, {"experiment": group.settings, "device": device})
@@ -328,7 +328,7 @@ def _made_at_once(
     runs = {}
     for group in work.groups:
         plan, methods, options = group.planned(device, together, tables[group.name])
-        runs[group.name] = Runs(work.out / group.name, together=options.together)
+        runs[group.name] = Runs(work.out / group.name, together=options.together, keeps=False)
         named = [(method.label, method) for method in methods]
         study.want(runs[group.name], plan, named, plan.seeds(work.seeds, "compare"), group.words)
     study.make()

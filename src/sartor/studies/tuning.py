@@ -191,7 +191,9 @@ def search(
     count = len(wanted.trials) * len(wanted.seeds)
     tally = progress if isinstance(progress, Tally) else Tally(count, count * base.rounds, shown=progress)
     folder = plan.folder("searches", base) if out is None else out
-    runs = folder if isinstance(folder, Runs) else Runs(Path(folder), tally, options.together, observers)
+    if not isinstance(folder, Runs):
+        folder = Runs(Path(folder), tally, options.together, observers, keeps=False)
+    runs = folder
     tuned: list[Tuned] = []
     score, sign = "accuracy", 1.0
     for each in wanted.methods:
