@@ -1,6 +1,6 @@
 """What evaluation takes beside training, as a ratio, with ``evaluate.every = 1``: now, and model by model.
 
-    python bench/evaluation.py [--rounds 12] [--only WORKLOAD] [--now] [--json FILE]
+    python bench/evaluation.py [--device cuda] [--rounds 12] [--only WORKLOAD] [--now] [--json FILE]
 
 ``one by one`` asks as if nobody knew of another question: every cell makes its models anew, every client's
 model goes through the pooled test data, and clients are evaluated all at once whatever a cache holds. Both
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import sartor
 from sartor.engines.samples import Samples
@@ -82,9 +81,9 @@ def one_by_one(run: Run) -> dict[str, Cell]:
 class Watch(sartor.Observer):
     """What training and both ways of evaluation took in every round."""
 
-    def __init__(self, now: bool) -> None:
+    def __init__(self, now: bool, device: str) -> None:
         self.now = now
-        self.clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+        self.clock = time.process_time if device == "cpu" else time.perf_counter
         self.taken: dict[str, list[float]] = {"training": [], "evaluation": [], "one by one": []}
         self._begin = 0.0
 
@@ -133,13 +132,14 @@ def plainly() -> Iterator[None]:
         stacked.CACHED, Samples.common, Samples.in_a_row = kept  # type: ignore[method-assign]
 
 
-def measure(workload: dict[str, Any], rounds: int, now: bool) -> dict[str, float]:
+def measure(workload: dict[str, Any], rounds: int, now: bool, device: str) -> dict[str, float]:
     """Median seconds a round of training and of evaluation, and the ratios."""
-    watch = Watch(now)
+    watch = Watch(now, device)
     sartor.run(
         workload.get("algorithm"),
         experiment=workload["experiment"],
         rounds=rounds,
+        device=device,
         evaluate={"every": 1, "personal_pooled": workload["pooled"]},
         store=False,
         observers=[watch],
@@ -153,6 +153,7 @@ def measure(workload: dict[str, Any], rounds: int, now: bool) -> dict[str, float
 def main() -> None:
     """Measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", choices=list(WORKLOADS))
     parser.add_argument("--now", action="store_true", help="leave out the models one by one")
@@ -161,7 +162,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     print(f"{'evaluation / training':36} {'training':>9} {'evaluation':>11} {'ratio':>7} {'one by one':>11}")
     for name in [options.only] if options.only else WORKLOADS:
-        row = found[name] = measure(WORKLOADS[name], options.rounds, options.now)
+        row = found[name] = measure(WORKLOADS[name], options.rounds, options.now, options.device)
         seconds = f"{row['training']:7.3f} s {row['evaluation']:9.3f} s"
         print(f"{name:36} {seconds} {row['ratio']:7.2f} {row['ratio one by one']:11.2f}", flush=True)
     if options.json is not None:

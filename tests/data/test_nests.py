@@ -11,7 +11,15 @@ import torch
 
 import sartor
 from sartor import nests
-from sartor.data import from_clients, from_dataset, from_folder, lazy_clients, prepare, source_from_dataset
+from sartor.data import (
+    from_clients,
+    from_dataset,
+    from_folder,
+    lazy_clients,
+    moments,
+    prepare,
+    source_from_dataset,
+)
 from sartor.data.moments import Moments, moments_of
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.errors import DataError, SettingError
@@ -213,3 +221,20 @@ def test_paths_and_nests_are_each_others_inverse() -> None:
     for wrong in ({}, {"x.a": 1, "x": 2}, {"x[1]": 1}, {"x.a": 1, "x[0]": 2}, {"y": 1}, {"x.1": 1}):
         with pytest.raises(ValueError, match=r"leaf|leaves"):
             nests.built(wrong, "x")
+
+
+@pytest.mark.parametrize("shape", [(23,), (23, 4), (23, 3, 5, 5), (0, 3, 2, 2), (5, 3, 0)])
+def test_moments_are_those_of_all_samples_however_many_are_taken_at_a_time(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3
+    whole = Moments.of(x)
+    for most in (1, 40, 200):
+        monkeypatch.setattr(moments, "CACHED", most)
+        found = Moments.of(x)
+        assert found.number == whole.number
+        torch.testing.assert_close(found.mean, whole.mean)
+        torch.testing.assert_close(found.squares, whole.squares)
+    if x.numel():
+        channels = x.double().movedim(1, 0).flatten(1) if x.ndim > 1 else x.double()[None]
+        torch.testing.assert_close(whole.squares, channels.var(1, correction=0) * whole.number)

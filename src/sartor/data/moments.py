@@ -9,6 +9,9 @@ import torch
 from sartor import nests
 from sartor.nests import Nest
 
+CACHED = 1 << 19
+"""Numbers at a time, which a processor's cache holds in double precision."""
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -28,10 +31,10 @@ class Moments:
         x = x.unsqueeze(1) if x.ndim == 1 else x
         flat = x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
         number = flat.shape[0] * flat.shape[2]
-        chunks = torch.split(flat, 4096)
+        chunks = torch.split(flat, max(1, CACHED // max(1, flat[0:1].numel())))
         nothing = torch.zeros(flat.shape[1], dtype=torch.float64)
         mean = sum((chunk.double().sum(dim=(0, 2)) for chunk in chunks), nothing) / max(number, 1)
-        centred = ((chunk.double() - mean[:, None]).square().sum(dim=(0, 2)) for chunk in chunks)
+        centred = ((chunk.double() - mean[:, None]).square_().sum(dim=(0, 2)) for chunk in chunks)
         return cls(number, mean, sum(centred, nothing))
 
     def __add__(self, other: Moments) -> Moments:
