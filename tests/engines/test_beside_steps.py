@@ -74,6 +74,7 @@ def test_steps_of_few_clients_are_the_same_to_the_bit(
     local: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beside, "MOST_LANES", 2)
+    monkeypatch.setattr(beside, "MOST_SAMPLES", 16)
     lanes: set[tuple[int, bool]] = set()
     begun: list[Any] = []
     own = beside._beside

@@ -37,7 +37,7 @@ def test_those_who_still_train_are_the_first_lanes(batches: Batches, sizes: list
         (int((counts >= end).sum()), int((counts > end).sum())) for end in sorted({*counts.tolist()} - {0})
     ]
     for stretch in made.stretches:
-        assert stretch.lanes == min(clients, bucket(stretch.busy, 2 if rounded else 4))
+        assert stretch.lanes == min(clients, bucket(stretch.busy, 4))
     assert sorted(made.order.tolist()) == list(range(clients))
 
 

@@ -21,7 +21,7 @@ from helpers import METHODS, classification, federation_of, method, play
 from sartor.algorithms import registered
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData
-from sartor.engines.schedule import Plan, bucket, pack, plan
+from sartor.engines.schedule import Plan, bucket, pack, plan, usual
 from sartor.engines.stacked import engine as stacked
 from sartor.engines.stacked import trace
 from sartor.engines.stacked.recording import recorded
@@ -73,6 +73,36 @@ def test_a_plan_that_narrows_is_the_same_without_idle_lanes(
         assert (rows[step : step + stretch.steps] == rows[step]).all()
         busy = int((rows[step] < len(sizes)).sum())
         assert stretch.lanes == min(made.shape.lanes, bucket(busy, 4))
+
+
+@given(BATCHES, SIZES, st.integers(0, 14), st.booleans(), st.booleans())
+def test_a_client_moves_into_its_lane_and_back(
+    batches: Batches, sizes: list[int], lanes: int, narrows: bool, exact: bool
+) -> None:
+    """Whoever takes a step lies in its lane, and nobody moves who stays there."""
+    n = np.array(sizes, dtype=np.int64)
+    made = plan(batches, n, lanes, narrows=narrows, exact=exact)
+    if made.rows is None:
+        return
+    taken, held = np.zeros(len(n)), np.full(max((s.lanes for s in made.stretches), default=0), np.nan)
+    begin = moved = 0
+    for stretch, ((who, left), (into, come)) in zip(made.stretches, made.moves, strict=True):
+        held[into] = taken[come]
+        held[: stretch.lanes] += stretch.steps
+        taken[who] = held[left]
+        begin, moved = begin + stretch.steps * stretch.lanes, moved + len(come)
+    np.testing.assert_array_equal(taken, [batches.count(size) for size in sizes])
+    if not exact:
+        assert moved == np.count_nonzero(taken)
+
+
+def test_every_thread_has_as_many_lanes() -> None:
+    batches, sizes = Batches(size=1), np.array([10, 10, 20, 40])
+    lanes = [usual(batches, sizes, 4, threads).lanes for threads in (1, 2, 3, 4)]
+    assert usual(batches, sizes, 4).lanes == 2
+    assert lanes == [2, 2, 2, 2]
+    assert [usual(batches, np.arange(100), 10, threads).lanes for threads in (1, 2, 4, 9)] == [6, 6, 8, 6]
+    assert usual(batches, np.arange(100), 5, 2).lanes == 4
 
 
 # Whole runs ------------------------------------------------------------------------------------------------

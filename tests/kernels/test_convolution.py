@@ -134,6 +134,20 @@ QUANTITIES: dict[str, Callable[[Convolution], Convolution]] = {
 }
 
 
+def test_one_client_has_pytorchs_own_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "_kernels_serve", lambda x, weight: True)
+    calls, own = [], convolution._apply
+    monkeypatch.setattr(convolution, "_apply", lambda *given: (calls.append(given), own(*given))[1])
+    x, weight, bias, _ = operands("odd")
+    expected = torch.nn.functional.conv2d(x[0], weight[0], bias[0])
+    assert torch.equal(conv2d(x[0], weight[0], bias[0]), expected)
+    loss = torch.func.grad(lambda weight: conv2d(x[0], weight).sum())(weight[0])
+    assert loss.shape == weight[0].shape
+    assert not calls
+    torch.testing.assert_close(torch.vmap(conv2d)(x, weight, bias)[0], expected)
+    assert calls
+
+
 @pytest.mark.parametrize("quantity", QUANTITIES)
 @pytest.mark.parametrize("dims", list(itertools.product((0, 1, None), (0, 2, None), (0, None)))[:-1])
 def test_lanes_equal_a_loop_over_clients(

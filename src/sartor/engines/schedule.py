@@ -37,8 +37,6 @@ from sartor.client.local import Batches
 
 WIDTHS = 4
 """Numbers of lanes per power of two where there are fewer and fewer."""
-FEW_WIDTHS = 2
-"""As many where each of them is captured."""
 NARROWEST = 16
 """Samples of a piece at least."""
 
@@ -80,6 +78,10 @@ class Stretch(NamedTuple):
     """Of whom so many go on after it."""
 
 
+Move = tuple[np.ndarray, np.ndarray]
+"""Places, and what moves there."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """One scan over one chunk of clients with so many samples.
@@ -107,6 +109,26 @@ class Plan:
         places, real = turn_table(self.batches, sizes, rows, turns, self.shape.width, self.shape.places)
         return np.stack([self.rows, self.turns, places.numpy(), real.numpy()])
 
+    @property
+    def even(self) -> bool:
+        """Whether all steps are as wide."""
+        return all(stretch.width == self.shape.width for stretch in self.stretches)
+
+    @cached_property
+    def moves(self) -> list[tuple[Move, Move]]:
+        """For every stretch, who leaves which lanes after it, and which lanes take whom before it."""
+        assert self.rows is not None
+        clients, begin, lanes = len(self.sizes), 0, max((part.lanes for part in self.stretches), default=0)
+        whose = np.full((len(self.stretches) + 2, lanes), clients)  # nobody before and after
+        for number, part in enumerate(self.stretches, 1):
+            whose[number, : part.lanes] = self.rows[begin : begin + part.lanes]
+            begin += part.steps * part.lanes
+        first, last = ((whose < clients) & (whose != np.roll(whose, turn, axis=0)) for turn in (1, -1))
+        return [
+            ((who[ends], np.flatnonzero(ends)), (np.flatnonzero(begins), who[begins]))
+            for who, begins, ends in zip(whose[1:-1], first[1:-1], last[1:-1], strict=True)
+        ]
+
 
 @dataclass(frozen=True)
 class Usual:
@@ -120,14 +142,20 @@ class Usual:
     """Whether all clients have as many samples."""
 
 
-def usual(batches: Batches, among: np.ndarray, clients: int) -> Usual:
-    """What is usual for so many clients that are drawn among clients with these numbers of samples."""
+def usual(batches: Batches, among: np.ndarray, clients: int, threads: int = 1) -> Usual:
+    """What is usual for so many clients that are drawn among clients with these numbers of samples.
+
+    Each of so many ``threads`` has as many lanes as another, if there is one for each.
+    """
     sizes, how_many = np.unique(among, return_counts=True)  # few, also of a million clients
     counts = np.asarray(batches.count(sizes), dtype=np.int64)
     # Epochs that are drawn make the longest client longer.
     spread = 1.0 if batches.law is None else batches.law.most / batches.law.mean
     most = int(sizes.max(initial=0))
-    return Usual(usual_lanes(counts, how_many, clients, spread), most, len(sizes) == 1)
+    lanes = usual_lanes(counts, how_many, clients, spread)
+    if lanes >= threads:
+        lanes = min(clients, -(-lanes // threads) * threads)
+    return Usual(lanes, most, len(sizes) == 1)
 
 
 def usual_lanes(counts: np.ndarray, how_many: np.ndarray, clients: int, spread: float = 1.0) -> int:
@@ -197,8 +225,7 @@ def plan(
             return Plan(batches, sizes, shape, None, None, (stretch,))
         if own:
             shape = Shape(clients, longest, width, places, packed=True, full=False)
-            grain = FEW_WIDTHS if rounded else WIDTHS
-            return Plan(batches, sizes, shape, *_in_order(shape, counts, grain))
+            return Plan(batches, sizes, shape, *_in_order(shape, counts))
     rows, turns = pack(counts, lanes)
     widths = narrowed(rows < clients) if narrows else np.full(len(rows), lanes)
     kept = np.arange(lanes) < widths[:, None]
@@ -273,14 +300,14 @@ def in_pieces(batches: Batches, sizes: np.ndarray, width: int) -> Plan:
 
 
 def _in_order(
-    shape: Shape, counts: np.ndarray, grain: int
+    shape: Shape, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, tuple[Stretch, ...], np.ndarray]:
     """Rows, turns, stretches and the order where every client has a lane, those with most steps first."""
     order, rising = np.argsort(-counts, kind="stable"), np.sort(counts)
     ends = np.unique(counts[counts > 0])
     steps = np.diff(ends, prepend=0)
     busy, left = (len(counts) - np.searchsorted(rising, ends, side) for side in ("left", "right"))
-    lanes = [min(shape.lanes, bucket(number, grain)) for number in busy.tolist()]
+    lanes = [min(shape.lanes, bucket(number, WIDTHS)) for number in busy.tolist()]
     found = zip(steps.tolist(), lanes, itertools.repeat(shape.width), busy.tolist(), left.tolist())
     wide = np.repeat(np.array(lanes, dtype=np.int64), steps)
     turns = np.repeat(np.arange(len(wide)), wide)

@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sartor.kernels.gpu import HAS_TRITON
+from sartor.kernels.gpu import HAS_TRITON, coming
 
 T = TypeVar("T")
 
@@ -125,12 +125,15 @@ class Ahead:
                 log.debug("a step is traced with its kernels: %s", error)
         return trace()
 
-    def compile(self, step: Callable[[], Any]) -> None:
-        """Compile what a step launches, and the shuffle of samples; it is taken, without its kernels."""
+    def compile(self, step: Callable[[], Any], widths: Iterable[int] = ()) -> None:
+        """Compile what a step launches, and the shuffle of samples; it is taken, without its kernels.
+
+        Steps of other ``widths`` will follow, some of whose kernels have other tiles.
+        """
         if not self.wanted:
             return
         try:
-            launches = [*shuffles(self.samples, self.device), *launches_of(step)]
+            launches = [*shuffles(self.samples, self.device), *launches_of(step, widths)]
             every = {(self.device, *launch.variant): launch for launch in launches}
             for thread in _BEGUN:
                 thread.join()
@@ -186,10 +189,10 @@ class _Unknown:
         return None
 
 
-def launches_of(step: Callable[[], Any]) -> list[Launch]:
-    """What a step would launch, in order."""
+def launches_of(step: Callable[[], Any], widths: Iterable[int] = ()) -> list[Launch]:
+    """What a step would launch, in order, with what it would if it had so many lanes."""
     unlaunched = Unlaunched()
-    with unlaunched:
+    with unlaunched, coming(widths):
         step()
     return unlaunched.launches
 

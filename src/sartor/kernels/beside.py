@@ -10,6 +10,7 @@ for at its end. The kernels and their results are the same. Many clients fill a 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -22,13 +23,22 @@ from sartor.kernels.views import storage_of
 
 aten, sartor = torch.ops.aten, torch.ops.sartor
 
-MOST_LANES = 6
-"""Clients of a step that is on two streams."""
+MOST_LANES, MOST_SAMPLES = 6, 256
+"""Clients, or samples of all clients, of a step that is on two streams."""
 
 LARGE = 2**18
 """Numbers of a layer whose product is worth a stream where there are no convolutions."""
 
 _VIEWS = (aten.view.default, aten.transpose.int, aten.select.int, aten.unsqueeze.default)
+
+
+def pays(samples: Sequence[int]) -> bool:
+    """Whether a step of samples [L, B] leaves room on a device for a second stream.
+
+    >>> pays((10, 32)), pays((6, 500)), pays((20, 10))
+    (False, True, True)
+    """
+    return samples[0] <= MOST_LANES or math.prod(samples) <= MOST_SAMPLES
 
 
 def specialise(module: fx.GraphModule) -> None:

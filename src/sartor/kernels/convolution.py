@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from sartor.kernels.gpu import HAS_TRITON
+from sartor.kernels.gpu import HAS_TRITON, lanes_under_way
 
 Pair = tuple[int, int]
 
@@ -47,7 +47,7 @@ def conv2d(
     >>> torch.vmap(conv2d)(images, weights).shape
     torch.Size([5, 2, 3, 2, 2])
     """
-    if isinstance(padding, str) or not _kernels_serve(x, weight):
+    if isinstance(padding, str) or not (_kernels_serve(x, weight) and lanes_under_way()):
         return F.conv2d(x, weight, bias, stride, padding)
     differentiated = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     shape = replace(_shape(x, weight, _pair(stride), _pair(padding)), passed=not differentiated)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None and any(
     map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))
@@ -22,6 +25,51 @@ def has_tensor_cores(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None or not HAS_TRITON:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def lanes_under_way() -> bool:
+    """Whether many clients are computed at once, by ``torch.vmap``: for one, PyTorch's own ways are best.
+
+    >>> lanes_under_way(), torch.vmap(lambda x: x + lanes_under_way())(torch.zeros(2))
+    (False, tensor([1., 1.]))
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+
+
+FEW_PROGRAMS = 160
+"""Programs that do not fill a GPU: more and smaller ones, each with more in flight, are quicker then."""
+
+
+class _Coming(threading.local):
+    """Numbers of lanes that a thread will launch for, while what it launches is only noted."""
+
+    widths: tuple[int, ...] = ()
+
+
+_COMING = _Coming()
+
+
+@contextmanager
+def coming(widths: Iterable[int]) -> Iterator[None]:
+    """Have launches noted for these numbers of lanes too."""
+    before, _COMING.widths = _COMING.widths, tuple(widths)
+    try:
+        yield
+    finally:
+        _COMING.widths = before
+
+
+def choices(choose: Callable[[int], T], lanes: int) -> list[T]:
+    """What is chosen for so many lanes; and for those that are coming, if that is something else.
+
+    >>> choices(lambda lanes: "small" if lanes < 4 else "large", 10)
+    ['large']
+    >>> with coming([1, 2, 8, 10]):
+    ...     choices(lambda lanes: "small" if lanes < 4 else "large", 10)
+    ['large', 'small']
+    """
+    return list(dict.fromkeys(map(choose, (lanes, *_COMING.widths))))
 
 
 MOST_STREAMS = 16

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from sartor.kernels import descent, pointwise
+from sartor.kernels.graph import Graph
 from sartor.kernels.views import storage_of
 
 _DESCENDED, _POINTWISE = torch.ops.sartor.descended.default, torch.ops.sartor.pointwise.default
@@ -49,7 +50,7 @@ def in_place(module: fx.GraphModule, first: int, count: int) -> fx.GraphModule:
             wanted = [chosen.get(number) for number in range(max(chosen) + 1)]
             maker.target, maker.args = pointwise.computed, (*maker.args, wanted)
     graph.output(results)
-    return fx.GraphModule(module, graph)
+    return Graph(module, graph)
 
 
 def _endings(graph: fx.Graph, results: list[Any], places: list[fx.Node]) -> Iterator[_Ending]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sartor.kernels.convolution import Pair, _one_by_one, _Shape, _shape, room
+from sartor.kernels.gpu import FEW_PROGRAMS
 
 NOWHERE = 4
 """The place of a maximum that ReLU cuts off: no gradient goes there."""
@@ -324,6 +325,24 @@ class Tiles(NamedTuple):
     depth: int
     warps: int
     stages: int
+
+
+def convolve_tiles(out: int, channels: int, positions: int, lanes: int) -> Tiles:
+    """Measured on an H200: few positions leave room for more programs with fewer of them.
+
+    A lane's sums have the same terms in the same order with all of these. 64 × 16 by four warps is a shape
+    that Triton compiles wrongly.
+    """
+    columns = power(out, 16, 128)
+    programs = -(-positions // 128) * -(-out // columns) * lanes
+    if positions < 2048 or (columns == 32 and programs < 450):
+        deep = columns == 32 and channels % 64 == 0 and programs <= FEW_PROGRAMS
+        warps, stages = 2 if columns == 16 else 4, 3 if columns == 128 else 4
+        return Tiles(64, columns, 64 if deep else 32, warps, stages)
+    if columns == channels == 16:  # all terms of a tile are of one place in the window
+        return Tiles(256, columns, 16, warps=4, stages=3)
+    warps = 8 if columns == 64 and programs >= 2 * FEW_PROGRAMS else 4
+    return Tiles(128, columns, 32, warps, stages={16: 2, 32: 4}.get(columns, 3))
 
 
 class Split(NamedTuple):

@@ -17,6 +17,8 @@ This module needs Triton; ``convolution.py`` imports it when a convolution first
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from sartor.kernels.convolution import Pair, room
 from sartor.kernels.early_triton import EARLY, wait_turn
-from sartor.kernels.laid import NOWHERE, Tiles, power
+from sartor.kernels.gpu import choices
+from sartor.kernels.laid import NOWHERE, Tiles, convolve_tiles
 from sartor.kernels.moves_triton import lay
 
 _NOWHERE = tl.constexpr(NOWHERE)
@@ -261,16 +264,16 @@ def _launch(
     result = image.new_empty(lanes, samples, *shape)
     places = result.new_empty(result.shape if relu or pool else (0,), dtype=torch.uint8)
     positions = samples * size[0] * size[1] * (4 if pool else 1)
-    tiles = tiles or _convolve_tiles(out, channels, positions)
-    programs = triton.cdiv(out, tiles.columns) * triton.cdiv(positions, tiles.rows)
-    with torch.cuda.device_of(image):
-        _convolve[(programs * lanes,)](
-            image, weight, *biases(bias, image), result, places, samples,
-            channels, height, width, out, *size, *kernel, *step, *spread, *padding,
-            turned, turned or max(padding) > 0, bias is not None, relu, pool, last,
-            precision(), tiles.rows, tiles.columns, tiles.depth,
-            num_warps=tiles.warps, num_stages=tiles.stages, **EARLY,
-        )  # fmt: skip
+    chosen = [tiles] if tiles else choices(partial(convolve_tiles, out, channels, positions), lanes)
+    for rows, columns, depth, warps, stages in chosen:
+        programs = triton.cdiv(out, columns) * triton.cdiv(positions, rows)
+        with torch.cuda.device_of(image):
+            _convolve[(programs * lanes,)](
+                image, weight, *biases(bias, image), result, places, samples,
+                channels, height, width, out, *size, *kernel, *step, *spread, *padding,
+                turned, turned or max(padding) > 0, bias is not None, relu, pool, last,
+                precision(), rows, columns, depth, num_warps=warps, num_stages=stages, **EARLY,
+            )  # fmt: skip
     return result, places
 
 
@@ -285,16 +288,3 @@ def biases(bias: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
         return other, 0
     bias = bias if bias.stride(1) == 1 else bias.contiguous()
     return bias, bias.stride(0)
-
-
-def _convolve_tiles(out: int, channels: int, positions: int) -> Tiles:
-    """Measured on an H200: few positions of a lane leave room for more programs with fewer of them.
-
-    64 × 16 by four warps is a shape that Triton compiles wrongly.
-    """
-    columns = power(out, 16, 128)
-    if positions < 2048:
-        return Tiles(64, columns, 32, warps=2 if columns == 16 else 4, stages=3 if columns == 128 else 4)
-    if columns == channels == 16:  # all terms of a tile are of one place in the window
-        return Tiles(256, columns, 16, warps=4, stages=3)
-    return Tiles(128, columns, 32, warps=8 if columns == 64 else 4, stages=2 if columns < 64 else 3)

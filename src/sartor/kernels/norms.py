@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sartor.kernels.gpu import HAS_TRITON
+from sartor.kernels.gpu import HAS_TRITON, lanes_under_way
 
 _LONGEST = 16384
 """Numbers of a row, filled up to powers of two, that a program holds."""
@@ -75,10 +75,7 @@ _OURS: dict[Any, Any] = {F.group_norm: group_norm, F.layer_norm: layer_norm}
 
 def serves_lanes(like: Tensor) -> bool:
     """Whether lanes of clients are under way on a device that has the kernels."""
-    if not like.is_cuda or torch.version.cuda is None or not HAS_TRITON:
-        return False
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+    return like.is_cuda and torch.version.cuda is not None and HAS_TRITON and lanes_under_way()
 
 
 def _kernels_serve(x: Tensor, *weights: Tensor) -> bool:

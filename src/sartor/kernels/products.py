@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from sartor.kernels.gpu import FEW_PROGRAMS
+from sartor.kernels.laid import Tiles, power
 from sartor.kernels.views import behind_views, called, reads_late, shape_of
 
 aten = torch.ops.aten
@@ -46,6 +48,25 @@ def share(lanes: int, rows: int, columns: int, depth: int) -> int:
     while splits < 8 and 2 * splits * programs <= most and depth >= 128 * splits:
         splits *= 2
     return depth if splits == 1 else -(-depth // (32 * splits)) * 32
+
+
+def tiles_of(rows: int, columns: int, depth: int, along: bool, parts: int, lanes: int) -> Tiles:
+    """How the products of so many lanes are cut, each in so many parts.
+
+    ``along``: the right operand lies in memory along the terms. Measured on an H200 for the dense layers of
+    this library's networks, forward and backward.
+    """
+    long = depth >= 256
+    tile_rows, tile_columns = power(rows, 16, 64), power(columns, 16, 64 if along or long else 32)
+    tile_depth, warps = 32 if long else 16, 2
+    if along:
+        tile_depth, warps = power(depth, 16, 32), 2 if tile_rows < 32 or columns <= 16 else 4
+    programs = -(-rows // tile_rows) * -(-columns // tile_columns) * parts * lanes
+    if not long or columns <= 16 or programs > FEW_PROGRAMS:
+        return Tiles(tile_rows, tile_columns, tile_depth, warps, stages=3)
+    if tile_rows == 16:
+        tile_columns = min(tile_columns, 32)
+    return Tiles(tile_rows, tile_columns, tile_depth, warps=4, stages=4)
 
 
 def specialise(module: fx.GraphModule, most: int = 0) -> None:

@@ -27,10 +27,15 @@ _QUICK = {
     },
     **{
         getattr(aten, name).default: getattr(torch, name)
-        for name in ("neg", "relu", "scatter_add", "unsqueeze")
+        for name in ("neg", "reciprocal", "relu", "scatter_add", "unsqueeze")
+    },
+    **{
+        getattr(aten, name).default: getattr(torch, name)
+        for name in ("_log_softmax", "_log_softmax_backward_data")
     },
     **{getattr(aten, name).Tensor: getattr(torch, name) for name in ("add", "div", "lt", "mul", "sub")},
-    **{getattr(aten, name).default: getattr(Tensor, name) for name in ("expand", "view")},
+    **{getattr(aten, name).Tensor: getattr(Tensor, name) for name in ("add_", "sub_")},
+    **{getattr(aten, name).default: getattr(Tensor, name) for name in ("expand", "new_zeros")},
     aten.mul.Scalar: torch.mul,
     aten.select.int: torch.select,
     aten.split_with_sizes.default: torch.split_with_sizes,
@@ -43,6 +48,8 @@ _QUICK = {
 def quicken(module: fx.GraphModule) -> None:
     """Have a traced graph call operations by their quicker names, once it is compiled anew."""
     for place, node in enumerate(module.graph.find_nodes(op="call_function", target=aten.arange.default)):
+        if node.all_input_nodes:
+            continue
         name = f"counted_{place}"
         module.register_buffer(name, node.target(*node.args, **node.kwargs))
         with module.graph.inserting_before(node):
@@ -50,6 +57,8 @@ def quicken(module: fx.GraphModule) -> None:
         module.graph.erase_node(node)
     for node in module.graph.nodes:
         if node.op == "call_function":
+            if node.target is aten.view.default:  # sizes one by one are found sooner than a list
+                node.op, node.target, node.args = "call_method", "view", (node.args[0], *node.args[1])
             node.target = _QUICK.get(node.target, node.target)
 
 

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry, call, find_function
+from sartor.kernels.gpu import lanes_under_way
 from sartor.settings import setting
 
 Loss = Callable[[Any, Any], Tensor]
@@ -479,7 +480,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
         if not outputs.is_cuda and not outputs.requires_grad:
             # A CPU goes through many samples at once where those of a class lie side by side.
             return -F.log_softmax(outputs.T.contiguous(), dim=0).gather(0, targets[None])[0]
-        if not outputs.is_cuda:
+        if not (outputs.is_cuda and lanes_under_way()):
             return -F.log_softmax(outputs, dim=-1).gather(1, targets[:, None])[:, 0]
         return cross_entropies(outputs, targets)
     return F.cross_entropy(outputs, targets, reduction="none")

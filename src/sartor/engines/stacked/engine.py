@@ -29,6 +29,7 @@ from sartor.data.clients import ClientData
 from sartor.engines.base import LocalEngine, Origins
 from sartor.engines.loop import LoopEngine
 from sartor.engines.schedule import (
+    Move,
     Plan,
     Stretch,
     Usual,
@@ -43,7 +44,7 @@ from sartor.engines.schedule import (
 )
 from sartor.engines.stacked.graphs import Graphs
 from sartor.engines.stacked.told import OfRounds, Told, parted
-from sartor.engines.stacked.trace import Checked, Fixed, Folded, Kind, Onward, Program, Rows, Tracer
+from sartor.engines.stacked.trace import TURN, Checked, Fixed, Folded, Kind, Onward, Program, Rows, Tracer
 from sartor.errors import NotStackable
 from sartor.federation.exchange import NOBODY, ClientError, ClientFunction, Lent, Outcome, Step, Work, stepped
 from sartor.federation.functions import name_of
@@ -465,6 +466,8 @@ class StackedEngine(LocalEngine):
             return self._in_pieces(program, key, plan, lanes, given, carry, drawn)
         if table.order:
             return self._in_order(program, key, plan, table.order[0], given, carry, drawn)
+        if not self.graphs.wanted:
+            return self._in_lanes(program, key, plan, lanes, given, carry, drawn)
         # One more row, for idle lanes to work on.
         carry = tree_map(lambda value: torch.cat([value, value[:1]]), carry)
         end = 0
@@ -480,6 +483,48 @@ class StackedEngine(LocalEngine):
             for whole, part in zip(tree_leaves(carry), tree_leaves(after), strict=True):
                 whole.index_copy_(0, whose, part)
         return tree_map(lambda value: value[:clients], carry)
+
+    def _in_lanes(
+        self,
+        program: Program,
+        key: Kind,
+        plan: Plan,
+        whose: Tensor,
+        given: Given,
+        carry: Any,
+        turns: tuple[Tensor, ...],
+    ) -> Any:
+        """A scan in which lanes take several clients: a model moves when its client begins, and ends."""
+        fixed, *others = given
+        common, own = tree_leaves(fixed), tree_leaves(others)
+        leaves, form = tree_flatten(carry)
+        lanes = max(stretch.lanes for stretch in plan.stretches)
+        ended = [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves]
+        held = [leaf.new_zeros((lanes, *leaf.shape[1:])) for leaf in leaves]
+        columns, begin = [*turns, turns[-1]][:TURN], 0
+        beforehand = self._tracer.beforehand(program, key, fixed) if plan.even else None
+        if beforehand is not None:
+            columns += beforehand(common, columns)
+        for stretch, (going, coming) in zip(plan.stretches, plan.moves, strict=True):
+            _move(held, coming, ended)
+            turn = _laid_out((columns[0][:, : stretch.width], *columns[1:]), begin, stretch)
+            client = whose[begin : begin + stretch.lanes].clamp(max=len(plan.sizes) - 1)
+            kind = (key[0], stretch.lanes, stretch.width, *key[3:])
+            start, traced = [leaf[: stretch.lanes] for leaf in held], program.steps.get(kind)
+            if traced is not None and traced.parts is not None:
+                read = zip(own, traced.reads[len(common) :], strict=False)
+                rows = (leaf.index_select(0, client) if wanted else leaf for leaf, wanted in read)
+                after = traced.in_a_row([*common, *rows], start, turn, beforehand)
+            else:
+                some = self._tracer.some(program, kind, fixed, others, client)
+                step = partial(self._tracer.steps, program, kind, plan.batches, plan, (fixed, *some))
+                after = tree_leaves(step(tree_unflatten(start, form), turn[:TURN]))
+            for leaf, result in zip(start, after, strict=True):
+                if result is not leaf:
+                    leaf.copy_(result)
+            _move(ended, going, held)
+            begin += stretch.steps * stretch.lanes
+        return tree_unflatten(ended, form)
 
     def _in_pieces(
         self,
@@ -643,7 +688,8 @@ class StackedEngine(LocalEngine):
         """What is to be expected of so many clients, whoever they are."""
         key = (batches, clients)
         if key not in self._expected:
-            self._expected[key] = usual(batches, self.samples[batches.split].counts, clients)
+            threads = torch.get_num_threads() if self.narrows else 1
+            self._expected[key] = usual(batches, self.samples[batches.split].counts, clients, threads)
         return self._expected[key]
 
     def _epochs(self, law: Law, work: Work) -> np.ndarray:
@@ -689,6 +735,13 @@ def _laid_out(turns: tuple[Tensor, ...], begin: int, stretch: Stretch) -> tuple[
     return tuple(
         part[there].contiguous().view(stretch.steps, stretch.lanes, *part.shape[1:]) for part in turns
     )
+
+
+def _move(into: list[Tensor], where: Move, source: list[Tensor]) -> None:
+    """Copy rows to their places: few at a time, and faster one by one than by tables of them."""
+    for place, row in zip(*(part.tolist() for part in where), strict=True):
+        for leaf, other in zip(into, source, strict=True):
+            leaf[place].copy_(other[row])
 
 
 def _first(count: int, value: Tensor) -> Tensor:

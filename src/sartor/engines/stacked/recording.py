@@ -19,6 +19,8 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sartor.kernels.graph import Graph
+
 aten = torch.ops.aten
 
 
@@ -42,7 +44,7 @@ def recorded(
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.module = fx.GraphModule(torch.nn.Module(), fx.Graph())
+        self.module = Graph(torch.nn.Module(), fx.Graph())
         self.graph = self.module.graph
         self.nodes: MutableMapping[Tensor, fx.Node] = WeakTensorKeyDictionary()
         self.known: set[fx.Node] = set()  # whose numbers are the same whenever the graph runs

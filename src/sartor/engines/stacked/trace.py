@@ -32,6 +32,7 @@ from sartor.client.local import Batches, Client
 from sartor.engines.samples import batch_of
 from sartor.engines.schedule import Plan
 from sartor.engines.stacked.recording import recorded
+from sartor.engines.stacked.row import Beforehand, Parts, Row, beforehand_of, parts_of
 from sartor.engines.stacked.widths import of_width
 from sartor.errors import NotStackable, SartorError
 from sartor.federation.exchange import (
@@ -96,13 +97,17 @@ class Traced:
     graph: fx.GraphModule
     run_over: Callable[[list[Tensor]], list[Tensor]] | None = None
     """The same for a step, which writes over what it goes on from; made when it is wanted."""
+    parts: Parts | None = None
+    """On a CPU, how a step is parted where many are taken in a row."""
+    rows: dict[bool, Row] = field(default_factory=dict)
+    """Those, without and with what is computed beforehand."""
 
     def __call__(self, inputs: list[Tensor]) -> Any:
         """The result for such arguments."""
         return tree_unflatten(self.run(inputs), self.result)
 
     def repeated(
-        self, given: list[Tensor], carry: Any, turns: Iterable[tuple[Tensor, ...]], over: bool = False
+        self, given: list[Tensor], carry: Any, turns: Sequence[tuple[Tensor, ...]], over: bool = False
     ) -> Any:
         """A step's result after some turns: each goes on from the carry that the one before gave.
 
@@ -110,15 +115,49 @@ class Traced:
         """
         leaves, run = tree_leaves(carry), self.run
         if over and all(leaf.is_contiguous() for leaf in leaves):
-            run = self.run_over = self.run_over or self._written_over(len(given), leaves)
+            run = self.run_over = self.run_over or self._written_over(len(given), leaves, turns[0][0])
         for turn in turns:
             leaves = run([*given, *leaves, *turn])
         return tree_unflatten(leaves, self.result)
 
-    def _written_over(self, first: int, leaves: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
-        """The step that writes over these leaves of all inputs; on two streams if it has few lanes."""
+    def in_a_row(
+        self,
+        given: list[Tensor],
+        leaves: list[Tensor],
+        turns: Sequence[Tensor],
+        beforehand: Beforehand | None = None,
+    ) -> list[Tensor]:
+        """The same for turns of [steps, lanes, …], and behind them what was computed beforehand.
+
+        It may be written over the leaves.
+        """
+        known = beforehand is not None
+        if known not in self.rows:
+            self.rows[known] = self._row(given, leaves, [turn[:1] for turn in turns], beforehand)
+        return self.rows[known](given, leaves, turns)
+
+    def _row(
+        self, given: list[Tensor], leaves: list[Tensor], turn: list[Tensor], beforehand: Beforehand | None
+    ) -> Row:
+        """The step parted, if it gives to the bit what the graph gives for a turn; else as a whole."""
+        made = partial(Row, self.graph, len(given), len(leaves))
+        places: tuple[int, ...] = ()
+        if beforehand is not None and beforehand.fits(self.graph):
+            places = beforehand.places
+        row = made(self.parts or Parts(), places)
+        expected = self.run([*given, *leaves, *(column[0] for column in turn[:TURN])])
+        try:
+            right = _gives(expected, row(given, [leaf.clone() for leaf in leaves], turn))
+        except (RuntimeError, IndexError, ValueError):  # as of what lies in another way than in the trace
+            right = False
+        return row if right else made(Parts())
+
+    def _written_over(
+        self, first: int, leaves: list[Tensor], samples: Tensor
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
+        """The step that writes over these leaves of all inputs; on two streams if it has few samples."""
         graph = in_place(self.graph, first, len(leaves))
-        if leaves and len(leaves[0]) <= beside.MOST_LANES:
+        if beside.pays(samples.shape):
             beside.specialise(graph)
         return _plain(graph)
 
@@ -131,6 +170,9 @@ have the same samples or theirs in a row, scans before."""
 
 IN_PLACE = ("is not possible because there exists a Tensor", "doesn't match the broadcast shape")
 """What PyTorch says where a client's own numbers are written into what is the same for all."""
+
+TURN = 3
+"""Inputs of a step that say whose turn it is: samples, how many are real, and a key."""
 
 UNTRACED = 40
 """Steps of one kind on the CPU before they are traced."""
@@ -192,10 +234,14 @@ class Program:
     """The server's round of the call under way, for messages."""
     lanes: int = 0
     """The most lanes of the scan under way."""
+    widths: frozenset[int] = frozenset()
+    """All numbers of lanes of its steps."""
     scans: list[Batches] | None = None
     steps: dict[Kind, Traced] = field(default_factory=dict)
     taken: Counter[Kind] = field(default_factory=Counter)
     """Steps of every kind that were taken before one was traced."""
+    beforehand: dict[tuple[Any, ...], Beforehand | None] = field(default_factory=dict)
+    """What follows from turns alone in steps of a kind, however many lanes they have."""
     unlike: set[Kind] = field(default_factory=set)
     """Those that do not follow from steps of other widths."""
     parts: dict[int, tuple[Batches | None, Traced]] = field(default_factory=dict)
@@ -268,16 +314,23 @@ class Tracer:
         over the carry that is given.
         """
         step, over = self._step_of(program, batches, plan), over and not (self.settings.compile or self.apart)
-        program.lanes = plan.shape.lanes
-        turns = [*turns, turns[-1]][:3]  # a key that is not read
+        program.lanes, program.widths = plan.shape.lanes, frozenset(part.lanes for part in plan.stretches)
+        turns = [*turns, turns[-1]][:TURN]  # a key that is not read
 
         def taken(given: tuple[Any, ...], carry: Any, turns: Sequence[Tensor]) -> Any:
-            every = list(zip(*turns, strict=True))
-            while every and key not in program.steps:
-                carry = self._one(program, key, step, (*given, carry, *every.pop(0)))
-            if not every:
+            done, count = 0, len(turns[0])
+            while done < count and key not in program.steps:
+                carry = self._one(program, key, step, (*given, carry, *(turn[done] for turn in turns)))
+                done += 1
+            if done == count:
                 return carry
-            return program.steps[key].repeated(tree_leaves(given), carry, every, over)
+            traced, inputs, left = program.steps[key], tree_leaves(given), [turn[done:] for turn in turns]
+            if traced.parts is None:
+                return traced.repeated(inputs, carry, [*zip(*left, strict=True)], over)
+            leaves = tree_leaves(carry)
+            if not over:
+                leaves = [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves]
+            return tree_unflatten(traced.in_a_row(inputs, leaves, left), traced.result)
 
         if not self.apart:
             return taken(given, carry, turns)
@@ -345,10 +398,21 @@ class Tracer:
         except (RuntimeError, IndexError, ValueError):  # a size that was another's
             follows = False
         if follows:
-            program.steps[key] = replace(one, run=_plain(graph), graph=graph, run_over=None)
+            program.steps[key] = replace(one, run=_plain(graph), graph=graph, run_over=None, rows={})
         else:
             program.unlike.add(key)
         return follows
+
+    def beforehand(self, program: Program, key: Kind, fixed: Fixed) -> Beforehand | None:
+        """How to compute at once what follows from a scan's turns alone; steps of two widths tell."""
+        kind = _but_lanes(key)
+        if kind not in program.beforehand:
+            known = [other for other in program.steps if _but_lanes(other) == kind and other[1] > 1][:2]
+            if len(known) < 2 or program.steps[known[0]].parts is None:
+                return None
+            one, other = ((width[1], program.steps[width].graph) for width in known)
+            program.beforehand[kind] = beforehand_of(one, other, len(tree_leaves(fixed)), TURN)
+        return program.beforehand[kind]
 
     def some(self, program: Program, key: Kind, fixed: Fixed, every: Any, rows: Tensor) -> Any:
         """These rows of what there is for every client; of what a step does not read, any so many."""
@@ -451,12 +515,17 @@ class Tracer:
             pooling.specialise(graph)
             merge(graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
+        parts = None
         if self.device.type == "cpu" and not self.settings.compile:
-            quicken(graph)
+            if self.apart or has_tensor_cores(self.device):  # as a test has it, to see steps of a GPU
+                quicken(graph)
+            else:
+                carried = result_spec[-1].num_leaves
+                parts = parts_of(graph, len(inputs) - TURN - carried, carried)
         graph.recompile()
-        self.ahead.compile(lambda: graph.forward(*inputs))
+        self.ahead.compile(lambda: graph.forward(*inputs), program.widths)
         run = self._compiled(graph) if self.settings.compile else _plain(graph)
-        return Traced(run, result_spec[-1], reads, graph)
+        return Traced(run, result_spec[-1], reads, graph, parts=parts)
 
     @property
     def for_gpu(self) -> bool:
