@@ -75,7 +75,8 @@ class Child:
     def kill(self) -> None:
         """End it as a crash would."""
         if self.code() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it may have ended since
+                os.kill(self.pid, signal.SIGKILL)
             self.wait()
 
     def wait(self, seconds: float = PATIENCE) -> int:
