@@ -124,6 +124,10 @@ WORKLOADS = (
     ),
     Workload("long epochs, padded", "cnn", (1, 28, 28), unlike(20, 0.1, 35_000), 10, large=True),
     Workload("own cnn", "own cnn", (1, 28, 28), (600,) * 100, 32, cohort=20, source="mnist"),
+    # What cannot be stacked: a GPU captures each client's steps.
+    Workload(
+        "cnn of signs", "cnn of signs", (1, 28, 28), (600,) * 100, 32, cohort=20, large=True, source="mnist"
+    ),
     Workload("resnet18-gn", "resnet18-gn", (3, 32, 32), (500,) * 10, 32, large=True),
     Workload("resnet18-bn", "resnet18-bn", (3, 32, 32), (500,) * 10, 32, large=True),
     Workload("vit", "vit", (3, 32, 32), (500,) * 10, 32, large=True),
@@ -259,17 +263,19 @@ def measure(
 ) -> dict[str, Any]:
     data = make_data(workload)
     workload = workload._replace(sizes=tuple(data.train.count.tolist()))
+    alone = task_of(workload).why_not_stackable(data.train.x, data.train.y) is not None
+    settings: dict[str, Any] = {"lanes": workload.lanes, "way": "apart" if alone else "together"}
     made = {
         "expert": expert_round(workload, data, device),
         "loop": engine_round(workload, data, device, "loop"),
-        "stacked": engine_round(workload, data, device, "stacked", lanes=workload.lanes),
+        "stacked": engine_round(workload, data, device, "stacked", **settings),
     }
     if not slow:
         del made["expert"], made["loop"]
     if ways:
-        made["apart"] = engine_round(workload, data, device, "stacked", lanes=workload.lanes, way="apart")
+        made["apart"] = engine_round(workload, data, device, "stacked", **settings | {"way": "apart"})
     if compiled:
-        settings = {"lanes": workload.lanes, "compile": True}
+        settings["compile"] = True
         made["compiled"] = engine_round(workload, data, device, "stacked", **settings)
         if device == "cuda":
             made["compiled, tf32"] = engine_round(
@@ -299,7 +305,7 @@ def measure(
         "device": torch.cuda.get_device_name()
         if device == "cuda"
         else f"cpu, {torch.get_num_threads()} threads",
-        "auto": choose_engine("auto", task, device, data.train.x, data.train.y),
+        "auto": choose_engine("auto", task, device, data.train.x, data.train.y, "auto"),
         "milliseconds": best,
         "spread": {name: max(values) / min(values) for name, values in figures.items()},
         "ratio": {name: best.get("expert", np.nan) / value for name, value in best.items()},

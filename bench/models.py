@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,35 @@ def unpadded_cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
         nn.ReLU(),
         nn.Linear(512, classes),
     )
+
+
+class Sign(torch.autograd.Function):
+    """The sign, with the gradient of a clipped line, as networks of few bits have it."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        passed: Tensor = gradient * (x.abs() < 1)
+        return passed
+
+
+class Signs(nn.Module):
+    """A layer of :class:`Sign`, which has no rule for many clients at once: such a model is not stackable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        signs: Tensor = Sign.apply(x)  # type: ignore[no-untyped-call]
+        return signs
+
+
+def cnn_of_signs(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The plain network with signs in place of ReLU behind its first dense layer."""
+    layers = list(plain_cnn(shape, classes).children())
+    return nn.Sequential(*layers[:-2], Signs(), layers[-1])
 
 
 class Residual(nn.Module):
@@ -118,6 +148,7 @@ class ViT(nn.Module):
 
 OWN: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "own cnn": plain_cnn,
+    "cnn of signs": cnn_of_signs,
     "unpadded cnn": unpadded_cnn,
     "resnet18-gn": lambda shape, classes: resnet18(shape, classes, lambda width: nn.GroupNorm(32, width)),
     "resnet18-bn": lambda shape, classes: resnet18(shape, classes, nn.BatchNorm2d),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_unstackable import Sign
 from torch import Tensor, nn
 
 from helpers import classification, federation_of, method, play, resnet18
@@ -65,6 +66,28 @@ def test_a_deep_network_equals_the_loop(way: str) -> None:
     expected = weights(federation(groups, "loop", "cpu"), cohorts=COHORTS[:3])
     made = federation(groups, "stacked", "cuda", way=way)
     torch.testing.assert_close(weights(made, cohorts=COHORTS[:3]), expected, rtol=1e-7, atol=1e-7)
+
+
+class Signs(nn.Module):
+    """A convolution whose outputs are signs, by a function that has no rule for many clients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution, self.output = nn.Conv2d(1, 4, 3), nn.Linear(144, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.output(Sign.apply(self.convolution(x)).flatten(1))  # type: ignore[no-untyped-call]
+        return scores
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto"])
+def test_steps_of_a_model_that_cannot_be_stacked_are_captured(name: str) -> None:
+    expected = weights(federation(Signs, "loop", "cpu"), name)
+    made = federation(Signs, "stacked", "cuda", way="apart")
+    torch.testing.assert_close(weights(made, name), expected, rtol=1e-8, atol=1e-8)
+    assert isinstance(made.engine, StackedEngine)
+    assert made.engine.graphs.wanted
 
 
 def plain() -> nn.Module:

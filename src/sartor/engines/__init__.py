@@ -30,24 +30,26 @@ ENGINES: dict[str, type[LocalEngine]] = {"loop": LoopEngine, "stacked": StackedE
 log = logging.getLogger(__name__)
 
 
-def choose_engine(name: str, task: Task, device: str, x: Nest, y: Nest) -> str:
+def choose_engine(name: str, task: Task, device: str, x: Nest, y: Nest, way: str = "together") -> str:
     """The engine that ``auto`` means for a model, before anything runs.
 
     On CUDA: stacked. On a CPU: stacked for models without convolutions, whose steps are too small to keep a
     core busy; the loop for those with convolutions, which a CPU computes one client at a time faster than
-    grouped. A model that cannot be stacked at all runs on the loop engine everywhere, which is said; where
-    ``stacked`` was asked for, that is an error.
+    grouped. A model that the stacked engine cannot run this ``way`` runs on the loop engine, which is said;
+    where ``stacked`` was asked for, that is an error.
     """
     if task.groups is not None:  # one for all groups that have clients: the loop where one of them needs it
-        own = [choose_engine(name, task.groups.tasks[group], device, x, y) for group in set(task.groups.of)]
+        of_groups = [task.groups.tasks[group] for group in set(task.groups.of)]
+        own = [choose_engine(name, group, device, x, y, "together") for group in of_groups]
         return "loop" if "loop" in own else own[0]
+    apart = way == "apart" or (way == "auto" and device == "cuda")
     if name == "stacked":
-        task.require_stackable(x, y)
+        task.require_stackable(x, y, apart)
     if name != "auto":
         return name
     if device == "cpu" and task.has_convolutions:
         return "loop"
-    reason = task.why_not_stackable(x, y)
+    reason = task.why_not_stackable(x, y, apart)
     if reason is None:
         return "stacked"
     log.warning("model %s runs on the loop engine, as it cannot be stacked (%s)", task.name, reason)

@@ -2,7 +2,8 @@
 
 ``together`` hands every layer to kernels that serve all lanes at once, which small layers need: alone they do
 not fill the device. ``apart`` runs each lane's step by PyTorch's own operations, all lanes side by side in
-one captured graph: that is for large layers without such kernels, as convolutions in groups or in bfloat16.
+one captured graph: that is for large layers without such kernels, as convolutions in groups or in bfloat16,
+and for models that cannot be stacked at all but whose steps can be traced.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def choose_way(task: Task, data: ClientData, settings: FederationSettings, clien
     """The way that ``auto`` means, for so many clients at once; what was measured is kept in ``folder``."""
     if settings.device != "cuda" or task.groups is not None:
         return "together"
+    if task.why_not_stackable(data.train.x, data.train.y) is not None:
+        return "apart"
     width = settings.local.batch or int(data.train.count.max(initial=1))
     numbers = task.activations(data.train.x) * width
     served = task.has_kernels

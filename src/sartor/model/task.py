@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.func import grad
+from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -588,16 +594,7 @@ class Task:
         return (x,), {}
 
     def _call(self, w: Tensor, x: Nest, buffers: Tensor | None, mode: _Mode) -> Any:
-        # Tensors are put into the module while it runs, so every thread has modules of its own.
-        if not hasattr(self._local, "modules"):
-            self._local.modules = {}
-        if mode.training not in self._local.modules:
-            module = copy.deepcopy(self._module).train(mode.training)
-            head = dict(module.named_modules()).get(self.head_path or "")
-            if self.head_path and head is not None:
-                head.register_forward_pre_hook(_note_features)
-            self._local.modules[mode.training] = Placed(module)
-        module = self._local.modules[mode.training]
+        module = self._placed(mode.training)
         named = self._parameters.views(w)
         if self.buffer_size:
             named |= self._buffers.views(self._given(buffers, w))
@@ -639,6 +636,19 @@ class Task:
         if not half:
             return result
         return nests.mapped(lambda leaf: leaf.to(w.dtype) if leaf.is_floating_point() else leaf, result)
+
+    def _placed(self, training: bool) -> Placed:
+        """The module; tensors are put into it while it runs, so every thread has one of its own."""
+        if not hasattr(self._local, "modules"):
+            self._local.modules = {}
+        if training not in self._local.modules:
+            module = copy.deepcopy(self._module).train(training)
+            head = dict(module.named_modules()).get(self.head_path or "")
+            if self.head_path and head is not None:
+                head.register_forward_pre_hook(_note_features)
+            self._local.modules[training] = Placed(module)
+        found: Placed = self._local.modules[training]
+        return found
 
     def _stilled(self, module: nn.Module, mode: _Mode) -> list[nn.Module]:
         """Layers that are as in evaluation during a pass in training mode, where one may ask what it is."""
@@ -813,14 +823,16 @@ class Task:
         if _counted_by_us(self.objective):
             self._reasons = _REASONS[network, repr(self.objective), self.dtype]
 
-    def why_not_stackable(self, x: Nest, y: Nest) -> str | None:
+    def why_not_stackable(self, x: Nest, y: Nest, apart: bool = False) -> str | None:
         """The reason why this model cannot train many clients in one batch, or None.
 
         That is a property of the model for samples of this kind. It is found once, with the first of them, on
         the CPU and in float64, so that no device's rounding decides; in the model's own type where it cannot
-        run in float64.
+        run in float64. Clients ``apart``, whose steps are traced each by itself, only need steps that are the
+        same series of operations for all samples, as of a model with a gradient written by hand.
         """
-        return self._stacking(x, y)[0]
+        reason = self._stacking(x, y)[0]
+        return self._why_not_traceable(x, y) if reason is not None and apart else reason
 
     def mixes_samples(self, x: Nest, y: Nest) -> bool:
         """Whether a sample's result or the loss depends on what else is in a batch, which is then not padded.
@@ -841,6 +853,31 @@ class Task:
                 self._reasons[kind] = self._unlike(*few, padded=False), True
         return self._reasons[kind]
 
+    def _why_not_traceable(self, x: Nest, y: Nest) -> str | None:
+        """Why a step is not the same operations for all samples, if so: one is tried without any."""
+        self.check_draws(x, y)
+        if self.unkeyed:
+            return "a layer draws at random"
+        few = self.typed(nests.mapped(lambda leaf: leaf[:3].cpu(), (x, y)))
+        # What is held from now on has numbers; a module, which may keep what it makes, is one for this trial.
+        self._constants_like(self.initial())
+        held, self._local.modules = getattr(self._local, "modules", {}), {}
+        for training in (False, True):
+            self._placed(training)
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as blank, torch.no_grad():
+                w, buffers = blank.from_tensor(self.initial()), blank.from_tensor(self.initial_buffers())
+                batch = Batch(*nests.mapped(blank.from_tensor, few))
+                self.grad_and_buffers(w, batch, buffers)
+                self.losses(w, batch, buffers)
+        except Exception as error:  # whatever torch says about this module is the reason
+            if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+                return "its forward pass branches on the data"
+            return _in_a_line(error)
+        finally:
+            self._local.modules = held
+        return None
+
     def _unlike(self, x: Nest, y: Nest, padded: bool) -> str | None:
         """Why a client does not get in a stack what it gets alone, if so; one step is tried."""
         reason = None
@@ -849,7 +886,7 @@ class Task:
                 with torch.random.fork_rng(devices=[]):
                     alike = self._stacks_alike(x, y, dtype, padded)
             except Exception as error:  # whatever torch says about this module is the reason
-                reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+                reason = _in_a_line(error)
                 if "data-dependent control flow" in str(error):
                     reason = "its forward pass branches on the data"
             else:
@@ -912,9 +949,9 @@ class Task:
             self.loss_function(self.outputs(w, real.x, buffers), real.y)
         return alike({dtype, *used.found})
 
-    def require_stackable(self, x: Nest, y: Nest) -> None:
+    def require_stackable(self, x: Nest, y: Nest, apart: bool = False) -> None:
         """Raise :class:`NotStackable`, with the reason, for a model that only the loop engine can run."""
-        reason = self.why_not_stackable(x, y)
+        reason = self.why_not_stackable(x, y, apart)
         if reason is not None:
             raise NotStackable(f"model {self.name} cannot be stacked ({reason}); use the loop engine")
 
@@ -986,7 +1023,7 @@ class _Layout:
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         # One split whose backward is one concatenation; slices would each give a gradient of the whole
         # vector.
-        pieces = torch.split(vector, self.sizes) if self.sizes else ()
+        pieces = vector.split_with_sizes(self.sizes) if self.sizes else ()
         return {
             key: piece.view(shape) for (key, shape), piece in zip(self.shapes.items(), pieces, strict=True)
         }
@@ -1051,6 +1088,10 @@ def _unbranched() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def _counted_by_us(objective: Objective) -> bool:
@@ -1138,7 +1179,9 @@ class _BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mode: _Mode = _context.mode
-        still = mode.still(self.path.removesuffix("."))
+        still = self.running_mean is not None and mode.still(self.path.removesuffix("."))
+        if not inside_transform() and self._is_usual(x, still):
+            return self._usual(x, still)
         if self.running_mean is not None and self.running_var is not None and still:
             mean, variance = self.running_mean, self.running_var
         elif self.weight is not None and self.bias is not None and batch_norm.serves(x, self.weight):
@@ -1150,6 +1193,33 @@ class _BatchNorm(nn.Module):
         if self.weight is None or self.bias is None:
             return normal
         return normal * self.weight.view(shape) + self.bias.view(shape)
+
+    def _is_usual(self, x: Tensor, still: bool) -> bool:
+        """Whether PyTorch's own layer would do the same, in fewer operations."""
+        held = (self.weight, self.running_mean)
+        alike = all(tensor is None or tensor.dtype == x.dtype for tensor in held)
+        several = x.dim() > 1 and x.numel() > x.shape[1]
+        return alike and (still or (several and _context.mode.weight is None))
+
+    def _usual(self, x: Tensor, still: bool) -> Tensor:
+        """The same for one client, all of whose samples are real."""
+        if still:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        if self.running_mean is not None and self.running_var is not None:
+            others = [axis for axis in range(x.dim()) if axis != 1]
+            unbiased, mean = torch.var_mean(x.detach(), others)
+            before_mean, before_var = self._before(self.running_mean, self.running_var)
+            self._change(before_mean.lerp(mean, self.momentum), before_var.lerp(unbiased, self.momentum))
+        return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
+
+    def _before(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """The running statistics; a layer that is called twice in a pass goes on from its first change."""
+        changed = _context.mode.changed
+        return changed.get(self.path + "running_mean", mean), changed.get(self.path + "running_var", variance)
+
+    def _change(self, mean: Tensor, variance: Tensor) -> None:
+        """Hand back what the running statistics have become."""
+        _context.mode.changed |= {self.path + "running_mean": mean, self.path + "running_var": variance}
 
     def _normalised(self, x: Tensor, weight: Tensor | None, gamma: Tensor, beta: Tensor) -> Tensor:
         """The same by kernels that know the gradients."""
@@ -1175,17 +1245,13 @@ class _BatchNorm(nn.Module):
         if self.running_mean is not None and self.running_var is not None:
             share = self.momentum
             unbiased = variance * count / (count - 1).clamp(min=1)
-            # A layer that is called twice in one pass goes on from its own first change.
-            changed = _context.mode.changed
-            before_mean = changed.get(self.path + "running_mean", self.running_mean)
-            before_var = changed.get(self.path + "running_var", self.running_var)
+            before_mean, before_var = self._before(self.running_mean, self.running_var)
             # One value has no variance, and PyTorch refuses it; here the running statistics stand in and
             # stay.
             single = count <= 1
             mean, variance = torch.where(single, before_mean, mean), torch.where(single, before_var, variance)
-            changed[self.path + "running_mean"] = before_mean + share * (mean - before_mean)
             moved = before_var + share * (unbiased - before_var)
-            changed[self.path + "running_var"] = torch.where(single, before_var, moved)
+            self._change(before_mean + share * (mean - before_mean), torch.where(single, before_var, moved))
         return mean, variance
 
 

@@ -356,7 +356,10 @@ def resolve(
 ) -> Experiment:
     """The experiment with everything that was ``auto`` decided, so that a rerun decides the same."""
     engine = experiment.engine
-    name = choose_engine(engine.name, task, engine.device, data.train.x, data.train.y)
+    if engine.way == "auto" and distributed.world() > 1:  # all its processes do the same
+        engine = replace(engine, way="together")
+    x, y = data.train.x, data.train.y
+    name = choose_engine(engine.name, task, engine.device, x, y, engine.way)
     otherwise = engine.otherwise
     if otherwise == "auto":
         otherwise = "loop" if engine.name == "auto" else "error"
@@ -366,7 +369,8 @@ def resolve(
         local = experiment.local
         steps = experiment.rounds * Batches("train", local.batch, local.most_epochs, local.steps).count(most)
         long = engine.device == "cuda" and name == "stacked" and steps >= COMPILE_STEPS
-        compiled = "yes" if long and not task.convolves else "no"
+        traced_alone = long and task.why_not_stackable(x, y) is not None
+        compiled = "yes" if long and not (task.convolves or traced_alone) else "no"
     what = measured(
         task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline, _largest(data)
     )
@@ -390,11 +394,11 @@ def resolve(
 
 
 def _way(experiment: Experiment, task: Task, data: ClientData) -> str:
-    """How the stacked engine has steps of this run's cohorts computed; all its processes do the same."""
+    """How the stacked engine has steps of this run's cohorts computed."""
     engine = experiment.engine
     if engine.way != "auto":
         return engine.way
-    if engine.name != "stacked" or distributed.world() > 1:
+    if engine.name != "stacked":
         return "together"
     cohort = experiment.cohort.size(data.clients)
     return choose_way(task, data, federation_settings(experiment), cohort, user_cache())

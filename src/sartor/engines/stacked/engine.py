@@ -153,7 +153,7 @@ class StackedEngine(LocalEngine):
         if settings.compile:  # PyTorch's default precision is meant; its hint at a coarser one is no news
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
         train = self.samples["train"]
-        self.task.require_stackable(train.x, train.y)
+        self.task.require_stackable(train.x, train.y, self._tracer.apart)
         self._exact = self.task.mixes_samples(train.x, train.y)
         self._activations = self.task.activations(train.x)
 

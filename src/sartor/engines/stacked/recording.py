@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sartor.kernels.graph import Graph
@@ -41,6 +42,13 @@ def recorded(
     return recorder.module
 
 
+def _is_ragged(function: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the size of a result follows from numbers: of what is picked, only where a mask says what."""
+    if function is aten.index.Tensor:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.dynamic_output_shape in function.tags
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,10 +68,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             function = aten.lift_fresh_copy.default
         given = map_aggregate((args, kwargs or {}), self.node_of)
         result = function(*args, **(kwargs or {}))
+        fixed = self.known.issuperset(value for value in tree_leaves(given[0]) if isinstance(value, fx.Node))
         if torch.Tag.data_dependent_output in function.tags:
-            if self.known.issuperset(value for value in given[0] if isinstance(value, fx.Node)):
+            if fixed:
                 return result
             raise RuntimeError(f"{function} takes a number out of a tensor, and every step has another")
+        if _is_ragged(function, args) and not fixed:
+            raise RuntimeError(f"{function} gives as much as a tensor says, and every step has another")
         node = self.graph.call_function(function, *given)
         drawn = torch.Tag.nondeterministic_seeded in function.tags
         if self.known.issuperset(node.all_input_nodes) and not drawn:
