@@ -64,6 +64,69 @@ def test_what_blocks_leave_out_is_said() -> None:
         make_partition((labels_of(9, 9), labels_of(5, 5)), {"name": "blocks", "k": 3}, clients=4)
 
 
+PFLLIB = {
+    "blocks": {0: [1236, 1080], 1: [410, 890], 7: [5242, 3804], 11: [2668, 3926], 19: [4094, 3194]},
+    "by law": {
+        0: [67, 1, 0, 0, 0, 0, 2, 0, 5, 7],
+        7: [285, 23, 7, 2024, 0, 170, 1952, 0, 0, 0],
+        19: [1, 491, 1876, 267, 1, 2060, 1, 0, 0, 1],
+    },
+}
+"""Samples by class of some of 20 clients, as PFLlib's generate_FashionMNIST.py (d832e76) deals them."""
+
+
+def test_pfllib_s_own_draw_of_fashion_mnist() -> None:
+    labels, wholes = labels_of(*[7000] * 10), {}
+    for kind, spec in (("blocks", {"k": 2}), ("by law", {"alpha": 0.1})):
+        made = [make_partition(labels, {"name": "pfllib", **spec}, clients=20, seed=seed) for seed in (0, 5)]
+        assert made[0].hash == made[1].hash
+        wholes[kind] = made[0].counts("train") + made[0].counts("test")
+        assert made[0].counts("test").sum(axis=1).tolist() == [
+            total - int(0.75 * total) for total in wholes[kind].sum(axis=1)
+        ]
+        assert sorted(np.concatenate([*made[0].train, *made[0].test])) == list(range(70_000))
+    for client, counts in PFLLIB["blocks"].items():
+        mine = wholes["blocks"][client]
+        assert mine[mine > 0].tolist() == counts
+        assert np.flatnonzero(mine)[0] == 2 * (client // 4)
+    for client, counts in PFLLIB["by law"].items():
+        assert wholes["by law"][client].tolist() == counts
+
+
+def test_pfllib_s_own_draw_sample_for_sample() -> None:
+    """By its functions, of 40 samples whose labels are 0, 1, 0, 1, …: who trains and tests on which."""
+    made = make_partition(np.arange(40) % 2, {"name": "pfllib", "k": 1}, clients=4)
+    assert [part.tolist() for part in made.train] == [
+        [0, 2, 6, 8, 12],
+        [14, 16, 18, 22, 26, 28, 30, 34, 38],
+        [3, 5, 9],
+        [11, 13, 19, 21, 23, 25, 29, 31, 33, 35, 37],
+    ]
+    assert [part.tolist() for part in made.test] == [[4, 10], [20, 24, 32, 36], [1, 7], [15, 17, 27, 39]]
+    even = make_partition(np.arange(16) % 2, {"name": "pfllib", "k": 1, "even": True}, clients=4)
+    assert (even.counts("train") + even.counts("test")).tolist() == [[4, 0], [4, 0], [0, 4], [0, 4]]
+
+
+def test_pfllib_s_draw_of_too_little_is_refused() -> None:
+    with pytest.raises(DataError, match="class 0 has 3 samples for 2 clients; use fewer clients"):
+        make_partition(labels_of(3, 3), {"name": "pfllib", "k": 1}, clients=4)
+    with pytest.raises(DataError, match="none of 100 draws gives every client 20 samples"):
+        make_partition(labels_of(200, 200), {"name": "pfllib", "alpha": 0.001}, clients=10)
+    with pytest.raises(SettingError, match=r"partition\.k: the data have 2 classes, got 3"):
+        make_partition(labels_of(9, 9), {"name": "pfllib", "k": 3}, clients=4)
+
+
+def test_pfllib_s_draw_is_of_training_and_test_set_as_one() -> None:
+    source = load_source("digits")
+    words = ["data.clients=5", "partition.name=pfllib", "partition.alpha=0.5"]
+    data, partition = load_data(load(None, words))
+    assert partition is not None
+    assert sorted(np.concatenate([*partition.train, *partition.test])) == list(range(sum(source.sizes)))
+    assert int(data.test.count.sum()) == len(data.pooled_y)
+    with pytest.raises(SettingError, match=r"partition\.test_share: .* test size of its own"):
+        load_data(load(None, [*words, "partition.test_share=0.25"]))
+
+
 @given(st.integers(2, 6), st.integers(1, 14), st.data(), st.integers(0, 2**32))
 @settings(max_examples=40)
 def test_drawn_classes_begin_with_the_next_in_turn(classes, clients, data, seed) -> None:

@@ -239,6 +239,83 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Pfllib:
+    """The samples that PFLlib's own scripts deal out, by their generator and seed: sample for sample.
+
+    The laws are those of ``blocks`` and of ``dirichlet`` with ``balance``, the order of the draws PFLlib's.
+    Training and test set are one, of which every client tests on a part. The run's seed changes nothing.
+    """
+
+    name: ClassVar[str] = "pfllib"
+    whole: ClassVar[bool] = True
+    """Whether it is for training and test set as one."""
+    alpha: float = setting(0.0, "of Dirichlet's law; 0: blocks of k classes", symbol="α", low=0)
+    k: int = setting(2, "classes each client of a block holds", low=1)
+    even: bool = setting(False, "whether the parts of a block's class are equal")
+    least: int = setting(40, "Dirichlet: fewest samples of a client, to train and test on", low=1)
+    test_fraction: float = setting(0.25, "share of a client's samples to test on", above=0, high=0.9)
+    draw: int = setting(1, "the seed of PFLlib's scripts", low=0, high=2**32 - 1)
+
+    def split(self, labels: Labels, clients: int, seed: int) -> Draw:
+        """Deal out, then cut each client's samples."""
+        random = np.random.RandomState(self.draw)
+        least = int(min(self.least, len(labels.train) / clients / 2))
+        deal = self._blocks if self.alpha == 0 else self._by_law
+        train, test = [], []
+        for own in deal(labels, clients, least, random):
+            order = own[random.permutation(len(own))]
+            tested = len(own) - int((1 - self.test_fraction) * len(own))
+            test.append(order[:tested])
+            train.append(order[tested:])
+        return Draw(train, test)
+
+    def _blocks(
+        self, labels: Labels, clients: int, least: int, random: np.random.RandomState
+    ) -> list[Counts]:
+        classes = labels.classes
+        _at_most("k", self.k, classes)
+        parts: list[list[Counts]] = [[] for _ in range(clients)]
+        for label in range(classes):
+            holders = [own for own in parts if len(own) < self.k][: math.ceil(clients / classes * self.k)]
+            if not holders:
+                break
+            pool = np.flatnonzero(labels.train == label)
+            even, parted = len(pool) / len(holders), len(holders) - 1
+            if even < 2:
+                raise DataError(
+                    f"partition pfllib: class {label} has {len(pool)} samples for {len(holders)} clients; "
+                    "use fewer clients or a smaller k"
+                )
+            if self.even:
+                sizes = np.full(parted, int(even))
+            else:
+                sizes = random.randint(max(even / 10, least / classes), even, parted)
+            for own, part in zip(holders, np.split(pool, np.cumsum(sizes)), strict=True):
+                own.append(part)
+        return [np.concatenate(own) for own in parts]
+
+    def _by_law(
+        self, labels: Labels, clients: int, least: int, random: np.random.RandomState
+    ) -> list[Counts]:
+        full = len(labels.train) / clients
+        for _ in range(TRIES):
+            own: list[Counts] = [np.zeros(0, np.int64) for _ in range(clients)]
+            for label in range(labels.classes):
+                pool = np.flatnonzero(labels.train == label)
+                random.shuffle(pool)
+                shares = random.dirichlet(np.full(clients, self.alpha))
+                shares *= [len(held) < full for held in own]
+                ends = (np.cumsum(shares / shares.sum()) * len(pool)).astype(np.int64)[:-1]
+                own = [np.append(held, part) for held, part in zip(own, np.split(pool, ends), strict=True)]
+            if min(map(len, own)) >= least:
+                return own
+        raise DataError(
+            f"partition pfllib: none of {TRIES} draws gives every client {least} samples; use fewer clients, "
+            "a smaller least or a larger alpha"
+        )
+
+
+@dataclass(frozen=True)
 class Dirichlet:
     """Label shares drawn from a Dirichlet law: the smaller ``alpha``, the less alike the clients."""
 
@@ -439,7 +516,8 @@ class Column:
 
 
 PARTITIONS: dict[str, type[Scheme]] = {
-    scheme.name: scheme for scheme in (Iid, Shards, Classes, Blocks, Dirichlet, Practical, Parts, Column)
+    scheme.name: scheme
+    for scheme in (Iid, Shards, Classes, Blocks, Pfllib, Dirichlet, Practical, Parts, Column)
 }
 """The schemes by name."""
 

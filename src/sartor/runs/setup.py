@@ -326,10 +326,10 @@ def load_data(
 
 def divided(source: Source, experiment: Experiment) -> tuple[ClientData, Partition]:
     """A source as the experiment divides it among clients."""
-    share = experiment.partition.test_share
-    if share is not None:
+    share, scheme = experiment.partition.test_share, experiment.partition.settings
+    if share is not None or getattr(scheme, "whole", False):
         source = source.merged()
-        if experiment.partition.name == "parts" or getattr(experiment.partition.settings, "test", None):
+        if share is not None and (hasattr(scheme, "test_fraction") or getattr(scheme, "test", None)):
             raise SettingError(
                 f"partition.test_share: partition {experiment.partition.name} has a test size of its own; "
                 "leave one of them out"
@@ -339,7 +339,7 @@ def divided(source: Source, experiment: Experiment) -> tuple[ClientData, Partiti
     else:
         partition = make_partition(
             source,
-            experiment.partition.settings,
+            scheme,
             experiment.data.clients,
             experiment.seed,
             experiment.data.validation,
