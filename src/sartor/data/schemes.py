@@ -289,7 +289,7 @@ class Pfllib:
             if self.even:
                 sizes = np.full(parted, int(even))
             else:
-                sizes = random.randint(max(even / 10, least / classes), even, parted)
+                sizes = random.randint(int(max(even / 10, least / classes)), int(even), parted)
             for own, part in zip(holders, np.split(pool, np.cumsum(sizes)), strict=True):
                 own.append(part)
         return [np.concatenate(own) for own in parts]
