@@ -110,6 +110,8 @@ def test_pfllib_s_own_draw_sample_for_sample() -> None:
 def test_pfllib_s_draw_of_too_little_is_refused() -> None:
     with pytest.raises(DataError, match="class 0 has 3 samples for 2 clients; use fewer clients"):
         make_partition(labels_of(3, 3), {"name": "pfllib", "k": 1}, clients=4)
+    with pytest.raises(DataError, match="class 0 has 4 samples for 2 clients; use fewer clients"):
+        make_partition(labels_of(4, *[60] * 9), {"name": "pfllib", "k": 2}, clients=10)
     with pytest.raises(DataError, match="none of 100 draws gives every client 20 samples"):
         make_partition(labels_of(200, 200), {"name": "pfllib", "alpha": 0.001}, clients=10)
     with pytest.raises(SettingError, match=r"partition\.k: the data have 2 classes, got 3"):

@@ -280,16 +280,16 @@ class Pfllib:
             if not holders:
                 break
             pool = np.flatnonzero(labels.train == label)
-            even, parted = len(pool) / len(holders), len(holders) - 1
-            if even < 2:
+            even = len(pool) / len(holders)
+            low = 0 if self.even else int(max(even / 10, least / classes))
+            if int(even) <= max(low, 1):
                 raise DataError(
                     f"partition pfllib: class {label} has {len(pool)} samples for {len(holders)} clients; "
                     "use fewer clients or a smaller k"
                 )
-            if self.even:
-                sizes = np.full(parted, int(even))
-            else:
-                sizes = random.randint(int(max(even / 10, least / classes)), int(even), parted)
+            sizes = np.full(len(holders) - 1, int(even))
+            if not self.even:
+                sizes = random.randint(low, int(even), len(holders) - 1)
             for own, part in zip(holders, np.split(pool, np.cumsum(sizes)), strict=True):
                 own.append(part)
         return [np.concatenate(own) for own in parts]
