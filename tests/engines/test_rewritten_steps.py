@@ -125,6 +125,66 @@ def test_as_many_tokens_as_something_else_has(
     assert "sartor.stacked_attention_gradient" in operations(found)
 
 
+class Encoder(nn.Module):
+    """PyTorch's own layer, over the rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.output = nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.output(self.layer(x[:, 0]).mean(1))
+        return scores
+
+
+def grouped() -> nn.Module:
+    """Its gradients lie otherwise than PyTorch describes them."""
+    layers = (nn.MaxPool2d(2), nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=2))
+    return nn.Sequential(*layers, nn.ELU(), nn.Flatten(), nn.Linear(64, 4))
+
+
+@pytest.mark.parametrize("kind", [Encoder, grouped])
+@pytest.mark.parametrize("clients", [1, 4])
+def test_a_network_of_one_s_own_is_the_same_for_one_client_and_for_several(
+    kind: Callable[[], nn.Module], clients: int, rewritten: Callable[[], list[fx.GraphModule]]
+) -> None:
+    data = classification((8, 8, 8, 8), shape=(1, 8, 8))
+
+    def left() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        made = federation_of("stacked", Task(kind(), classes=4), data, local={"batch": 4})
+        return ended("sgd-sgd", made, [list(range(clients))] * 2)
+
+    expected, found = left(), rewritten()
+    assert_close(expected, left(), 1e-5)
+    assert found
+
+
+def test_a_step_that_fails_as_it_was_rewritten_runs_as_it_was(
+    rewritten: Callable[[], list[fx.GraphModule]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = classification((9, 5, 12), shape=(1, 8, 8))
+
+    def left() -> dict[str, Tensor]:
+        made = federation_of("stacked", network(), data, local={"batch": 4})
+        return ended("sgd-sgd", made, [[0, 1, 2], [0, 2]])
+
+    expected = left()
+    rewritten()
+
+    def broken(graph: fx.GraphModule) -> None:
+        (result,) = graph.graph.find_nodes(op="output")
+        with graph.graph.inserting_before(result):
+            wrong = graph.graph.call_function(torch.ops.aten.view.default, (result.args[0][0], [3, 5]))
+        result.args = ([wrong, *result.args[0][1:]],)
+
+    monkeypatch.setattr(trace, "merge", broken)
+    assert_close(expected, left(), 1e-5)
+    assert "a step runs as PyTorch has it (shape '[3, 5]' is invalid" in caplog.text
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in SAME])
 def test_every_method_is_the_same_with_a_convolutional_network(
     name: str, rewritten: Callable[[], list[fx.GraphModule]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from helpers import classification, federation_of, method
 from sartor.data.clients import ClientData
 from sartor.engines import choose_engine, ways
 from sartor.engines.stacked.recording import recorded
+from sartor.engines.stacked.trace import Tracer
 from sartor.errors import NotStackable
 from sartor.model.task import Task
 from sartor.runs import setup
@@ -62,6 +64,18 @@ class StraightThrough(nn.Module):
         return scores
 
 
+class Recurrent(nn.Module):
+    """Reads its inputs one after the other."""
+
+    def __init__(self, cells: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells, self.output = cells(2, 5, batch_first=True), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.output(self.cells(x.view(-1, 3, 2))[0][:, -1])
+        return scores
+
+
 class Counting(Branching):
     """Takes as many of its inputs as there are in them."""
 
@@ -94,6 +108,8 @@ def task_of(kind: Callable[[], nn.Module]) -> Task:
         ),
         (spectral, "fedavg"),
         (Remembering, "scaffold"),
+        (partial(Recurrent, nn.GRU), "fedavg"),
+        (partial(Recurrent, nn.LSTM), "ditto"),
     ],
 )
 def test_captured_steps_give_what_the_loop_gives(
@@ -154,6 +170,23 @@ def test_a_gpu_runs_such_a_model_apart_and_a_cpu_on_the_loop(caplog: pytest.LogC
     assert "setup_context" in caplog.text
     with pytest.raises(NotStackable, match="setup_context"):
         choose_engine("stacked", task, "cpu", x, y, "auto")
+
+
+def test_what_captured_steps_fail_on_the_loop_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever a device says of a capture; but not where the engine was asked for."""
+    expected = ended("fedavg", federation_of("loop", task_of(StraightThrough), data()), COHORTS)
+
+    def refused(*given: Any, **settings: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Tracer, "steps", refused)
+    made = federation_of("stacked", task_of(StraightThrough), data(), way="apart", otherwise="loop")
+    assert_close(expected, ended("fedavg", made, COHORTS), 0)
+    assert "runs on the loop engine: operation not permitted" in caplog.text
+    with pytest.raises(RuntimeError, match="not permitted"):
+        ended("fedavg", federation_of("stacked", task_of(StraightThrough), data(), way="apart"), COHORTS)
 
 
 def test_its_long_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

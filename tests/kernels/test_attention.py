@@ -82,9 +82,11 @@ def test_a_pass_alone() -> None:
         (nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), 1),
     ],
 )
-def test_layers_of_pytorch(layer: nn.Module, given: int) -> None:
-    named = {name: value.detach().expand(3, *value.shape) for name, value in layer.named_parameters()}
-    x = draw(3, 4, 5, 6).float()
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_layers_of_pytorch(layer: nn.Module, given: int, lanes: int) -> None:
+    """Which put samples and heads into one axis: of a single client, queries have more heads than keys."""
+    named = {name: value.detach().expand(lanes, *value.shape) for name, value in layer.named_parameters()}
+    x = draw(lanes, 4, 5, 6).float()
 
     def loss(named: dict[str, Tensor], x: Tensor) -> Tensor:
         with Keyed(Drawing(1)):
@@ -101,6 +103,15 @@ def test_layers_of_pytorch(layer: nn.Module, given: int) -> None:
     assert OPS.stacked_attention_gradient.default in [node.target for node in graph.graph.nodes]
     for name, value in graph(x).items():
         assert torch.allclose(value, gradients(x)[name], rtol=1e-4, atol=1e-6)
+
+
+def test_unlike_heads_are_refused() -> None:
+    """The kernels would read them by strides that are another's."""
+    query, key, value = draw(2, 4, 5, 3), draw(4, 2, 3, 5), draw(2, 4, 5, 3)
+    with pytest.raises(ValueError, match="unlike heads"):
+        attention.stacked_attention(query, key, value, 1.0)
+    with pytest.raises(ValueError, match="unlike heads"):
+        attention.stacked_attention_gradient(value, query, key, value, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,9 @@ def specialise(module: fx.GraphModule) -> None:
         if found is None:
             continue
         with graph.inserting_before(found.result):
-            operands = (*found.scores.args, found.result.args[1])
-            given: tuple[Any, ...] = (
-                *(_heads(graph, operand, changing) for operand in operands),
-                found.scale,
-            )
+            operands = [_places(operand, changing) for operand in (*found.scores.args, found.result.args[1])]
+            heads = _common_heads(operands)
+            given: tuple[Any, ...] = (*(_heads(graph, places, heads) for places in operands), found.scale)
             result = graph.call_function(torch.ops.sartor.stacked_attention.default, given)
             _replace(graph, found.result, result)
         gradients = _backward(graph, softmax, found)
@@ -61,7 +59,7 @@ def specialise(module: fx.GraphModule) -> None:
         gradient, *products = gradients
         first = min(products, key=list(graph.nodes).index)
         with graph.inserting_before(first):
-            arguments = (_heads(graph, gradient, changing), *given)
+            arguments = (_heads(graph, _places(gradient, changing), heads), *given)
             parts = graph.call_function(torch.ops.sartor.stacked_attention_gradient.default, arguments)
             for place, product in enumerate(products):
                 _replace(graph, product, graph.call_function(operator.getitem, (parts, place)))
@@ -153,27 +151,40 @@ def _upwards(node: fx.Node, *more: Any) -> Iterator[fx.Node]:
         yield node
 
 
-def _heads(graph: fx.Graph, node: Any, changing: set[fx.Node]) -> fx.Node:
-    """Matrices [m, t, d] as [n, h, t, d], where they lay before they were copied if that is such a place.
+def _places(node: Any, changing: set[fx.Node]) -> list[fx.Node]:
+    """Matrices [m, t, d], and where they lay before they were copied: [..., h, t, d].
 
     That is never behind a transpose, also where sizes are equal and shapes do not tell: as many tokens as
     heads, or as each has numbers.
     """
-    shape = node.meta["val"].shape
-    best, found = node, (shape[0], 1)
+    shape, places = node.meta["val"].shape, [node]
     for before in _upwards(node):
         value = before.meta["val"]
-        if (
-            before in changing
-            or value.dim() < 3
-            or value.shape[-2:] != shape[-2:]
-            or value.numel() != node.meta["val"].numel()
-        ):
+        same = value.shape[-2:] == shape[-2:] and value.numel() == shape.numel()
+        if before in changing or value.dim() < 3 or not same:
             break
-        leading = value[..., 0, 0]
-        if value.dim() == 3 or leading[..., 0].is_contiguous() or _evenly(leading[..., 0]):
-            best, found = before, (-1, value.shape[-3])
-    return graph.call_function(aten.view.default, (best, [*found, *shape[-2:]]))
+        if value.dim() == 3 or _evenly(value[..., 0, 0, 0]):
+            places.append(before)
+    return places
+
+
+def _common_heads(operands: list[list[fx.Node]]) -> int:
+    """A number of heads for all operands, which most of them have somewhere, and the furthest from here."""
+    had = [dict.fromkeys(_own_heads(place) for place in places) for places in operands]
+    every = [heads for own in had for heads in own if heads]
+    return max(reversed(every), key=lambda heads: sum(heads in own for own in had), default=1)
+
+
+def _own_heads(place: fx.Node) -> int:
+    """How many heads matrices have by their shape; 0 where they can be told as any number."""
+    shape = place.meta["val"].shape
+    return shape[-3] if len(shape) > 3 else 0
+
+
+def _heads(graph: fx.Graph, places: list[fx.Node], heads: int) -> fx.Node:
+    """Matrices as [n, h, t, d], from the furthest place where they have, or can have, so many heads."""
+    best = [place for place in places if _own_heads(place) in (0, heads)][-1]
+    return graph.call_function(aten.view.default, (best, [-1, heads, *places[0].meta["val"].shape[-2:]]))
 
 
 def _evenly(value: Tensor) -> bool:
@@ -201,6 +212,7 @@ def _replace(graph: fx.Graph, product: fx.Node, result: fx.Node) -> None:
 )
 def stacked_attention(query: Tensor, turned_key: Tensor, value: Tensor, scale: float) -> Tensor:
     """The attention of heads: query [n, h, t, d], key turned round [n, h, d, u] and value [n, h, u, d]."""
+    _check_heads(query, turned_key, value)
     if query.is_cuda:
         from sartor.kernels import attention_triton
 
@@ -219,6 +231,7 @@ def stacked_attention_gradient(
     gradient: Tensor, query: Tensor, turned_key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, turned key and value, from that of the result [n, h, t, d]."""
+    _check_heads(gradient, query, turned_key, value)
     if query.is_cuda:
         from sartor.kernels import attention_triton
 
@@ -230,6 +243,12 @@ def stacked_attention_gradient(
     by_shares = gradient @ value.mT
     slopes = shares * (by_shares - (shares * by_shares).sum(-1, keepdim=True)) * scale
     return slopes @ turned_key.mT, query.mT @ slopes, shares.mT @ gradient
+
+
+def _check_heads(*operands: Tensor) -> None:
+    """Kernels go by strides, and would read what is nobody's."""
+    if len({operand.shape[:2] for operand in operands}) > 1:
+        raise ValueError(f"attention of unlike heads: {[list(operand.shape) for operand in operands]}")
 
 
 @stacked_attention.register_fake

@@ -154,6 +154,8 @@ class StackedEngine(LocalEngine):
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
         train = self.samples["train"]
         self.task.require_stackable(train.x, train.y, self._tracer.apart)
+        self._alone = self.task.why_not_stackable(train.x, train.y) is not None
+        """Whether the model cannot be stacked: whatever its captured steps fail on, the loop may do."""
         self._exact = self.task.mixes_samples(train.x, train.y)
         self._activations = self.task.activations(train.x)
 
@@ -175,8 +177,9 @@ class StackedEngine(LocalEngine):
             return self._loop.run(work)
         try:
             return self._stacked(work)
-        except NotStackable as error:
-            if self.settings.otherwise != "loop":
+        except (NotStackable, ClientError, RuntimeError) as error:
+            unfit = isinstance(error, NotStackable) or self._alone
+            if self.settings.otherwise != "loop" or not unfit or isinstance(error, torch.OutOfMemoryError):
                 raise
             self._others.add(work.function)
             log.warning("%s runs on the loop engine: %s", name_of(work.function), error)

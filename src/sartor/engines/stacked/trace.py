@@ -363,6 +363,13 @@ class Tracer:
                 return self._as_it_stands(program, step, arguments)
         inputs, spec = tree_flatten(arguments)
         program.steps[key] = self._traced(program, step, inputs, spec)
+        try:
+            return program.steps[key](inputs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if not self.for_gpu or isinstance(error, torch.OutOfMemoryError):
+                raise
+            log.warning("model %s: a step runs as PyTorch has it (%s)", self.task.name, _first_line(error))
+        program.steps[key] = self._traced(program, step, inputs, spec, rewritten=False)
         return program.steps[key](inputs)
 
     def _as_it_stands(self, program: Program, step: Callable[..., Any], arguments: Any) -> Any:
@@ -481,9 +488,17 @@ class Tracer:
         return step
 
     def _traced(
-        self, program: Program, function: Callable[..., Any], inputs: list[Tensor], spec: Any
+        self,
+        program: Program,
+        function: Callable[..., Any],
+        inputs: list[Tensor],
+        spec: Any,
+        rewritten: bool = True,
     ) -> Traced:
-        """The function as a plain graph of tensor operations for such arguments; compiled if wanted."""
+        """The function as a plain graph of tensor operations for such arguments; compiled if wanted.
+
+        For a GPU it is ``rewritten``: into operations with kernels of ours.
+        """
         result_spec: list[Any] = []
 
         def flat(inputs: list[Tensor]) -> list[Tensor]:
@@ -500,6 +515,23 @@ class Tracer:
             # A constant that a client function made lies on the CPU, from where a capture cannot fetch it.
             if node.op == "get_attr":
                 setattr(graph, node.target, getattr(graph, node.target).to(self.device))
+        if rewritten:
+            self._rewrite(program, graph)
+        reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
+        parts = None
+        if self.device.type == "cpu" and not self.settings.compile:
+            if self.apart or has_tensor_cores(self.device):  # as a test has it, to see steps of a GPU
+                quicken(graph)
+            else:
+                carried = result_spec[-1].num_leaves
+                parts = parts_of(graph, len(inputs) - TURN - carried, carried)
+        graph.recompile()
+        self.ahead.compile(lambda: graph.forward(*inputs), program.widths)
+        run = self._compiled(graph) if self.settings.compile else _plain(graph)
+        return Traced(run, result_spec[-1], reads, graph, parts=parts)
+
+    def _rewrite(self, program: Program, graph: fx.GraphModule) -> None:
+        """Have a step computed by operations for which a GPU has kernels of ours."""
         if self.for_gpu and not self.apart:
             rectified.specialise(graph)
         if self.for_gpu and not self.settings.compile:  # which finds these by itself
@@ -514,18 +546,8 @@ class Tracer:
         if self.for_gpu and HAS_TRITON and not self.settings.compile:
             pooling.specialise(graph)
             merge(graph)
-        reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
-        parts = None
-        if self.device.type == "cpu" and not self.settings.compile:
-            if self.apart or has_tensor_cores(self.device):  # as a test has it, to see steps of a GPU
-                quicken(graph)
-            else:
-                carried = result_spec[-1].num_leaves
-                parts = parts_of(graph, len(inputs) - TURN - carried, carried)
-        graph.recompile()
-        self.ahead.compile(lambda: graph.forward(*inputs), program.widths)
-        run = self._compiled(graph) if self.settings.compile else _plain(graph)
-        return Traced(run, result_spec[-1], reads, graph, parts=parts)
+        if self.for_gpu:
+            layouts.loosen(graph)
 
     @property
     def for_gpu(self) -> bool:
@@ -555,8 +577,7 @@ class Tracer:
                 except (torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception as error:  # what is wrong with the step itself shows when it runs plainly
-                    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                    log.warning("model %s: a step is not compiled (%s)", self.task.name, first)
+                    log.warning("model %s: a step is not compiled (%s)", self.task.name, _first_line(error))
                     plain = True
             return _plain(graph)(inputs)
 
@@ -571,7 +592,7 @@ class Tracer:
             return error
         if "can't allocate memory" in str(error):
             return MemoryError(str(error))
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        first = _first_line(error)
         if any(words in first for words in IN_PLACE):
             return ClientError(changed_words(program.function, "a tensor that all clients share"))
         if isinstance(error, RuntimeError) and ("vmap" in first or "functorch" in first):
@@ -610,6 +631,10 @@ class Tracer:
         reply = checked_reply(program.function, result, self.task.dtype, self.device)
         trained = () if client.buffers is None or client.buffers is buffers else (client.buffers,)
         return reply.sent, reply.kept, trained
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def merge(graph: fx.GraphModule) -> None:
