@@ -149,6 +149,15 @@ def test_a_head_is_named_by_its_path() -> None:
         go(head="classifier", rounds=0)
 
 
+def test_a_network_is_a_name_or_a_section() -> None:
+    settings = {"data": "digits", "clients": 3, "rounds": 0, "store": False}
+    named = sartor.run("fedrep", model={"name": "mlp", "hidden": 5}, **settings)
+    whole = sartor.run("fedrep", experiment={"model": {"name": "mlp", "hidden": 5}}, **settings)
+    assert named.summary["parameters"] == whole.summary["parameters"]
+    with pytest.raises(SettingError, match=r"model\.hiden: unknown .*hidden"):
+        sartor.run("fedavg", model={"name": "mlp", "hiden": 5}, **settings)
+
+
 def test_names_and_sections_make_an_experiment() -> None:
     result = sartor.run(
         "fedupdate",

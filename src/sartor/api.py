@@ -24,8 +24,9 @@ def run(
     """Run an algorithm and return its :class:`~sartor.runs.result.Result`.
 
     ``data`` is a data set's name, or your own, taken as it is: ``{client: (x, y)}``, or a
-    :class:`~sartor.data.ClientData`. ``model`` is a network's name, a class or function that
-    builds an ``nn.Module``, anew for every seed, a ready one, or a :class:`Task`;
+    :class:`~sartor.data.ClientData`. ``model`` is a network's name, its section, as in ``{"name": "mlp",
+    "hidden": 32}``, a class or function that builds an ``nn.Module``, anew for every seed, a ready one, or a
+    :class:`Task`;
     ``head`` names the module that is a personal head. ``objective`` is what it is trained for: a name, its
     section, an :class:`Objective` or a loss function. Each may be a function in a file:
     ``data="mine.py:load"``, ``model="net.py:build"``. ``clients``, ``rounds``, ``seed``, ``engine`` and

@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 import torch
 from test_engines import SAME, as_allowed, assert_close, ended
+from test_nested_samples import KINDS, samples
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
+import sartor
 from helpers import METHODS, RAGGED, classification, federation_of, model_task
+from sartor.algorithms import registered
 from sartor.engines.stacked import trace
 from sartor.federation import Federation
 from sartor.kernels import convolution
 from sartor.model import objectives
+from sartor.model.adapters import with_adapters
+from sartor.model.networks import seeded
 from sartor.model.task import Task
 
 pytestmark = pytest.mark.usefixtures("traced")
@@ -157,6 +162,69 @@ def test_a_network_of_one_s_own_is_the_same_for_one_client_and_for_several(
 
     expected, found = left(), rewritten()
     assert_close(expected, left(), 1e-5)
+    assert found
+
+
+def tokens(clients: int) -> dict[str, Any]:
+    """Texts that begin with what they are about; another number of them for each client."""
+    drawn = [torch.randint(0, 12, (8 + 7 * client, 8)) for client in range(clients)]
+    return {str(client): (x, x[:, 0] % 3) for client, x in enumerate(drawn)}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"name": "lstm", "layers": 2},
+        {"name": "transformer"},
+        {"name": "transformer", "width": 8, "heads": 8},
+    ],
+)
+def test_networks_for_texts_are_the_same(
+    model: dict[str, Any], rewritten: Callable[[], list[fx.GraphModule]]
+) -> None:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"rounds": 2, "local": {"batch": 4}, "hyper": {"lr": 0.1}, "store": False}
+    settings |= {"data": tokens(3), "model": model, "engine": "stacked"}
+    expected = sartor.run("fedavg", **settings).w
+    found = rewritten()
+    torch.testing.assert_close(sartor.run("fedavg", **settings).w, expected, rtol=1e-4, atol=1e-5)
+    assert found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_any_samples_and_targets_are_the_same(
+    name: str, rewritten: Callable[[], list[fx.GraphModule]]
+) -> None:
+    kind = KINDS[name]
+    settings: dict[str, Any] = {"rounds": 2, "local": {"batch": 4, "momentum": 0.5}, "store": False}
+    settings |= {"data": samples(kind), "objective": kind.objective, "engine": "stacked"}
+
+    def trained() -> Tensor | None:
+        return sartor.run("fedavg", model=seeded(kind.module, 0), **settings).w
+
+    expected, found = trained(), rewritten()
+    torch.testing.assert_close(trained(), expected, rtol=1e-4, atol=1e-5)
+    assert found
+
+
+@pytest.mark.parametrize("name", ["fedit", "ffa-lora", "fedsa-lora", "feddf", "fedmd"])
+def test_methods_of_adapters_and_of_public_samples_are_the_same(
+    name: str, rewritten: Callable[[], list[fx.GraphModule]]
+) -> None:
+    data = classification((9, 17, 5, 12), shape=(1, 8, 8))
+    data = replace(data, validation=data.test, public_x=data.pooled_x[:9])
+
+    def left() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        body = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 16)]
+        module: nn.Module = nn.Sequential(*body, nn.ReLU(), nn.Linear(16, 4))
+        if registered()[name].adapters:
+            module = with_adapters(module, 2, ("4",))
+        task = Task(module, classes=4, head="6")
+        return ended(name, federation_of("stacked", task, data, local={"batch": 4}), [[0, 1, 2, 3], [1, 3]])
+
+    expected, found = left(), rewritten()
+    assert_close(expected, left(), 1e-4)
     assert found
 
 

@@ -46,9 +46,9 @@ class RunSettings(TypedDict, total=False):
     data: str | Mapping[str, Any] | ClientData | Source | Dataset[Any] | None
     """A data set's name, a table or a folder, a function as in ``mine.py:load``, ``{client: (x, y)}`` or
     ClientData; or a Source or a torch data set, which ``partition`` divides."""
-    model: str | Model | None
-    """A network's name, a function as in ``net.py:build``, a class or function that builds one (anew for
-    every seed), a module, or a Task."""
+    model: str | Mapping[str, Any] | Model | None
+    """A network's name or section, a function as in ``net.py:build``, a class or function that builds one
+    (anew for every seed), a module, or a Task."""
     objective: str | Mapping[str, Any] | Objective | Loss | None
     """An objective's name or section, a function as in ``mine.py:loss``, an Objective, or a loss function."""
     head: str | None
@@ -204,6 +204,10 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
         _put(given, "model", name=CUSTOM)
     elif isinstance(model, str):
         _put(given, "model", **{"name" if function_file(model) is None else "path": model}, head=head)
+        model = None
+    elif isinstance(model, Mapping):
+        _put(given, "model", **model)
+        _put(given, "model", head=head)
         model = None
     elif model is not None:
         raise SettingError(f"model: give a name, an nn.Module, what builds one, or a Task, got {model!r}")
