@@ -6,6 +6,7 @@ A feature is a frozen dataclass of its parameters that is called with samples, o
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -93,10 +94,8 @@ class Hog:
 
     def _chunk(self, x: torch.Tensor) -> torch.Tensor:
         down, right = torch.gradient(x, dim=(2, 3))
-        magnitude = torch.hypot(right, down)
-        if x.shape[1] > 1:
-            strongest = magnitude.argmax(dim=1, keepdim=True)
-            down, right, magnitude = (part.gather(1, strongest) for part in (down, right, magnitude))
+        parts = (torch.split(part, 1, dim=1) for part in (down, right, torch.hypot(right, down)))
+        down, right, magnitude = functools.reduce(_stronger, zip(*parts, strict=True))
         turn = torch.atan2(down, right) / (2 * math.pi)
         # An angle just below 0 may round up to a full turn, which is bin 0 again.
         bin_ = (torch.floor((turn % 1.0) * self.bins).long()) % self.bins
@@ -107,6 +106,16 @@ class Hog:
             # A block without gradients stays zero.
             blocks = blocks / blocks.norm(dim=3, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         return blocks.flatten(1)
+
+
+Gradient = tuple[torch.Tensor, ...]
+"""Down and to the right, and its length."""
+
+
+def _stronger(one: Gradient, other: Gradient) -> Gradient:
+    """The longer of two channels' gradients at every pixel, the first where both are as long."""
+    longer = other[-1] > one[-1]
+    return tuple(torch.where(longer, theirs, ours) for ours, theirs in zip(one, other, strict=True))
 
 
 FEATURES: dict[str, type[Feature]] = {feature.name: feature for feature in (NoFeature, Scale, Hog)}

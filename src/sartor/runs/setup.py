@@ -310,6 +310,16 @@ def load_data(
 
     ``objective`` stands in place of the experiment's.
     """
+    data, partition = load_raw(experiment, objective)
+    data = prepare(data, features=experiment.features.settings)
+    check_range(experiment.expect, data)
+    return data, partition
+
+
+def load_raw(
+    experiment: Experiment, objective: Objective | None = None
+) -> tuple[ClientData, Partition | None]:
+    """The same without features, which take long to compute: who the clients are does not depend on them."""
     settings = experiment.data
     targets = (objective or chosen_objective(experiment.objective)).targets
     if settings.path is None and settings.name == OWN_DATA:
@@ -318,10 +328,7 @@ def load_data(
             "or let nodes join `sartor serve --resume`"
         )
     source = read_data(settings, experiment.seed, targets, experiment.columns)
-    data, partition = (source, None) if isinstance(source, ClientData) else divided(source, experiment)
-    data = prepare(data, features=experiment.features.settings)
-    check_range(experiment.expect, data)
-    return data, partition
+    return (source, None) if isinstance(source, ClientData) else divided(source, experiment)
 
 
 def divided(source: Source, experiment: Experiment) -> tuple[ClientData, Partition]:

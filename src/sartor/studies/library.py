@@ -30,7 +30,7 @@ from sartor.runs.inputs import Inputs
 from sartor.runs.observers import Observer, check_observers
 from sartor.runs.record import CONFIG, RunFolder, environment
 from sartor.runs.resume import resume
-from sartor.runs.setup import load_data, set_up
+from sartor.runs.setup import load_raw, set_up
 from sartor.runs.together import execute_together, may_share, seeds_at_once
 from sartor.studies.progress import Tally
 
@@ -284,7 +284,7 @@ class Runs:
             return inputs.data.hash
         seed = inputs.experiment.seed
         if seed not in self._hashes:
-            self._hashes[seed] = load_data(inputs.experiment)[0].hash
+            self._hashes[seed] = load_raw(inputs.experiment)[0].hash
         return self._hashes[seed]
 
 
