@@ -21,6 +21,7 @@ from sartor.algorithms import registered
 from sartor.commands.compare import ranking_lines
 from sartor.commands.main import app
 from sartor.data.clients import ClientData, from_clients
+from sartor.data.features import Hog
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.runs.experiment import fingerprint, load
 from sartor.runs.record import RunFolder
@@ -283,6 +284,21 @@ def test_only_what_is_missing_is_run(data: ClientData, tmp_path: Path) -> None:
     for method in more.methods:
         for run in method.runs:
             assert run.folder.startswith(f"{method.algorithm}-s{run.seed}-")
+
+
+def test_runs_are_found_again_without_their_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those take long to compute, and whose samples they are does not depend on them."""
+    settings: Any = {"data": "digits", "clients": 3, "rounds": 1, "features": {"name": "hog", "block": 4}}
+    settings |= {"references": False, "seeds": 2, "out": tmp_path}
+    first = compare(["fedavg"], **settings)
+
+    def computed(*given: Any) -> Any:
+        raise AssertionError("features were computed")
+
+    monkeypatch.setattr(Hog, "__call__", computed)
+    again = compare(["fedavg"], **settings)
+    assert reused(again) == {"fedavg": [True, True]}
+    assert again.methods[0].cells == first.methods[0].cells
 
 
 def test_an_interrupted_comparison_gives_the_same_in_the_end(
