@@ -72,10 +72,12 @@ def alone(algorithm: Any, server: Any, federation: Federation, client: int, spli
 def test_every_cell_is_what_each_model_has_alone(name: str, engine: str) -> None:
     algorithm, server, federation = played(name, engine)
     cells = evaluate(algorithm, server, federation, Evaluate(personal_pooled="yes"))
-    same = np.testing.assert_array_equal if engine == "loop" else np.testing.assert_allclose
     for cell, split in (("personal_local", "test"), ("personal_pooled", "pooled")):
-        for client in (0, 1, 3) if cell in cells else ():  # the second has not trained
+        for client in (0, 1, 3) if cell in cells else ():
             found = alone(algorithm, server, federation, client, split)
+            # The second has not trained: its numbers are the shared model's, which were counted another way.
+            exact = engine == "loop" and client != 1
+            same = np.testing.assert_array_equal if exact else np.testing.assert_allclose
             same(cells[cell].loss[client], found.loss[0])
             for score, values in cells[cell].scores.items():
                 np.testing.assert_array_equal(values[client], found.scores[score][0])

@@ -1179,11 +1179,11 @@ class _BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mode: _Mode = _context.mode
-        still = self.running_mean is not None and mode.still(self.path.removesuffix("."))
-        if not inside_transform() and self._is_usual(x, still):
-            return self._usual(x, still)
+        still = mode.still(self.path.removesuffix("."))
         if self.running_mean is not None and self.running_var is not None and still:
             mean, variance = self.running_mean, self.running_var
+        elif self._is_usual(x):
+            return self._usual(x)
         elif self.weight is not None and self.bias is not None and batch_norm.serves(x, self.weight):
             return self._normalised(x, mode.weight, self.weight, self.bias)
         else:
@@ -1194,17 +1194,15 @@ class _BatchNorm(nn.Module):
             return normal
         return normal * self.weight.view(shape) + self.bias.view(shape)
 
-    def _is_usual(self, x: Tensor, still: bool) -> bool:
-        """Whether PyTorch's own layer would do the same, in fewer operations."""
+    def _is_usual(self, x: Tensor) -> bool:
+        """Whether PyTorch's own layer would do the same, in fewer operations: all samples of a client."""
         held = (self.weight, self.running_mean)
         alike = all(tensor is None or tensor.dtype == x.dtype for tensor in held)
         several = x.dim() > 1 and x.numel() > x.shape[1]
-        return alike and (still or (several and _context.mode.weight is None))
+        return alike and several and _context.mode.weight is None and not inside_transform()
 
-    def _usual(self, x: Tensor, still: bool) -> Tensor:
-        """The same for one client, all of whose samples are real."""
-        if still:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+    def _usual(self, x: Tensor) -> Tensor:
+        """The same by PyTorch's own layer."""
         if self.running_mean is not None and self.running_var is not None:
             others = [axis for axis in range(x.dim()) if axis != 1]
             unbiased, mean = torch.var_mean(x.detach(), others)
