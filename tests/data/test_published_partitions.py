@@ -172,6 +172,18 @@ def test_one_set_is_cut_in_two() -> None:
     assert apart.hash != data.hash
 
 
+@pytest.mark.parametrize(
+    "words", [["partition.name=pfllib"], ["partition.name=iid", "partition.test_share=0.25"]]
+)
+def test_a_stored_partition_of_one_set_says_so_itself(words, tmp_path) -> None:
+    data, partition = load_data(load(None, ["data.clients=5", *words]))
+    assert partition is not None
+    partition.save(tmp_path / "stored.npz")
+    again, _ = load_data(load(None, ["data.clients=5", f"partition.file={tmp_path / 'stored.npz'}"]))
+    assert again.hash == data.hash
+    assert torch.equal(again.test.x, data.test.x)
+
+
 @pytest.mark.parametrize("partition", [{"name": "parts"}, {"name": "classes", "train": 20, "test": 5}])
 def test_two_test_sizes_are_one_too_many(partition) -> None:
     experiment = {"data": {"clients": 4}, "partition": {**partition, "test_share": 0.25}}

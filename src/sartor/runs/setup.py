@@ -333,26 +333,25 @@ def load_raw(
 
 def divided(source: Source, experiment: Experiment) -> tuple[ClientData, Partition]:
     """A source as the experiment divides it among clients."""
-    share, scheme = experiment.partition.test_share, experiment.partition.settings
-    if share is not None or getattr(scheme, "whole", False):
-        source = source.merged()
-        if share is not None and (hasattr(scheme, "test_fraction") or getattr(scheme, "test", None)):
-            raise SettingError(
-                f"partition.test_share: partition {experiment.partition.name} has a test size of its own; "
-                "leave one of them out"
-            )
-    if experiment.partition.file is not None:
-        partition = Partition.load(experiment.partition.file)
-    else:
-        partition = make_partition(
-            source,
-            scheme,
-            experiment.data.clients,
-            experiment.seed,
-            experiment.data.validation,
-            0.2 if share is None else share,
-            leaf=experiment.partition.leaf,
+    share, scheme, file = (getattr(experiment.partition, key) for key in ("test_share", "settings", "file"))
+    if share is not None and (hasattr(scheme, "test_fraction") or getattr(scheme, "test", None)):
+        raise SettingError(
+            f"partition.test_share: partition {experiment.partition.name} has a test size of its own; "
+            "leave one of them out"
         )
+    stored = None if file is None else Partition.load(file)
+    whole = getattr(scheme, "whole", False) if stored is None else stored.train_total == sum(source.sizes)
+    if share is not None or whole:
+        source = source.merged()
+    partition = stored or make_partition(
+        source,
+        scheme,
+        experiment.data.clients,
+        experiment.seed,
+        experiment.data.validation,
+        0.2 if share is None else share,
+        leaf=experiment.partition.leaf,
+    )
     for note in partition.notes:
         log.warning("%s: %s", source.name, note)
     return apply(source, partition), partition
