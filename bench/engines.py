@@ -2,6 +2,7 @@
 engine, side by side.
 
     python bench/engines.py [--device cuda] [--repeats 5] [--only cnn] [--compile] [--ways] [--json FILE]
+    python bench/engines.py --engine-only --method fedpac     # another method's rounds, on the stacked engine
 
 The expert's loop is what one would write by hand for one workload: a module, its optimizer, the data on the
 device already. Every figure is the best of the repeats, which are interleaved so that a busy machine slows
@@ -34,7 +35,7 @@ from torch import nn
 
 from expert import expert_loop
 from models import OWN
-from sartor.algorithms.references.fedavg import FedAvg, FedAvgHyper
+from sartor.algorithms import registered
 from sartor.client.settings import Local
 from sartor.data.clients import ClientData, Split
 from sartor.data.sources import SOURCES, Origin, data_folder
@@ -92,6 +93,7 @@ WORKLOADS = (
     Workload("mlp", "mlp", (1, 28, 28), (300,) * 40, 100),
     Workload("cnn", "cnn", (3, 32, 32), (500,) * 10, 32),
     Workload("lenet", "lenet", (3, 32, 32), (500,) * 40, 100),
+    Workload("lenet, 20 × 200", "lenet", (3, 32, 32), (200,) * 20, 20, large=True),
     # Ragged clients keep three lanes busy; what equal clients do with as many lanes is their measure.
     Workload("ragged", "cnn", (3, 32, 32), RAGGED, 32),
     Workload("cnn, 3 lanes", "cnn", (3, 32, 32), (500,) * 10, 32, lanes=3, large=True),
@@ -187,15 +189,15 @@ def expert_round(workload: Workload, data: ClientData, device: str) -> Callable[
 
 
 def engine_round(
-    workload: Workload, data: ClientData, device: str, engine: str, **settings: Any
+    workload: Workload, data: ClientData, device: str, engine: str, method: str = "fedavg", **settings: Any
 ) -> Callable[[], None]:
-    """FedAvg's own round on one of the engines."""
-    task = task_of(workload)
-    hyper = FedAvgHyper(lr=LR)
+    """A method's own round on one of the engines."""
+    task, kind = task_of(workload), registered()[method]
+    hyper = kind.Hyper(lr=LR)
     federation = make_federation(
         engine, task, data, local=Local(batch=workload.batch), hyper=hyper, device=device, **settings
     )
-    algorithm, drawn = FedAvg(hyper), cohorts(workload)
+    algorithm, drawn = kind(hyper), cohorts(workload)
     state = {"server": algorithm.start(federation)}
 
     def one_round() -> None:
@@ -259,15 +261,16 @@ def beginning(play: Rounds, rounds: int) -> dict[str, float]:
 
 
 def measure(
-    workload: Workload, device: str, repeats: int, compiled: bool, ways: bool, slow: bool
+    workload: Workload, device: str, repeats: int, compiled: bool, ways: bool, slow: bool, method: str
 ) -> dict[str, Any]:
     data = make_data(workload)
     workload = workload._replace(sizes=tuple(data.train.count.tolist()))
     alone = task_of(workload).why_not_stackable(data.train.x, data.train.y) is not None
-    settings: dict[str, Any] = {"lanes": workload.lanes, "way": "apart" if alone else "together"}
+    way = "apart" if alone else "together"
+    settings: dict[str, Any] = {"lanes": workload.lanes, "way": way, "method": method}
     made = {
         "expert": expert_round(workload, data, device),
-        "loop": engine_round(workload, data, device, "loop"),
+        "loop": engine_round(workload, data, device, "loop", method),
         "stacked": engine_round(workload, data, device, "stacked", **settings),
     }
     if not slow:
@@ -300,6 +303,7 @@ def measure(
     task = task_of(workload)
     return {
         "workload": workload.name,
+        "method": method,
         "data": workload.source if at_hand(workload.source) else "random",
         "most_samples": max(workload.sizes),
         "device": torch.cuda.get_device_name()
@@ -325,10 +329,15 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="measure the compiled step too")
     parser.add_argument("--ways", action="store_true", help="measure steps of clients apart too")
     parser.add_argument("--engine-only", action="store_true", help="leave out the expert and the loop engine")
+    parser.add_argument("--method", default="fedavg", help="with --engine-only: whose rounds")
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args()
+    if arguments.method != "fedavg" and not arguments.engine_only:
+        parser.error("--method: the expert's loop is FedAvg's; add --engine-only")
+    if arguments.method not in registered():
+        parser.error(f"--method: {arguments.method!r} is no method; `sartor algorithms` lists them")
     results = []
-    table = Table(title="FedAvg, milliseconds per round (ratio to the expert's loop)")
+    table = Table(title=f"{arguments.method}, milliseconds per round (ratio to the expert's loop)")
     for column in (
         "workload",
         "engine",
@@ -353,6 +362,7 @@ def main() -> None:
             arguments.compile,
             arguments.ways,
             not arguments.engine_only,
+            arguments.method,
         )
         results.append(result)
         for name, value in result["milliseconds"].items():

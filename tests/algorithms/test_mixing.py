@@ -330,6 +330,25 @@ def test_fedamp_trains_near_the_cloud_model(engine: str, start: str) -> None:
     assert torch.allclose(after.models, expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["fedamp", "heurfedamp"])
+def test_the_pull_towards_the_cloud_model_is_no_stronger_than_a_step_can_follow(
+    engine: str, name: str
+) -> None:
+    """As α_k falls, η λ/α_k passes 2, from where every step would end further away from u_i."""
+    hyper = {"alpha": 1e-4, "sigma": 20.0}
+    algorithm, before, _ = parabolas(name, [FIVE], engine=engine, **hyper)
+    _, after, _ = parabolas(name, [FIVE] * 2, engine=engine, **hyper)
+    _, u = cloud(algorithm, before.models, round=2)
+    w = u
+    for _ in range(3):
+        w = u - 0.1 * CURVATURES * (w - CENTRES)  # the pull's part of a step leads to u_i
+    assert torch.allclose(after.models, w, atol=1e-12)
+    away = make(HeurFedAMP, lr=0.5, lam=-1.0)
+    assert [away.pull(alpha) for alpha in (4.0, 1.0, 0.1)] == [-0.25, -1.0, -2.0]
+    assert make(FedAMP, lr=0.0).pull(1e-4) == 1e4
+
+
 # FedFomo ---------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ A CPU has no streams: here is what is begun where, and what waits for what.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from helpers import RAGGED, classification, federation_of, model_task
 from sartor.engines.stacked import trace
+from sartor.engines.stacked.graphs import Graphs
 from sartor.kernels import beside, convolution, descent, fused, layouts, pooling, products, rectified
+from sartor.kernels.gpu import side_by_side
 from sartor.kernels.in_place import in_place
 from sartor.kernels.views import storage_of
 from sartor.model import objectives
@@ -189,6 +192,70 @@ def test_the_second_stream_waits_and_is_waited_for(monkeypatch: pytest.MonkeyPat
     assert not beside._SIDE.used
     expected = ["side waits for main", "on side", "placed", "on main", "main waits for side", "finished"]
     assert log == expected
+
+
+class Captured:
+    """In place of a CUDA graph: one with a stream that nobody waited for cannot be ended."""
+
+    def capture_begin(self, **how: object) -> None: ...
+
+    def capture_end(self) -> None:
+        raise RuntimeError("capturing stream has unjoined work")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Graphs, list[str]]:
+    """Graphs whose stream is not the main one, and what is noted of both."""
+    log: list[str] = []
+    main, side = Stream("main", log), Stream("side", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Captured)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(Graphs, "_make_room", lambda self: None)
+    monkeypatch.setattr(beside, "_SIDE", beside._Side())
+    graphs = Graphs(torch.device("cpu"), wanted=False)
+    graphs._side = side
+    return graphs, log
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("no memory for that")
+
+
+def test_the_main_stream_waits_also_for_what_failed_beside_it(streams: tuple[Graphs, list[str]]) -> None:
+    """What was given there is free then, and may be written over while it is still read."""
+    graphs, log = streams
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.aside(out_of_memory)
+    assert log == ["side waits for main", "on side", "on main", "main waits for side"]
+
+
+def test_memory_that_runs_out_in_a_capture_is_told_as_that(streams: tuple[Graphs, list[str]]) -> None:
+    """Fewer clients at once are tried then; and the stream of gradients is waited for."""
+    graphs, log = streams
+    beside._SIDE.streams[torch.device("cpu")] = Stream("gradients", log)
+    beside._SIDE.used.append(())
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for that"):
+        graphs.capture(out_of_memory)
+    assert "main waits for gradients" in log
+    assert not beside._SIDE.used
+
+
+def test_clients_apart_are_waited_for_also_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", log))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", log))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+
+    def fail() -> None:
+        with closing(side_by_side(3, torch.device("cuda"))) as contexts, next(contexts):
+            out_of_memory()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fail()
+    assert log[-3:] == ["main waits for side"] * 3
 
 
 def test_a_model_that_is_read_otherwise_is_left_alone() -> None:

@@ -15,9 +15,11 @@ from torch.nn import functional as F
 import sartor
 from helpers import METHODS, RAGGED, classification, model_task
 from sartor.algorithms import registered
+from sartor.algorithms.references.fedavg import FedAvg
 from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError
 from sartor.federation import Federation
+from sartor.federation.exchange import Check
 from sartor.federation.settings import Cohort
 from sartor.runs.loop import draw_cohort
 from sartor.runs.record import RunFolder
@@ -361,6 +363,25 @@ def test_the_hash_is_of_the_final_models(data: ClientData) -> None:
 def test_a_run_that_diverges_ends_in_one_message(data: ClientData, name: str) -> None:
     with pytest.raises(SartorError, match=rf"{name}, round \d.*: .*not finite.*smaller learning rate"):
         go(name, data, model="mlp", hyper={"lr": 1e30}, rounds=4, cohort={})
+
+
+def test_a_reply_that_is_not_finite_is_told_before_what_a_method_makes_of_it(
+    data: ClientData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU is ahead of its host, which looks at replies when the round is over."""
+
+    def round(self: FedAvg, server: Any, federation: Federation, cohort: np.ndarray) -> Any:
+        norms = torch.tensor([1.0, norm])
+        federation._checks.append(Check("fedavg, round 1", np.arange(2), {"'delta'": norms}, 0.0))
+        raise torch.linalg.LinAlgError("linalg.eigh: failed to converge")
+
+    monkeypatch.setattr(FedAvg, "round", round)
+    norm = float("nan")
+    with pytest.raises(SartorError, match=r"round 1, client .*: 'delta' of its reply is not finite"):
+        go("fedavg", data, rounds=1)
+    norm = 1.0
+    with pytest.raises(torch.linalg.LinAlgError, match="failed to converge"):
+        go("fedavg", data, rounds=1)
 
 
 def test_a_cohort_larger_than_the_federation_is_refused(data: ClientData) -> None:

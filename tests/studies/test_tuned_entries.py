@@ -62,6 +62,20 @@ def test_trials_count_among_the_runs() -> None:
     assert work.runs == 40 * 6 * (4 + 3)
 
 
+def test_trials_may_have_fewer_rounds_than_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = planned(NAME, scale="paper", seeds=1)
+    assert work.rounds == 40 * 6 * (4 * 50 + 200)
+    assert planned(NAME, scale="paper", seeds=1, settings={"rounds": 20}).rounds == 40 * 6 * 5 * 20
+    monkeypatch.setattr(Tuning, "rounds_of", lambda self, runs: 1)
+    result = reproduce(NAME, **FEW, out="made")
+    place = Path("made", result.comparisons[0])
+    trials = {len(run.read_text().splitlines()) for run in place.glob("search/*/rounds.jsonl")}
+    runs = {len(run.read_text().splitlines()) for run in place.glob("*/rounds.jsonl")}
+    assert (trials, runs) == ({1}, {2})
+    shown = reproduce(NAME, **FEW, out="made", only_made=True)
+    assert [number.ours for number in shown.numbers] == [number.ours for number in result.numbers]
+
+
 def test_every_method_has_as_many_trials() -> None:
     for each in entries():
         for at in each.scales.values():

@@ -17,7 +17,7 @@ import torch
 from helpers import PATIENCE, process, wait_until
 from sartor.errors import SartorError, SettingError
 from sartor.studies import workers
-from sartor.studies.workers import at_once, hint_of_sharing, say
+from sartor.studies.workers import at_once, hint_of_sharing, say, working_at_once
 
 AGAIN = "what is done is kept, and the same command goes on with the rest"
 
@@ -30,6 +30,7 @@ def about(number: int) -> dict[str, Any]:
         "process": os.getpid(),
         "folder": os.getcwd(),
         "threads": torch.get_num_threads(),
+        "at once": working_at_once(),
         "triton": os.environ["TRITON_CACHE_DIR"],
     }
 
@@ -75,6 +76,8 @@ def test_they_stay_and_have_their_share(tmp_path: Path, monkeypatch: pytest.Monk
     assert len({made["process"] for made in found.values()} - {os.getpid()}) <= 2
     assert {made["folder"] for made in found.values()} == {str(tmp_path)}
     assert {made["threads"] for made in found.values()} == {3}
+    assert {made["at once"] for made in found.values()} == {2}
+    assert working_at_once() == 1
     own = {made["process"]: made["triton"] for made in found.values()}
     assert set(own.values()) <= {str(tmp_path / "kernels" / f"job-{number}") for number in (1, 2)}
     assert len(set(own.values())) == len(own)

@@ -471,7 +471,7 @@ class Federation:
 
         Everyone answers, nothing is kept, no time passes and no traffic is counted.
         """
-        self._verify()
+        self.verify()
         shared, each, numbers = self._arguments(cohort, shared, each)
         outcome = self._run(function, numbers, self._rounds(numbers), shared, each, self.buffers, keeps=False)
         replies = self._replies(outcome.clients, outcome.sent)
@@ -878,7 +878,7 @@ class Federation:
         if conditions.on_bad_reply == "stop":
             self._checks.append(check)
             if self._device.type == "cpu" or len(self._checks) >= MOST_CHECKS:
-                self._verify()
+                self.verify()
             return None
         found = Check.bad([check])
         if not found:
@@ -890,7 +890,7 @@ class Federation:
         log.warning("%s: %d of %d replies left out", told, (~good).sum(), len(good))
         return good
 
-    def _verify(self) -> None:
+    def verify(self) -> None:
         """Stop at a bad reply.
 
         A GPU is ahead of its host, which does not wait for it after every exchange: replies are looked at
@@ -917,7 +917,7 @@ class Federation:
         Of the clients' states those at home here. Between rounds alone: what was noted of a round belongs to
         the record.
         """
-        self._verify()
+        self.verify()
         saved: dict[str, Any] = {f"{STATES}{name}": value for name, value in self.states.save().items()}
         if self.buffers is not None:
             saved["buffers"] = self.buffers.cpu().clone()

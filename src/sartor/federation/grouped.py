@@ -109,7 +109,7 @@ class GroupedFederation(Federation):
         each: Arguments | None = None,
     ) -> Replies:
         """Ask as ``map`` does, for evaluation."""
-        self._verify()
+        self.verify()
         sent, rows, numbers = self._arguments(cohort, shared, each)
 
         def exchange(members: np.ndarray, sent: dict[str, Tensor], rows: dict[str, Tensor]) -> Replies:

@@ -138,9 +138,10 @@ def _beside(like: Tensor, operation: Callable[..., Any], *arguments: Any) -> Any
         return operation(*arguments)
     side = _SIDE.of(like.device)
     side.wait_stream(torch.cuda.current_stream(like.device))
+    _SIDE.used.append(arguments)
     with torch.cuda.stream(side):
         result = operation(*arguments)
-    _SIDE.used += [arguments, result]
+    _SIDE.used.append(result)
     return result
 
 
@@ -161,7 +162,12 @@ def placed_beside(w: Tensor, *arguments: Any) -> None:
 
 def finished_after(w: Tensor, *arguments: Any) -> Tensor:
     """``descent.finished`` when all that goes on beside is done."""
-    if w.is_cuda:
-        torch.cuda.current_stream(w.device).wait_stream(_SIDE.of(w.device))
-        _SIDE.used.clear()
+    join()
     return descent.finished(w, *arguments)
+
+
+def join() -> None:
+    """Wait for what goes on beside: at the end of a step, or where one is given up."""
+    for device, side in _SIDE.streams.items() if _SIDE.used else ():
+        torch.cuda.current_stream(device).wait_stream(side)
+    _SIDE.used.clear()

@@ -17,12 +17,30 @@ OWN_PAGES = 1 << 20
 """Bytes from which a tensor of :func:`room_for` has pages of its own."""
 
 
+SHARED = 0.9
+"""How much of a GPU's memory processes that share it have in all; the rest is what PyTorch does not count."""
+
+_SHARES: list[float] = []
+"""The part of a GPU's memory that this process may have, where others are there too."""
+
+
+def share_device(processes: int) -> None:
+    """From now on this process is one of so many that share a GPU, and may have its part of the memory.
+
+    PyTorch refuses more: who runs out of memory then is who takes too much, and not somebody else.
+    """
+    _SHARES[:] = [SHARED / processes]
+    torch.cuda.set_per_process_memory_fraction(_SHARES[0])
+
+
 def free_bytes(device: torch.device) -> int:
-    """Free memory of the device, or of the machine for the CPU."""
+    """Free memory of the device that this process may have, or of the machine for the CPU."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + cached)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        for share in _SHARES:
+            free = min(free, max(0, int(share * total) - reserved))
+        return int(free + reserved - torch.cuda.memory_allocated(device))
     return free_memory()
 
 

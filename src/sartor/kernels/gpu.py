@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -76,7 +76,7 @@ MOST_STREAMS = 16
 """Streams that run side by side."""
 
 
-def side_by_side(count: int, device: torch.device) -> Iterator[AbstractContextManager[Any]]:
+def side_by_side(count: int, device: torch.device) -> Generator[AbstractContextManager[Any], None, None]:
     """A context for each of some pieces of work that do not depend on each other.
 
     In a graph that is being captured they run at once, on streams that begin and end with the current one.
@@ -91,7 +91,9 @@ def side_by_side(count: int, device: torch.device) -> Iterator[AbstractContextMa
     ]
     for stream in streams:
         stream.wait_stream(main)
-    for place in range(count):
-        yield torch.cuda.stream(streams[place % len(streams)])
-    for stream in streams:
-        main.wait_stream(stream)
+    try:
+        for place in range(count):
+            yield torch.cuda.stream(streams[place % len(streams)])
+    finally:  # also where one of them fails
+        for stream in streams:
+            main.wait_stream(stream)

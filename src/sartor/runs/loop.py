@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from sartor import random
 from sartor.engines import sharded as distributed
@@ -76,6 +77,9 @@ def _play(run: Run) -> dict[str, Any]:
     except BudgetSpent as spent:
         federation.answered = 0
         run.stop(str(spent))
+    except (torch.linalg.LinAlgError, ValueError):
+        federation.verify()  # it may be a reply that is not finite which a method cannot compute with
+        raise
     if run.cadence.due(run.round):
         _make_ready(run)
     run.look()

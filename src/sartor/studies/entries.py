@@ -84,6 +84,7 @@ class Tuning:
     """Hyper-parameters that are chosen on validation data, by a grid of as many points for every method."""
 
     seeds: tuple[int, ...] = setting((0,), "seeds of a trial")
+    rounds: int = setting(0, "rounds of a trial; 0: as many as the runs have", low=0)
     every: dict[str, Any] = field(default_factory=dict)
     """The values that are tried of every method."""
     methods: dict[str, Any] = field(default_factory=dict)
@@ -97,6 +98,10 @@ class Tuning:
     def trials(self) -> int:
         """How many points each method has; more than any of them would be refused."""
         return math.prod(len(values) for values in self.every.values())
+
+    def rounds_of(self, runs: int) -> int:
+        """How many rounds a trial has where runs have so many."""
+        return min(self.rounds or runs, runs)
 
 
 @dataclass(frozen=True)

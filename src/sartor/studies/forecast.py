@@ -134,7 +134,7 @@ def _parts(group: Group, work: Work, device: str | None, measured: _Measured) ->
         played = [row_seconds(row) for rows in made for row in rows]
         each = sum(played) / len(played) if played else measured.seconds(inputs[0].experiment)
         left = sum(_rest(run, rows, group.rounds) for run, rows in zip(stored, made, strict=True))
-        left += work.trials * group.rounds if left else 0
+        left += work.tried_rounds(group) if left else 0
         there = sum(run is not None and run.finished for run in stored)
         yield Part(
             method.label, group.words, len(inputs) + work.trials, there, group.rounds, each, each * left

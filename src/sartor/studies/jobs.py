@@ -16,13 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sartor.errors import SartorError
+from sartor.kernels.device import share_device
 from sartor.runs.inputs import gather
 from sartor.runs.run import Run
 from sartor.studies.comparison import Method, Plan
 from sartor.studies.library import Failure, Runs, key_of
 from sartor.studies.progress import Tally
-from sartor.studies.workers import at_once, hint_of_sharing, say
+from sartor.studies.workers import at_once, hint_of_sharing, say, working_at_once
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +125,8 @@ def make(job: Job) -> list[Made]:
     tally = Telling()
     runs = Runs(job.out, tally, job.together, keeps=job.keeps)
     inputs = [gather({"experiment": settings}).inputs() for settings in job.settings]
+    if inputs[0].experiment.engine.device == "cuda" and torch.cuda.is_available():
+        share_device(working_at_once())
     found = [runs.attempt(inputs[0], job.label, inputs[1:])]
     found += [runs.attempt(each, job.label) for each in inputs[1 : tally.taken]]
     return [

@@ -42,7 +42,7 @@ from sartor.studies.entries import Column, Entry, Setting, Tuning, entry, merged
 from sartor.studies.jobs import Study
 from sartor.studies.library import Failure, Runs
 from sartor.studies.progress import Tally
-from sartor.studies.tuning import planned_trials, search
+from sartor.studies.tuning import Trials, planned_trials, search
 
 FILE = "reproduction.json"
 SEARCH = "search"
@@ -295,8 +295,7 @@ def _finished_methods(group: Group, work: Work, device: str | None) -> Group:
     tables = group.tables
     if work.at.tuning is not None:
         tried = Runs(work.out / group.name / SEARCH)
-        spaces, asked = _search(group, work.at.tuning)
-        wanted = planned_trials(spaces, asked, {"experiment": group.settings, "device": device})
+        wanted = _planned_trials(group, work.at.tuning, device)
         missing = {
             trial.label for _, trial in wanted.trials if not made(tried, wanted.plan, trial, wanted.seeds)
         }
@@ -319,8 +318,7 @@ def _made_at_once(
     if work.at.tuning is not None:
         searched = {group.name: Runs(work.out / group.name / SEARCH, keeps=False) for group in work.groups}
         for group in work.groups:
-            spaces, asked = _search(group, work.at.tuning)
-            wanted = planned_trials(spaces, asked, {"experiment": group.settings, "device": device})
+            wanted = _planned_trials(group, work.at.tuning, device)
             study.want(searched[group.name], wanted.plan, wanted.trials, wanted.seeds, group.words)
         study.make()
         for group in work.groups:
@@ -381,8 +379,15 @@ class Work:
     @property
     def rounds(self) -> int:
         """How many rounds all runs have together."""
-        rounds = sum(group.rounds * len(group.tables) for group in self.trained)
-        return (self.trials + self.seed_count) * rounds
+        return sum(
+            len(group.tables) * (self.seed_count * group.rounds + self.tried_rounds(group))
+            for group in self.trained
+        )
+
+    def tried_rounds(self, group: Group) -> int:
+        """How many rounds the trials of one method have together."""
+        tuning = self.at.tuning
+        return 0 if tuning is None else self.trials * tuning.rounds_of(group.rounds)
 
 
 def planned(name: str, **asked: Unpack[Asked]) -> Work:
@@ -468,8 +473,8 @@ def _tuned(
     tuning = work.at.tuning
     if tuning is None:
         return group.tables
-    spaces, asked = _search(group, tuning)
-    found = search(spaces, **asked, experiment=group.settings, device=device, out=runs)
+    spaces, asked, settings = _search(group, tuning)
+    found = search(spaces, **asked, experiment=settings, device=device, out=runs)
     chosen = {}
     for method in found.methods:
         if method.chosen is not None:
@@ -480,13 +485,20 @@ def _tuned(
     return chosen
 
 
-def _search(group: Group, tuning: Tuning) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The spaces of a comparison's methods, and how they are searched."""
+def _planned_trials(group: Group, tuning: Tuning, device: str | None) -> Trials:
+    """The trials of a comparison's methods."""
+    spaces, asked, settings = _search(group, tuning)
+    return planned_trials(spaces, asked, {"experiment": settings, "device": device})
+
+
+def _search(group: Group, tuning: Tuning) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """The spaces of a comparison's methods, how they are searched, and the settings of every trial."""
     spaces = {}
     for label, table in group.tables.items():
         fixed = {key: value if key == "algorithm" else [value] for key, value in table.items()}
         spaces[label] = {**fixed, **tuning.space(label)}
-    return spaces, {"method": "grid", "budget": tuning.trials, "seeds": tuning.seeds}
+    asked = {"method": "grid", "budget": tuning.trials, "seeds": tuning.seeds}
+    return spaces, asked, {**group.settings, "rounds": tuning.rounds_of(group.rounds)}
 
 
 def _computed(work: Work, device: str | None) -> dict[tuple[str, str], tuple[Estimate, tuple[str, ...]]]:

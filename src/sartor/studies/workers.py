@@ -41,6 +41,8 @@ PATIENCE = 60.0
 
 _PIPES: list[Connection] = []
 """In a worker, the way to who started it."""
+_AT_ONCE: list[int] = []
+"""In a worker, how many there are of its kind."""
 
 
 def at_once(
@@ -85,6 +87,11 @@ def say(words: Any) -> None:
     """Tell the process that started this one, if it still listens."""
     with suppress(OSError):
         _PIPES[0].send(("said", words))
+
+
+def working_at_once() -> int:
+    """How many processes work at once of which this is one; 1 where it is by itself."""
+    return _AT_ONCE[0] if _AT_ONCE else 1
 
 
 def processors() -> int:
@@ -163,7 +170,7 @@ def _free(workers: list[_Worker[Cell]], jobs: int, call: Callable[[Cell], Any]) 
         return None
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    about = (theirs, call, Path.cwd(), _share(jobs), len(workers) + 1)
+    about = (theirs, call, Path.cwd(), _share(jobs), jobs, len(workers) + 1)
     process = context.Process(target=_work, args=about, name=f"sartor job {len(workers) + 1}", daemon=True)
     with _uninterrupted():
         process.start()
@@ -207,7 +214,9 @@ def _end(workers: list[_Worker[Cell]], patience: float | None) -> None:
 # The processes ----------------------------------------------------------------------------------------------
 
 
-def _work(pipe: Connection, call: Callable[[Any], Any], here: Path, threads: int, number: int) -> None:
+def _work(
+    pipe: Connection, call: Callable[[Any], Any], here: Path, threads: int, jobs: int, number: int
+) -> None:
     """Do what comes until nothing does."""
     with suppress(EOFError, OSError, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was ignored
@@ -222,6 +231,7 @@ def _work(pipe: Connection, call: Callable[[Any], Any], here: Path, threads: int
         os.chdir(here)
         torch.set_num_threads(threads)
         _PIPES.append(pipe)
+        _AT_ONCE.append(jobs)
         pipe.send(("ready", None))
         while True:
             pipe.send(_answer(call, pipe.recv()))

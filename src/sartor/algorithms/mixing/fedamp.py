@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -48,11 +49,12 @@ class FedAMP(Algorithm[H, FedAMPServer]):
 
     ξ_ij = α_k A'(‖w_i − w_j‖²) with A(x) = 1 − e^{−x/σ}; ξ_ii is the rest. Where the others would take more
     than all, their weights are scaled to 1. The penalty is λ/(2 α_k) ‖w − u_i‖², a squared norm with a
-    gradient. The paper leaves the start of local training open; with its α_k the penalty is too weak to carry
-    anything, so it is u_i here (``start = "w"``: the client's own model). For all clients in every round, as
-    the paper; with some of them, absent ones count with their last known model and those that never trained
-    not at all. BatchNorm statistics stay with the client. Evaluated: w_i after its last local training; a
-    newcomer has the initial model until it trains.
+    gradient, and no stronger than 1/(2 η): then its part of a step leads to u_i, and more would lead beyond,
+    which α_k comes to in more rounds than the paper's 100. The paper leaves the start of local training open;
+    with its α_k the penalty is too weak to carry anything, so it is u_i here (``start = "w"``: the client's
+    own model). For all clients in every round, as the paper; with some of them, absent ones count with their
+    last known model and those that never trained not at all. BatchNorm statistics stay with the client.
+    Evaluated: w_i after its last local training; a newcomer has the initial model until it trains.
     """
 
     name = "fedamp"
@@ -85,6 +87,11 @@ class FedAMP(Algorithm[H, FedAMPServer]):
         hyper = self.hyper
         return float(hyper.alpha * hyper.alpha_decay ** (max(round - 1, 0) // hyper.alpha_rounds))
 
+    def pull(self, alpha: float) -> float:
+        """λ/α_k, and no more than a step of η can follow."""
+        most = 1 / self.hyper.lr if self.hyper.lr else math.inf
+        return max(-most, min(self.hyper.lam / alpha, most))
+
     def round(self, server: FedAMPServer, federation: Federation, cohort: np.ndarray) -> FedAMPServer:
         """u_i for the cohort from all known models, then local training near it."""
         clients = federation.tensor(cohort)
@@ -97,7 +104,7 @@ class FedAMP(Algorithm[H, FedAMPServer]):
             return xi.scatter(1, some[:, None], own[-1][:, None])  # ξ_ii = 1 − Σ_j ξ_ij
 
         u = mixtures(server.models, clients, weights)
-        pull = torch.full_like(server.known[clients], self.hyper.lam / alpha)
+        pull = torch.full_like(server.known[clients], self.pull(alpha))
         replies = federation.map(near_target, cohort, each={"target": u, "pull": pull})
         share = torch.cat(own).mean().to(u.dtype)
         return replace(server, **server.received(replies), own_share=share)

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -29,6 +29,7 @@ from sartor.engines.stacked.pinned import Pinned
 from sartor.engines.stacked.told import Told, most_told
 from sartor.engines.stacked.trace import Checked, Folded
 from sartor.federation.exchange import Lent, Moved
+from sartor.kernels import beside
 from sartor.kernels.device import free_bytes
 
 STRIDES = (16, 4, 1)
@@ -367,6 +368,7 @@ class Graphs:
 
     def forget(self) -> None:
         """Drop all graphs, and give their memory back."""
+        beside.join()
         self.captured.clear()
         self._latest = None
         self._met.clear()
@@ -414,9 +416,11 @@ class Graphs:
             self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):
-            yield
-        main.wait_stream(self._side)
+        try:
+            with torch.cuda.stream(self._side):
+                yield
+        finally:  # also where memory ran out: what is given back then may still be read there
+            main.wait_stream(self._side)
 
     def capture(self, work: Callable[[], Any], into: Sequence[Tensor] = ()) -> tuple[Any, Any]:
         """A graph of what is done, and the tensors that it gives: each replay writes them anew.
@@ -436,8 +440,12 @@ class Graphs:
                 given = work()
                 if into:
                     _copy(into, tree_leaves(given))
-            finally:
-                graph.capture_end()
+            except BaseException:
+                beside.join()
+                with suppress(RuntimeError):  # what made it fail is told, as that memory ran out
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph, given
 
     def _make_room(self) -> None:

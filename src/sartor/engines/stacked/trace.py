@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
@@ -336,10 +337,11 @@ class Tracer:
             return taken(given, carry, turns)
         after = []
         fixed, *rows = given
-        for lane, stream in enumerate(side_by_side(turns[0].shape[1], self.device)):
-            with stream:
-                own, start = tree_map(lambda value: value[lane], (rows, carry))  # noqa: B023
-                after.append(taken((fixed, *own), start, [turn[:, lane] for turn in turns]))
+        with closing(side_by_side(turns[0].shape[1], self.device)) as streams:
+            for lane, stream in enumerate(streams):
+                with stream:
+                    own, start = tree_map(lambda value: value[lane], (rows, carry))  # noqa: B023
+                    after.append(taken((fixed, *own), start, [turn[:, lane] for turn in turns]))
         return tree_map(lambda *lanes: torch.stack(lanes), *after)
 
     def _one(self, program: Program, key: Kind, step: Callable[..., Any], arguments: Any) -> Any:
