@@ -19,6 +19,7 @@ from typing import Any
 from sartor.runs.experiment import to_mapping
 from sartor.runs.record import RunFolder
 from sartor.studies.comparison import FILE as COMPARISON
+from sartor.studies.entries import entry
 from sartor.studies.reproduction import FILE as REPRODUCTION
 from sartor.studies.results import Results
 
@@ -38,7 +39,7 @@ def collect(folder: Path, file: Path = FILE, scale: str = "paper") -> Results:
     for number in made["numbers"]:
         places[number["column"]] = number["runs"][0].partition("/")[0]
     about = {
-        "command": COMMAND,
+        "command": f"{COMMAND} --seeds {len(made['seeds'])}",
         "seeds": made["seeds"],
         "hardware": made["hardware"],
         "rankings": Results(file).about.get("rankings", {}),  # of columns that were stored before
@@ -84,6 +85,10 @@ def board(page_of: Callable[[str], str], file: Path = FILE) -> str:
         if ranking is not None:
             parts += [diagram(column, ranking), ""]
         parts += [*_table(kept, column, ranking, page_of), ""]
+        measured = {key.rpartition("/")[2] for key in kept.numbers if _of(key, column)}
+        missing = [name for name in entry(ENTRY).scales["paper"].methods if name not in measured]
+        if missing:
+            parts += [f"Not measured here: {', '.join(missing)}.", ""]
     days = sorted({record.date for record in kept.records.values()})
     seeds = ", ".join(map(str, kept.about["seeds"]))
     parts.append(

@@ -25,5 +25,9 @@ class DataError(SartorError):
     """Data that is missing, damaged or cannot be partitioned as asked."""
 
 
+class Diverged(SartorError):
+    """Numbers of a run that grew beyond all bounds; the same experiment comes to the same end again."""
+
+
 class NotStackable(SartorError):
     """A model or client function that cannot be trained in one batch; the loop engine can run it."""

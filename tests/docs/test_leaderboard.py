@@ -64,6 +64,9 @@ def test_the_page_has_the_numbers_of_the_runs(leaderboard: Any, folder: Path, tm
     assert len(shown) == len(LABELS)
     assert "seeds 0, 1" in page
     assert page.startswith("## two classes")
+    told = next(line for line in page.splitlines() if line.startswith("Not measured here: "))
+    assert "apple" in told
+    assert not any(f" {label}," in told for label in LABELS)
     lines = file.read_text().splitlines()
     about = json.loads(lines[0])
     about["about"]["rankings"]["another"] = None  # a column that was stored before stays

@@ -115,7 +115,7 @@ def test_a_round_that_is_replayed_copies_the_new_model_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Again, "replay", lambda self: None)
-    monkeypatch.setattr(Federation, "_verify", lambda self: None)  # as on a GPU, where it is seldom done
+    monkeypatch.setattr(Federation, "verify", lambda self: None)  # as on a GPU, where it is seldom done
     data = vectors((8,) * 6).map(lambda x: x.float())
     one = federation_of("stacked", model_task(data=data), data, **SETTINGS)  # a model without buffers
     algorithm = FedAvg(FedAvgHyper(lr=0.1, server_lr=0.5))
@@ -195,8 +195,8 @@ def test_a_bad_reply_that_is_seen_late_is_named(
     bad: int,
 ) -> None:
     monkeypatch.setattr(told_of_calls, "AHEAD", 4)
-    verify = Federation._verify
-    monkeypatch.setattr(Federation, "_verify", lambda self: None)  # as on a GPU, where it is seldom done
+    verify = Federation.verify
+    monkeypatch.setattr(Federation, "verify", lambda self: None)  # as on a GPU, where it is seldom done
     one = made()
     for turn in range(13):
         one.round = turn

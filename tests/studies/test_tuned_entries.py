@@ -12,8 +12,13 @@ from typer.testing import CliRunner
 
 from sartor.algorithms import registered
 from sartor.commands.main import app
+from sartor.errors import SartorError
+from sartor.runs.inputs import gather
+from sartor.runs.record import RunFolder
+from sartor.studies import library
 from sartor.studies.entries import Tuning, entries, entry
 from sartor.studies.forecast import forecast
+from sartor.studies.library import failure_of
 from sartor.studies.reproduction import planned, reproduce
 
 NAME = "sartor/leaderboard"
@@ -74,6 +79,47 @@ def test_trials_may_have_fewer_rounds_than_runs(monkeypatch: pytest.MonkeyPatch)
     assert (trials, runs) == ({1}, {2})
     shown = reproduce(NAME, **FEW, out="made", only_made=True)
     assert [number.ours for number in shown.numbers] == [number.ours for number in result.numbers]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_trial_that_diverged_is_not_made_again(monkeypatch: pytest.MonkeyPatch, jobs: int) -> None:
+    at = entry(NAME).scales["small"]
+    assert at.tuning is not None
+    monkeypatch.setitem(at.tuning.every, "lr", [1e30, 0.1])
+    result = reproduce(NAME, **FEW, out="made", jobs=jobs)
+    place = Path("made", result.comparisons[0], "search")
+    failed = [RunFolder.open(file.parent) for file in place.glob("*/diverged.json")]
+    assert {run.experiment.algorithm for run in failed} == {"fedavg", "separate"}
+    assert all("is not finite" in str(failure_of(run)) and not run.finished for run in failed)
+    assert not [*place.glob("*/checkpoints/*")]
+    for name in ("execute", "execute_setup", "resume"):
+        monkeypatch.setattr(library, name, None)
+    for only_made in (False, True):
+        again = reproduce(NAME, **FEW, out="made", only_made=only_made)
+        assert [number.ours for number in again.numbers] == [number.ours for number in result.numbers]
+    assert sum(part.seconds for part in forecast(NAME, **FEW, out="made").parts) == 0
+
+
+def test_a_run_that_diverged_is_tried_again_once_its_method_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"rounds": 2, "data": {"name": "digits", "clients": 4}, "hyper": {"lr": 1e30}}
+    inputs = gather({"experiment": {"algorithm": "fedavg", **settings}}).inputs()
+    runs = library.Runs(Path("made"))
+    for _ in range(2):
+        assert isinstance(runs.attempt(inputs, "fedavg"), library.Failure)
+    run = runs.stored(inputs)
+    assert run is not None
+    assert library.has_ended(run)
+    monkeypatch.setattr(library, "method_code", lambda name: "other")
+    assert not library.has_ended(run)
+
+    def again(path: Path, **how: Any) -> None:
+        raise SartorError(f"{path} is tried again")
+
+    monkeypatch.setattr(library, "resume", again)
+    with pytest.raises(SartorError, match=f"{run.path} is tried again"):
+        runs.get(inputs)
 
 
 def test_every_method_has_as_many_trials() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sartor import random
 from sartor.client.settings import Local
-from sartor.errors import SartorError, SettingError
+from sartor.errors import Diverged, SartorError, SettingError
 from sartor.federation.attacks import Attackers
 from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
 from sartor.federation.engine import Distant, Engine
@@ -899,7 +899,7 @@ class Federation:
         checks, self._checks = self._checks, []
         for check, bad in Check.bad(checks):
             told = check.told(bad, self.names)
-            raise SartorError(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
+            raise Diverged(f"{told} (replies.on_bad_reply = 'drop' leaves such replies out)")
 
     def _nobody(self) -> NoReturn:
         self.answered, self.heard = 0, np.zeros(0, dtype=np.int64)

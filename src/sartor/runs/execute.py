@@ -13,7 +13,7 @@ from typing import Any
 
 from sartor.data.clients import ClientData
 from sartor.engines import sharded as distributed
-from sartor.errors import SartorError, SettingError
+from sartor.errors import Diverged, SartorError, SettingError
 from sartor.files import NotWritten
 from sartor.model.networks import Factory
 from sartor.model.task import Task
@@ -138,6 +138,7 @@ def carry_out(
     with ExitStack() as stack:
         if folder is not None:
             stack.enter_context(folder)
+            folder.begin_again()
         # Several processes do not see a Ctrl-C in the same round, so there they stop at once.
         if interrupted is None:
             alone = folder is not None and distributed.world() == 1
@@ -159,6 +160,10 @@ def carry_out(
                 keeping.end(run, None)
                 deciding.end(run, None)
             return run.result(summary)
+        except Diverged as error:
+            if folder is not None:
+                folder.write_diverged(str(error), setup.data.hash)
+            raise
         except KeyboardInterrupt:
             if folder is None:
                 raise

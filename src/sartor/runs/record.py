@@ -75,12 +75,14 @@ SIGNATURE = "signature.json"
 ROUNDS = "rounds.jsonl"
 CLIENTS = "clients.parquet"
 SUMMARY = "summary.json"
+DIVERGED = "diverged.json"
+"""In place of the summary, how a run failed that would fail so again."""
 MODELS = "models.safetensors"
 OUTPUTS = "outputs.npz"
 GROWING_CLIENTS = "clients.arrow"
 STATES = "states"
 """The folder of client states that are too large for memory."""
-FILES = (CONFIG, ENVIRONMENT, PARTITION, SIGNATURE, ROUNDS, CLIENTS, SUMMARY, MODELS)
+FILES = (CONFIG, ENVIRONMENT, PARTITION, SIGNATURE, ROUNDS, CLIENTS, SUMMARY, DIVERGED, MODELS)
 BEGINNING = f"{UNFINISHED}run"
 """Lies in a folder until all is written that a run begins with; then another run may have the folder."""
 
@@ -342,6 +344,20 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Store the result; the last thing a run does."""
         self._store(SUMMARY, sealed(_json_bytes({**summary, KEY: BLANK})))
+
+    def write_diverged(self, message: str, data: str) -> None:
+        """Store how the run failed, and the hash of its data."""
+        self._store(DIVERGED, _json_bytes({"message": message, "data": data}))
+
+    def begin_again(self) -> None:
+        """Forget how the run failed: it is tried once more."""
+        with writing(self.path):
+            (self.path / DIVERGED).unlink(missing_ok=True)
+
+    @property
+    def diverged(self) -> dict[str, Any] | None:
+        """The ``message`` with which the run failed, and the hash of its ``data``; None if it did not."""
+        return self._read_object(DIVERGED) if (self.path / DIVERGED).is_file() else None
 
     @property
     def config(self) -> dict[str, Any]:

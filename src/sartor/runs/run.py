@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sartor import nests
-from sartor.errors import SartorError
+from sartor.errors import Diverged, SartorError
 from sartor.federation import Federation
 from sartor.model.task import Batch, Task, unkeyed_words
 from sartor.runs.cadence import Cadence
@@ -189,7 +189,7 @@ class Run:
             if len(bad):
                 who = "the pooled data" if name == "shared_pooled" else self.data.names[clients[bad[0]]]
                 sample = "" if name == "shared_pooled" else self._bad_sample(name, int(clients[bad[0]]))
-                raise SartorError(
+                raise Diverged(
                     f"{method}: the loss of {name} at {who!r} is not finite{sample}; "
                     "a smaller learning rate (hyper.lr) is the usual cure"
                 )

@@ -17,7 +17,7 @@ from sartor.runs import cost
 from sartor.runs.experiment import Experiment, to_mapping
 from sartor.runs.record import RunFolder
 from sartor.runs.setup import load_data
-from sartor.studies.library import Runs
+from sartor.studies.library import Runs, has_ended
 from sartor.studies.reproduction import Asked, Group, Work, planned, row_seconds
 from sartor.studies.workers import processors, threads_of
 
@@ -135,7 +135,7 @@ def _parts(group: Group, work: Work, device: str | None, measured: _Measured) ->
         each = sum(played) / len(played) if played else measured.seconds(inputs[0].experiment)
         left = sum(_rest(run, rows, group.rounds) for run, rows in zip(stored, made, strict=True))
         left += work.tried_rounds(group) if left else 0
-        there = sum(run is not None and run.finished for run in stored)
+        there = sum(run is not None and has_ended(run) for run in stored)
         yield Part(
             method.label, group.words, len(inputs) + work.trials, there, group.rounds, each, each * left
         )
@@ -143,7 +143,7 @@ def _parts(group: Group, work: Work, device: str | None, measured: _Measured) ->
 
 def _rest(run: RunFolder | None, rows: Sequence[Any], rounds: int) -> int:
     """How many rounds of a run are still to be played."""
-    return 0 if run is not None and run.finished else max(0, rounds - len(rows))
+    return 0 if run is not None and has_ended(run) else max(0, rounds - len(rows))
 
 
 def _kind(experiment: Experiment) -> str:

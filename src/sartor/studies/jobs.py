@@ -23,7 +23,7 @@ from sartor.kernels.device import share_device
 from sartor.runs.inputs import gather
 from sartor.runs.run import Run
 from sartor.studies.comparison import Method, Plan
-from sartor.studies.library import Failure, Runs, key_of
+from sartor.studies.library import Failure, Runs, has_ended, key_of
 from sartor.studies.progress import Tally
 from sartor.studies.workers import at_once, hint_of_sharing, say, working_at_once
 
@@ -162,7 +162,7 @@ class Study:
                 inputs, named = plan.inputs(method, seed), f"{title}, seed {seed}"
                 experiment = inputs.experiment
                 stored = runs.stored(inputs)
-                made = stored is not None and stored.finished
+                made = stored is not None and has_ended(stored)
                 if made or key_of(inputs) in seen:
                     self.tally.found(experiment.rounds)
                     self.tally.place = place

@@ -21,7 +21,7 @@ import torch
 from sartor.algorithms.source import method_code
 from sartor.data.schema import settles
 from sartor.engines.lockstep import fit_together
-from sartor.errors import DataError, SartorError, SettingError
+from sartor.errors import DataError, Diverged, SartorError, SettingError
 from sartor.runs.cadence import fixed
 from sartor.runs.checkpoint import forget_after, latest
 from sartor.runs.execute import execute, execute_setup
@@ -139,6 +139,10 @@ class Runs:
         made = self._made.pop(key_of(inputs), None)
         if made is None:
             run = self.stored(inputs)
+            failure = None if run is None else failure_of(run)
+            if failure is not None:
+                self.tally.found(experiment.rounds)
+                raise Diverged(failure)
             if run is not None:
                 self._tell_source(run, experiment.algorithm)
             if run is not None and run.finished:
@@ -155,9 +159,13 @@ class Runs:
         if error is not None:
             raise error
         run = RunFolder.open(folder)
+        self._tidy(run)
+        return _read(run, experiment, reused=False)
+
+    def _tidy(self, run: RunFolder) -> None:
+        """Leave of a run what is wanted of it when it has come to its end."""
         if not self.keeps:
             forget_after(run, -1)
-        return _read(run, experiment, reused=False)
 
     def note(self, key: str, folder: Path, error: SartorError | None) -> None:
         """Another process has made a run, or has failed to."""
@@ -169,8 +177,8 @@ class Runs:
         return None if RunFolder.is_free(folder) else RunFolder.open(folder)
 
     def finished(self, experiments: Iterable[Inputs]) -> bool:
-        """Whether the runs of all these experiments are there, to their end."""
-        return all(run is not None and run.finished for run in map(self.stored, experiments))
+        """Whether the runs of all these experiments are there, to their end, be it a failure."""
+        return all(run is not None and has_ended(run) for run in map(self.stored, experiments))
 
     @property
     def _shown(self) -> Observer | bool:
@@ -183,6 +191,11 @@ class Runs:
         """
         try:
             return self.get(inputs, later)
+        except Diverged as error:
+            run = self.stored(inputs)
+            if run is not None:
+                self._tidy(run)
+            message = str(error)
         except (SettingError, DataError, MemoryError, torch.OutOfMemoryError):
             raise
         except SartorError as error:
@@ -244,6 +257,8 @@ class Runs:
                 return False
             if run.finished:
                 return bool(run.summary["partition_hash"] == self._hash(inputs))
+            if run.diverged is not None:
+                return bool(run.diverged["data"] == self._hash(inputs))
             saved = latest(run)
         except (SartorError, KeyError):  # damaged, or of settings that are no more
             return False
@@ -286,6 +301,18 @@ class Runs:
         if seed not in self._hashes:
             self._hashes[seed] = load_raw(inputs.experiment)[0].hash
         return self._hashes[seed]
+
+
+def failure_of(run: RunFolder) -> str | None:
+    """How a run failed that is not worth another try: not one whose method has changed since."""
+    found = run.diverged
+    same = found is not None and run.environment.get("method") == method_code(run.experiment.algorithm)
+    return str(found["message"]) if found is not None and same else None
+
+
+def has_ended(run: RunFolder) -> bool:
+    """Whether nothing is left to be done of a run: it is finished, or has failed for good."""
+    return run.finished or failure_of(run) is not None
 
 
 def key_of(inputs: Inputs) -> str:
