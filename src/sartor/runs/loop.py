@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from sartor import random
 from sartor.engines import sharded as distributed
@@ -77,7 +77,7 @@ def _play(run: Run) -> dict[str, Any]:
     except BudgetSpent as spent:
         federation.answered = 0
         run.stop(str(spent))
-    except (torch.linalg.LinAlgError, ValueError):
+    except (LinAlgError, ValueError):
         federation.verify()  # it may be a reply that is not finite which a method cannot compute with
         raise
     if run.cadence.due(run.round):

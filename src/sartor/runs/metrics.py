@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -46,28 +46,63 @@ def confusion(truth: npt.ArrayLike, predicted: npt.ArrayLike, classes: int) -> n
     )
 
 
-def accuracy(matrices: npt.ArrayLike) -> Floats:
+class Confusions:
+    """Confusion matrices, ``[..., true, predicted]``, with the sums that their scores are made of."""
+
+    def __init__(self, matrices: npt.ArrayLike) -> None:
+        self.matrices = np.asarray(matrices, np.float64)
+
+    @cached_property
+    def right(self) -> Floats:
+        """How many samples of each class were predicted so."""
+        return np.diagonal(self.matrices, axis1=-2, axis2=-1)
+
+    @cached_property
+    def true(self) -> Floats:
+        """How many samples are of each class."""
+        return np.asarray(self.matrices.sum(-1))
+
+    @cached_property
+    def predicted(self) -> Floats:
+        """How many samples were predicted as each class."""
+        return np.asarray(self.matrices.sum(-2))
+
+    @cached_property
+    def either(self) -> Floats:
+        """Both together."""
+        return self.true + self.predicted
+
+
+Matrices = npt.ArrayLike | Confusions
+"""Confusion matrices, perhaps with sums that are known already."""
+
+
+def _sums(matrices: Matrices) -> Confusions:
+    return matrices if isinstance(matrices, Confusions) else Confusions(matrices)
+
+
+def accuracy(matrices: Matrices) -> Floats:
     """The share of right predictions; nan without samples."""
-    matrix = np.asarray(matrices, np.float64)
-    return _share(_diagonal(matrix).sum(-1), matrix.sum((-2, -1)), empty=np.nan)
+    sums = _sums(matrices)
+    return _share(sums.right.sum(-1), sums.matrices.sum((-2, -1)), empty=np.nan)
 
 
-def precision(matrices: npt.ArrayLike, average: str = "macro") -> Floats:
+def precision(matrices: Matrices, average: str = "macro") -> Floats:
     """Of what was predicted as a class, the share that is of it; 0 for a class never predicted."""
-    matrix = np.asarray(matrices, np.float64)
-    return _average(_diagonal(matrix), matrix.sum(-2), matrix, average)
+    sums = _sums(matrices)
+    return _average(sums.right, sums.predicted, sums, average)
 
 
-def recall(matrices: npt.ArrayLike, average: str = "macro") -> Floats:
+def recall(matrices: Matrices, average: str = "macro") -> Floats:
     """Of what is of a class, the share that was predicted so; 0 for a class that does not occur."""
-    matrix = np.asarray(matrices, np.float64)
-    return _average(_diagonal(matrix), matrix.sum(-1), matrix, average)
+    sums = _sums(matrices)
+    return _average(sums.right, sums.true, sums, average)
 
 
-def f1(matrices: npt.ArrayLike, average: str = "macro") -> Floats:
+def f1(matrices: Matrices, average: str = "macro") -> Floats:
     """The harmonic mean of precision and recall, per class and then averaged."""
-    matrix = np.asarray(matrices, np.float64)
-    return _average(2 * _diagonal(matrix), matrix.sum(-1) + matrix.sum(-2), matrix, average)
+    sums = _sums(matrices)
+    return _average(2 * sums.right, sums.either, sums, average)
 
 
 def scores(matrices: npt.ArrayLike) -> dict[str, Floats]:
@@ -76,30 +111,29 @@ def scores(matrices: npt.ArrayLike) -> dict[str, Floats]:
     >>> {name: round(float(value), 3) for name, value in scores([[1, 1], [0, 1]]).items() if "macro" in name}
     {'macro_precision': 0.75, 'macro_recall': 0.75, 'macro_f1': 0.667}
     """
-    named = {"precision": precision, "recall": recall, "f1": f1}
-    result = {"accuracy": accuracy(matrices)}
+    named, sums = {"precision": precision, "recall": recall, "f1": f1}, Confusions(matrices)
+    result = {"accuracy": accuracy(sums)}
     for average in ("macro", "micro"):
-        result |= {f"{average}_{name}": score(matrices, average) for name, score in named.items()}
+        result |= {f"{average}_{name}": score(sums, average) for name, score in named.items()}
     return result
 
 
-def balanced_accuracy(matrices: npt.ArrayLike) -> Floats:
+def balanced_accuracy(matrices: Matrices) -> Floats:
     """The recall of every class that occurs in truth, averaged: the accuracy if all were equally frequent.
 
     >>> float(balanced_accuracy([[98, 0], [2, 0]]))
     0.5
     """
-    matrix = np.asarray(matrices, np.float64)
-    there = matrix.sum(-1)
-    each = _share(_diagonal(matrix), there)
+    sums = _sums(matrices)
+    there = sums.true
+    each = _share(sums.right, there)
     return _share((each * (there > 0)).sum(-1), (there > 0).sum(-1).astype(np.float64), empty=np.nan)
 
 
-def iou(matrices: npt.ArrayLike) -> Floats:
+def iou(matrices: Matrices) -> Floats:
     """Intersection over union, averaged over the classes that occur in truth or prediction."""
-    matrix = np.asarray(matrices, np.float64)
-    union = matrix.sum(-1) + matrix.sum(-2) - _diagonal(matrix)
-    return _average(_diagonal(matrix), union, matrix, "macro")
+    sums = _sums(matrices)
+    return _average(sums.right, sums.either - sums.right, sums, "macro")
 
 
 def _labels_average(name: str, average: str, matrices: Floats) -> Floats:
@@ -251,14 +285,14 @@ class Measured:
     def scores(self, answers: Mapping[str, Floats]) -> dict[str, Floats]:
         """All metrics but the loss of what clients have counted."""
         n = np.maximum(answers["n"], 1)
+        counted: dict[str, Any] = {**answers}
+        counted |= {tally: answers[tally] / n[..., None] for tally in MEANS if tally in answers}
+        if "confusion" in answers:
+            counted["confusion"] = Confusions(answers["confusion"])
         found = {}
         for name in self.names:
             tally = _tally_of(name, answers)
-            if name not in METRICS:
-                found[name] = answers[tally] / n
-            else:
-                counts = answers[tally] / n[..., None] if tally in MEANS else answers[tally]
-                found[name] = METRICS[name].ways[tally](counts)
+            found[name] = METRICS[name].ways[tally](counted[tally]) if name in METRICS else answers[tally] / n
         return found
 
 
@@ -380,22 +414,18 @@ def spread(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> Sprea
     )
 
 
-def _diagonal(matrix: Floats) -> Floats:
-    return np.diagonal(matrix, axis1=-2, axis2=-1)
-
-
 def _share(part: Floats, whole: Floats, empty: float = 0.0) -> Floats:
     """``part / whole``, and ``empty`` where there is nothing to divide by."""
     return np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), empty)
 
 
-def _average(right: Floats, total: Floats, matrix: Floats, average: str) -> Floats:
+def _average(right: Floats, total: Floats, sums: Confusions, average: str) -> Floats:
     """Per-class shares averaged over the classes that occur, or the share of all classes together."""
     if average == "micro":
         return _share(right.sum(-1), total.sum(-1), empty=np.nan)
     if average != "macro":
         raise ValueError(f"average must be macro or micro, got {average!r}")
-    occurs = (matrix.sum(-1) + matrix.sum(-2)) > 0
+    occurs = sums.either > 0
     return _share(
         np.where(occurs, _share(right, total), 0.0).sum(-1), occurs.sum(-1).astype(np.float64), empty=np.nan
     )

@@ -82,7 +82,7 @@ OUTPUTS = "outputs.npz"
 GROWING_CLIENTS = "clients.arrow"
 STATES = "states"
 """The folder of client states that are too large for memory."""
-FILES = (CONFIG, ENVIRONMENT, PARTITION, SIGNATURE, ROUNDS, CLIENTS, SUMMARY, DIVERGED, MODELS)
+FILES = (CONFIG, ENVIRONMENT, PARTITION, SIGNATURE, ROUNDS, CLIENTS, SUMMARY, MODELS)
 BEGINNING = f"{UNFINISHED}run"
 """Lies in a folder until all is written that a run begins with; then another run may have the folder."""
 
@@ -305,7 +305,7 @@ class RunFolder:
     def withdraw(self) -> None:
         """Take back what :meth:`create` made, of a run that was refused before its first round."""
         with contextlib.suppress(OSError):  # what is not ours stays
-            for name in (*FILES, OUTPUTS, BEGINNING):
+            for name in (*FILES, DIVERGED, OUTPUTS, BEGINNING):
                 (self.path / name).unlink(missing_ok=True)
             for empty in (self.path / STATES, self.path):
                 with contextlib.suppress(OSError):

@@ -226,10 +226,10 @@ class Run:
                 # A client without samples, or with one class, has no result rather than a result of zero.
                 measured = {"loss": cell.loss, **cell.scores}
                 for score, values in measured.items():
-                    columns[f"{name}_{score}"] = [
-                        float(value) if n > 0 and math.isfinite(value) else None
-                        for value, n in zip(values, cell.n, strict=True)
-                    ]
+                    told = values.tolist()
+                    for place in np.flatnonzero(~(np.isfinite(values) & (cell.n > 0))).tolist():
+                        told[place] = None
+                    columns[f"{name}_{score}"] = told
         for column, values in columns.items():
             self.clients.setdefault(column, []).extend(values)
         self.evaluated_clients = columns
