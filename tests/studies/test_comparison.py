@@ -472,6 +472,9 @@ def test_a_fault_of_one_method_leaves_the_others(
     faults = [MemoryError("too much")]
     with pytest.raises(MemoryError):
         go(["fedprox", "fedavg"], data, tmp_path / "memory", references=False, seeds=[3])
+    faults = [torch.AcceleratorError("CUDA error: an illegal memory access was encountered")]
+    with pytest.raises(SartorError, match=r"^fedprox, seed 3: the device cannot .*illegal.*; what is done"):
+        go(["fedprox", "fedavg"], data, tmp_path / "device", references=False, seeds=[3])
 
 
 # Hyper-parameters ------------------------------------------------------------------------------------------

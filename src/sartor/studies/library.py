@@ -33,8 +33,12 @@ from sartor.runs.resume import resume
 from sartor.runs.setup import load_raw, set_up
 from sartor.runs.together import execute_together, may_share, seeds_at_once
 from sartor.studies.progress import Tally
+from sartor.studies.workers import AGAIN
 
 log = logging.getLogger(__name__)
+
+LOST: Any = getattr(torch, "AcceleratorError", ())
+"""After such an error a process can do nothing more on its GPU."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,8 @@ class Runs:
     def attempt(self, inputs: Inputs, label: str, later: Iterable[Inputs] = ()) -> KeptRun | Failure:
         """:meth:`get`, or how the run failed: a fault of one method is no reason not to try the others.
 
-        What the settings or the data are at fault for is raised, and so is that memory ran out.
+        What the settings or the data are at fault for is raised, and so is that memory ran out, or that the
+        device is lost, on which all others would fail as well.
         """
         try:
             return self.get(inputs, later)
@@ -203,6 +208,11 @@ class Runs:
         except Exception as error:
             log.exception("%s, seed %d, failed", label, inputs.experiment.seed)
             message = f"{type(error).__name__}: {error}"
+            if isinstance(error, LOST):
+                who = f"{label}, seed {inputs.experiment.seed}"
+                raise SartorError(
+                    f"{who}: the device cannot be used any more ({message}); {AGAIN}"
+                ) from error
         return Failure(label, inputs.experiment.algorithm, inputs.experiment.seed, message)
 
     def _make(self, inputs: Inputs, folder: Path, later: Iterable[Inputs]) -> tuple[Path, SartorError | None]:

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 Cell = TypeVar("Cell")
 Found = TypeVar("Found")
 
+AGAIN = "what is done is kept, and the same command goes on with the rest"
+"""What is said where a study is broken off."""
 PATIENCE = 60.0
 """Seconds that the others have to end their rounds when one has failed."""
 
@@ -156,9 +158,6 @@ class _Worker(Generic[Cell]):
             return f"ended with status {code}"
         why = ", as where memory runs out" if -code == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{why}"
-
-
-AGAIN = "what is done is kept, and the same command goes on with the rest"
 
 
 def _free(workers: list[_Worker[Cell]], jobs: int, call: Callable[[Cell], Any]) -> _Worker[Cell] | None:
