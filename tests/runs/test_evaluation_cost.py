@@ -19,6 +19,7 @@ from sartor.errors import SartorError
 from sartor.federation.exchange import Call, Work
 from sartor.federation.federation import Federation
 from sartor.model.task import Task
+from sartor.runs import evaluation
 from sartor.runs.cadence import FREE, SHARE, STEPS, Cadence, fixed
 from sartor.runs.evaluation import (
     Cell,
@@ -131,8 +132,10 @@ def test_equal_models_are_tried_once(name: str, statistics: bool, tried: int, as
     assert pooled_models(asked) == tried
 
 
-def test_models_are_alike_to_the_bit_alone() -> None:
+@pytest.mark.parametrize("at_once", [1, 1 << 24])
+def test_models_are_alike_to_the_bit_alone(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal sums only say where to look; what is no number is equal to itself, and 0 is not -0."""
+    monkeypatch.setattr(evaluation, "COMPARED", at_once)
     w = torch.randn(6, 9)
     w[0, 3] = torch.nan
     w[2], w[3] = w[0], w[1].flip(0)  # as large a sum as that of the second
@@ -141,14 +144,38 @@ def test_models_are_alike_to_the_bit_alone() -> None:
     statistics = torch.arange(6.0)[:, None].remainder(2)
     sums = _sums([w, statistics]).numpy()
     assert sums[0] == sums[2]
-    assert _likeness(list(zip(w, statistics, strict=True)), sums, known=0) == [0, 1, 0, 3, 4, 5]
+    assert _likeness([], [w, statistics], sums, known=0) == [0, 1, 0, 3, 4, 5]
     sums = _sums([w]).numpy()
     assert sums[1] == sums[3]
-    rows = [(row,) for row in w]
-    assert _likeness(rows, sums, known=1) == [0, 1, 0, 3, 4, 5]
-    assert _likeness(rows, np.zeros(6), known=3) == [0, 0, 0, 3, 4, 5]
+    assert _likeness([w[:1]], [w[1:]], sums, known=1) == [0, 1, 0, 3, 4, 5]
+    assert _likeness([w[:3]], [w[3:]], np.zeros(6), known=3) == [0, 0, 0, 3, 4, 5]
+    assert _likeness([w[:1]], [w[1:]], np.array([9.0, 1, 9, 1, 8, 7]), known=1) == [0, 1, 0, 3, 4, 5]
+    again = torch.cat([w[:2], w[1:2], w[:1]])
+    assert _likeness([again[:1]], [again[1:]], np.array([9.0, 1, 1, 9]), known=1) == [0, 1, 1, 0]
     for dtype in (torch.float64, torch.bfloat16):
-        assert _likeness([(row,) for row in w.to(dtype)], np.zeros(6), known=1)[2] == 0
+        assert _likeness([w[:1].to(dtype)], [w[1:].to(dtype)], np.zeros(6), known=1)[2] == 0
+
+
+@pytest.mark.parametrize("name", ["ifca", "ma-fsvrg", "fedem"])
+def test_several_models_on_clients_own_data_add_up_to_the_pooled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU does it, with one wait; the best of them is then known on clients' own data already."""
+    algorithm, server, federation = played(name, "stacked", statistics=False)
+    expected = evaluate(algorithm, server, federation, Evaluate(personal_pooled="no"))
+    monkeypatch.setattr(evaluation, "_pools_several", lambda device: False)
+    seen: list[Any] = []
+    brought = evaluation._brought
+    monkeypatch.setattr(evaluation, "_brought", lambda values: seen.append(values) or brought(values))
+    found = evaluate(algorithm, server, federation, Evaluate(personal_pooled="no"))
+    assert len(seen) == 1
+    assert found.keys() == expected.keys()
+    for cell, other in zip(found.values(), expected.values(), strict=True):
+        np.testing.assert_array_equal(cell.n, other.n)
+        np.testing.assert_allclose(cell.loss, other.loss, rtol=1e-5)
+        for score, values in cell.scores.items():
+            np.testing.assert_array_equal(values, other.scores[score])
+        assert cell.extra.get("best_model") == other.extra.get("best_model")
 
 
 @pytest.mark.parametrize(

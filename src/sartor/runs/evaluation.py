@@ -11,7 +11,7 @@ one's accuracy and their mean beside it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial, wraps
 from typing import Any
@@ -28,6 +28,7 @@ from sartor.federation.attacks import Attack
 from sartor.federation.exchange import Call, ClientFunction, Reply, is_personal
 from sartor.federation.federation import Federation
 from sartor.federation.functions import maker, name_of
+from sartor.kernels.device import to_device
 from sartor.runs.metrics import Measured, measured, possible, spread
 from sartor.runs.settings import Evaluate
 
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 CELLS = ("shared_pooled", "shared_local", "personal_pooled", "personal_local")
 MOST_HELD = 10**8
 """Numbers of personal models that are held at once to find equal ones."""
+COMPARED = 1 << 24
+"""Numbers of models that are compared at once."""
 WHOLE = 2**52
 """Whole numbers below it are exact in float64."""
 
@@ -115,15 +118,24 @@ def evaluate(
     """All cells the method has a model for.
 
     A model is made once, whatever it is tried on, and equal models are tried once on the pooled test data.
+    All that does not depend on an answer is asked before the host waits for one.
     """
     clients = evaluated_clients(federation, settings)
     tried = Tried(federation, measured_in(federation, settings))
-    models = algorithm.shared(server)
-    cells = {} if models is None else _shared_cells(models, clients, tried)
-    personal = personal_models(algorithm, server, clients)
+    models, personal = algorithm.shared(server), personal_models(algorithm, server, clients)
+    splits = ("test", *_validated(federation))
+    questions = {} if models is None else _on_shared(models, clients, federation)
+    comparing = False
     if personal is not None:
         pooling = _worth_pooling(federation, settings, len(clients))
-        cells |= _personal_cells(personal, clients, tried, pooling)
+        comparing = pooling and federation.task.groups is None  # rows of several lengths cannot be compared
+        if not comparing:
+            questions["personal"] = personal, clients, (*splits, "pooled") if pooling else splits
+    found = _all_answers(federation, questions, tried.what) if questions else {}
+    cells = {} if models is None else _shared_cells(models, clients, tried, found)
+    if personal is not None:
+        own = tried.personal(personal, clients, splits) if comparing else found["personal"]
+        cells |= _personal_cells(own, tried.what)
     return _with_attack(cells, clients, federation, models, personal) if federation.attackers else cells
 
 
@@ -186,19 +198,29 @@ def triggered_of(function: ClientFunction, attack: Attack) -> ClientFunction:
     return evaluated
 
 
-def _shared_cells(models: Tensor, clients: np.ndarray, tried: Tried) -> dict[str, Cell]:
-    """The cells of the shared model, or of several, which go through the samples together."""
-    federation, what = tried.federation, tried.what
-    # Buffers that clients keep to themselves are no part of a model that is tried on all data.
-    statistics = federation.mean_buffers if federation.policy == "local" else None
-    one, splits = models.dim() == 1, _validated(federation)
-    call, questions = Call(shared_model, {"w": models}), _on_pooled(models, statistics, clients, federation)
+def _kept_apart(federation: Federation) -> Tensor | None:
+    """What stands in for buffers that clients keep: those are no part of a model tried on all data."""
+    return federation.mean_buffers if federation.policy == "local" else None
+
+
+def _on_shared(models: Tensor, clients: np.ndarray, federation: Federation) -> dict[str, Question]:
+    """What is asked to know the shared model, or several, which go through the samples together."""
+    statistics, splits = _kept_apart(federation), _validated(federation)
+    questions = _on_pooled(models, statistics, clients, federation)
     counts_own = "test" in questions and statistics is None
-    if one and not counts_own:
-        questions["local"] = call, clients, ("test", *splits)
-    elif splits:
-        questions["local"] = call, clients, splits
-    found = _all_answers(federation, questions, what)
+    on_own = ("test", *splits) if models.dim() == 1 and not counts_own else splits
+    if on_own:
+        questions["local"] = Call(shared_model, {"w": models}), clients, on_own
+    return questions
+
+
+def _shared_cells(
+    models: Tensor, clients: np.ndarray, tried: Tried, found: dict[str, dict[str, Counted]]
+) -> dict[str, Cell]:
+    """The cells of the shared model, or of several."""
+    federation, what = tried.federation, tried.what
+    statistics, one = _kept_apart(federation), models.dim() == 1
+    counts_own = "test" in found and statistics is None
     each = each_model(_total(found))
     if federation.engine.pools:
         tried.add(models, federation.buffers if statistics is None else statistics, each)
@@ -213,7 +235,7 @@ def _shared_cells(models: Tensor, clients: np.ndarray, tried: Tried) -> dict[str
         call = Call(shared_model, {"w": models[best]})
         local = _answers(federation, call, clients, ("test",), what)["test"]
     cells["shared_local"] = cell_of(local, what)
-    if splits:
+    if "validation" in found.get("local", ()):
         # The best by its own: which one is best on test data must not be seen here.
         judged = [cell_of(counted, what) for counted in each_model(found["local"]["validation"])]
         cells["shared_validation"] = max(judged, key=rank)
@@ -229,8 +251,8 @@ def _on_pooled(
     the clients' own, every client is asked for its share, and what they count is added up.
     """
     engine, everyone = federation.engine, np.arange(federation.clients)
-    # Several models are quicker on the pooled data, of which one is then tried on the clients' own.
-    added = engine.adds_up and models.dim() == 1 and statistics is None and len(clients) == len(everyone)
+    whole = models.dim() > 1 and _pools_several(engine.device)
+    added = engine.adds_up and not whole and statistics is None and len(clients) == len(everyone)
     call = Call(shared_model, {"w": models, **({} if statistics is None else {"statistics": statistics})})
     if engine.pools and not added:
         return {"pooled": (call, clients[:1], ("pooled",))}
@@ -238,6 +260,14 @@ def _on_pooled(
     if added and "rest" in engine.counts:
         asked["rest"] = call, clients[:1], ("rest",)
     return asked
+
+
+def _pools_several(device: torch.device) -> bool:
+    """Whether several models are tried on the pooled data, and then one of them on clients' own.
+
+    A CPU is quicker so. A GPU would wait for its host to choose that one.
+    """
+    return device.type == "cpu"
 
 
 def _total(found: dict[str, dict[str, Counted]]) -> Counted:
@@ -250,14 +280,8 @@ def _total(found: dict[str, dict[str, Counted]]) -> Counted:
     return total
 
 
-def _personal_cells(call: Call, clients: np.ndarray, tried: Tried, pooling: bool) -> dict[str, Cell]:
-    """The cells of the personal models, each of which is made once."""
-    federation, what = tried.federation, tried.what
-    splits = ("test", *_validated(federation))
-    if pooling and federation.task.groups is None:
-        found = tried.personal(call, clients, splits)
-    else:  # rows of several lengths cannot be compared
-        found = _answers(federation, call, clients, (*splits, "pooled") if pooling else splits, what)
+def _personal_cells(found: dict[str, Counted], what: Measured) -> dict[str, Cell]:
+    """The cells of the personal models."""
     names = {"test": "personal_local", "pooled": "personal_pooled", "validation": "personal_validation"}
     return {name: cell_of(found[split], what) for split, name in names.items() if split in found}
 
@@ -316,11 +340,10 @@ class Tried:
 
         ``sums`` are those of the shared models and of these.
         """
-        rows = [*zip(*self._shared, strict=True), *zip(*models.values(), strict=True)]
         known = len(self._counted)
-        like = _likeness(rows, sums, known)
+        like = _likeness(self._shared, [*models.values()], sums, known)
         counted = dict(enumerate(self._counted))
-        new = [place for place in range(known, len(rows)) if like[place] == place]
+        new = [place for place in range(known, len(like)) if like[place] == place]
         if new:
             places = np.array(new) - known
             index = self.federation.tensor(places)
@@ -337,21 +360,34 @@ def _sums(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([_bits(part).sum(1) for part in parts]).sum(0).remainder(WHOLE)
 
 
-def _likeness(rows: Sequence[tuple[Tensor, ...]], sums: np.ndarray, known: int) -> list[int]:
-    """The place of a model before each, after the ``known`` ones, that is equal to it; else its own."""
+def _likeness(shared: Sequence[Tensor], own: Sequence[Tensor], sums: np.ndarray, known: int) -> list[int]:
+    """The place of a model before each, after the ``known`` ones, that is equal to it; else its own.
+
+    The known ones are the shared models; of those and of clients' own every part has a row each.
+    """
     first: dict[float, int] = {}
     like = [first.setdefault(number, place) for place, number in enumerate(sums.tolist())]
-    alike = [place for place in range(known, len(rows)) if like[place] != place]
-    if alike:
-        equal = _brought([torch.stack([_equal(rows[place], rows[like[place]]) for place in alike])])[0]
-        for place in np.array(alike)[equal == 0].tolist():
+    places = np.array([place for place in range(known, len(like)) if like[place] != place], dtype=np.int64)
+    others = np.array([like[place] for place in places.tolist()], dtype=np.int64)
+    pairs = [(others >= begin) & (others < end) for begin, end in ((0, known), (known, len(like)))]
+    if len(places):
+        with_shared = _equal(own, places[pairs[0]] - known, shared, others[pairs[0]])
+        with_own = _equal(own, places[pairs[1]] - known, own, others[pairs[1]] - known)
+        equal = _brought([torch.cat([*with_shared, *with_own])])[0]
+        for place in np.concatenate([places[some] for some in pairs])[equal == 0].tolist():
             like[place] = place
     return like
 
 
-def _equal(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> Tensor:
-    """Whether two models are equal to the bit, as a tensor where they are."""
-    return torch.stack([(_bits(a) == _bits(b)).all() for a, b in zip(one, other, strict=True)]).all()
+def _equal(
+    one: Sequence[Tensor], mine: np.ndarray, other: Sequence[Tensor], theirs: np.ndarray
+) -> Iterator[Tensor]:
+    """Which pairs of models are equal to the bit, some at a time: these rows of the parts of both."""
+    rows = max(1, COMPARED // sum(part[0].numel() for part in one))
+    for first in range(0, len(mine), rows):
+        a, b = (to_device(places[first : first + rows], one[0].device) for places in (mine, theirs))
+        pairs = zip(map(_bits, one), map(_bits, other), strict=True)
+        yield torch.stack([(left[a] == right[b]).all(1) for left, right in pairs]).all(0)
 
 
 def _bits(values: Tensor) -> Tensor:
