@@ -115,6 +115,13 @@ def test_what_is_no_run_is_one_message(tmp_path: Path, make: Any, words: str) ->
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_run_that_failed_before_it_was_evaluated_says_how(tmp_path: Path) -> None:
+    run = store_run(tmp_path / "run", accuracies=(), finished=False)
+    RunFolder.open(run).write_diverged("fedavg, round 1: not finite", "hash of the data")
+    with pytest.raises(SartorError, match="run: failed before it was evaluated: fedavg, round 1: not finite"):
+        read([run])
+
+
 def test_damage_is_one_message(tmp_path: Path) -> None:
     run = store_run(tmp_path / "run")
     (tmp_path / "comparison.json").write_text('{"methods": [{}]}')

@@ -179,6 +179,8 @@ def read_run(path: Path, label: str | None = None) -> Run:
     folder = RunFolder.open(path)
     rounds = folder.rounds
     evaluated = [row.get("round") for row in rounds if row.get("evaluation")]
+    if not evaluated and folder.diverged is not None:
+        raise SartorError(f"{path}: failed before it was evaluated: {folder.diverged['message']}")
     if not evaluated:
         raise SartorError(f"{path}: no evaluation is recorded yet; wait for the first one, or run it again")
     columns = folder.clients
