@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sartor.kernels import device
-from sartor.kernels.device import free_bytes, share_device
+from sartor.kernels.device import free_bytes, share_device, untaken_bytes
 
 CUDA = torch.device("cuda")
 
@@ -23,6 +23,7 @@ def test_of_several_processes_each_has_its_part_of_a_device(monkeypatch: pytest.
     share_device(3)
     assert asked == [pytest.approx(0.3)]
     assert free_bytes(CUDA) == 200 + 60  # 300 in all, of which 40 are in use
+    assert untaken_bytes(CUDA) == 200
     share_device(1)
     assert free_bytes(CUDA) == 700 + 60
     share_device(10)

@@ -33,14 +33,19 @@ def share_device(processes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(_SHARES[0])
 
 
+def untaken_bytes(device: torch.device) -> int:
+    """Memory of a GPU that PyTorch has not taken yet, and may take in this process."""
+    free, total = torch.cuda.mem_get_info(device)
+    for share in _SHARES:
+        free = min(free, max(0, int(share * total) - torch.cuda.memory_reserved(device)))
+    return int(free)
+
+
 def free_bytes(device: torch.device) -> int:
     """Free memory of the device that this process may have, or of the machine for the CPU."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device)
-        for share in _SHARES:
-            free = min(free, max(0, int(share * total) - reserved))
-        return int(free + reserved - torch.cuda.memory_allocated(device))
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return untaken_bytes(device) + int(idle)
     return free_memory()
 
 

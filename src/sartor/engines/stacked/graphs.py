@@ -30,7 +30,7 @@ from sartor.engines.stacked.told import Told, most_told
 from sartor.engines.stacked.trace import Checked, Folded
 from sartor.federation.exchange import Lent, Moved
 from sartor.kernels import beside
-from sartor.kernels.device import free_bytes
+from sartor.kernels.device import free_bytes, untaken_bytes
 
 STRIDES = (16, 4, 1)
 """How many steps are captured as one graph: 16 of the smallest take a GPU longer than a host their replay."""
@@ -450,7 +450,7 @@ class Graphs:
 
     def _make_room(self) -> None:
         """Give back memory that lies idle, if it is most of what is free: a capture gets none of it."""
-        if 2 * torch.cuda.mem_get_info(self._device)[0] < free_bytes(self._device):
+        if 2 * untaken_bytes(self._device) < free_bytes(self._device):
             torch.cuda.empty_cache()
 
 
