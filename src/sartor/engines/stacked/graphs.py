@@ -441,8 +441,9 @@ class Graphs:
                 if into:
                     _copy(into, tree_leaves(given))
             except BaseException:
-                beside.join()
                 with suppress(RuntimeError):  # what made it fail is told, as that memory ran out
+                    beside.join()
+                with suppress(RuntimeError):
                     graph.capture_end()
                 raise
             graph.capture_end()
