@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sartor.commands.main import app
 from sartor.errors import SettingError
 from sartor.studies import forecast
-from sartor.studies.jobs import Study
-from sartor.studies.library import Runs
+from sartor.studies.jobs import Job, Study, make
+from sartor.studies.library import Failure, Runs
 from sartor.studies.progress import Tally
 from sartor.studies.reproduction import Reproduction, planned, reproduce
 
@@ -219,3 +220,15 @@ def test_a_forecast_of_what_is_made_is_refused() -> None:
     done = invoke("--dry-run", "--only-made")
     assert done.exit_code == 2
     assert done.stderr == "sartor: --dry-run and --only-made: either runs nothing; give one of them\n"
+
+
+def test_processes_on_a_gpu_have_their_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("sartor.studies.jobs.share_device", parts.append)
+    monkeypatch.setattr("sartor.studies.jobs.working_at_once", lambda: 4)
+    monkeypatch.setattr(Runs, "attempt", lambda *_: Failure("fedavg", "fedavg", 0, "enough"))
+    for device in ("cpu", "cuda"):
+        settings = {"algorithm": "fedavg", "rounds": 1, "engine": {"device": device}}
+        make(Job(tmp_path, "fedavg", ("fedavg",), "", (settings,), 1, "no", False))
+    assert parts == [4]
