@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ def evaluate(
     tried = Tried(federation, measured_in(federation, settings))
     models, personal = algorithm.shared(server), personal_models(algorithm, server, clients)
     splits = ("test", *_validated(federation))
-    questions = {} if models is None else _on_shared(models, clients, federation)
+    questions = {} if models is None else _on_shared(models, clients, tried)
     comparing = False
     if personal is not None:
         pooling = _worth_pooling(federation, settings, len(clients))
@@ -198,16 +198,11 @@ def triggered_of(function: ClientFunction, attack: Attack) -> ClientFunction:
     return evaluated
 
 
-def _kept_apart(federation: Federation) -> Tensor | None:
-    """What stands in for buffers that clients keep: those are no part of a model tried on all data."""
-    return federation.mean_buffers if federation.policy == "local" else None
-
-
-def _on_shared(models: Tensor, clients: np.ndarray, federation: Federation) -> dict[str, Question]:
+def _on_shared(models: Tensor, clients: np.ndarray, tried: Tried) -> dict[str, Question]:
     """What is asked to know the shared model, or several, which go through the samples together."""
-    statistics, splits = _kept_apart(federation), _validated(federation)
-    questions = _on_pooled(models, statistics, clients, federation)
-    counts_own = "test" in questions and statistics is None
+    splits = _validated(tried.federation)
+    questions = _on_pooled(models, tried.statistics, clients, tried.federation)
+    counts_own = "test" in questions and tried.statistics is None
     on_own = ("test", *splits) if models.dim() == 1 and not counts_own else splits
     if on_own:
         questions["local"] = Call(shared_model, {"w": models}), clients, on_own
@@ -218,8 +213,7 @@ def _shared_cells(
     models: Tensor, clients: np.ndarray, tried: Tried, found: dict[str, dict[str, Counted]]
 ) -> dict[str, Cell]:
     """The cells of the shared model, or of several."""
-    federation, what = tried.federation, tried.what
-    statistics, one = _kept_apart(federation), models.dim() == 1
+    federation, what, statistics, one = tried.federation, tried.what, tried.statistics, models.dim() == 1
     counts_own = "test" in found and statistics is None
     each = each_model(_total(found))
     if federation.engine.pools:
@@ -303,6 +297,11 @@ class Tried:
         """The shared models and their buffers, a row for each."""
         self._counted: list[Counted] = []
         """What was counted with each of them."""
+
+    @cached_property
+    def statistics(self) -> Tensor | None:
+        """What stands in for buffers that clients keep: those are no part of a model tried on all data."""
+        return self.federation.mean_buffers if self.federation.policy == "local" else None
 
     def add(self, models: Tensor, buffers: Tensor | None, found: Sequence[Counted]) -> None:
         """Remember what was counted with the shared models, which have these buffers."""
