@@ -27,7 +27,7 @@ ENTRY = "sartor/leaderboard"
 FILE = Path(__file__).parent.parent / "results" / "leaderboard.jsonl"
 COMMAND = f"sartor reproduce {ENTRY} --scale paper --device cuda"
 REFERENCES = ("central", "separate", "fedavg", "fedupdate")
-LEFT, WIDTH, STEP, TOP = 100, 640, 18, 34
+LEFT, WIDTH, STEP, TOP, BAR = 100, 640, 18, 34, 9
 
 
 def collect(folder: Path, file: Path = FILE, scale: str = "paper") -> Results:
@@ -131,12 +131,13 @@ def _of(key: str, column: str) -> bool:
 
 
 def diagram(column: str, ranking: dict[str, Any]) -> str:
-    """Average ranks as SVG, a bar through methods that cannot be told apart; in the page's own colours."""
-    methods, ranks = ranking["methods"], ranking["ranks"]
+    """Average ranks as SVG, a bar beside methods that cannot be told apart; in the page's own colours."""
+    methods, ranks, cliques = ranking["methods"], ranking["ranks"], ranking["cliques"]
     height, most = TOP + STEP * len(methods) + 8, len(methods)
+    right = WIDTH - 20 - BAR * len(cliques)
 
     def x(rank: float) -> float:
-        return LEFT + (WIDTH - LEFT - 20) * (rank - 1) / max(1, most - 1)
+        return LEFT + (right - LEFT) * (rank - 1) / max(1, most - 1)
 
     def y(place: int) -> float:
         return TOP + STEP * (place + 0.5)
@@ -148,12 +149,11 @@ def diagram(column: str, ranking: dict[str, Any]) -> str:
             'stroke-opacity="0.15"/>',
             f'<text x="{x(tick):.1f}" y="{TOP - 5}" text-anchor="middle">{tick}</text>',
         ]
-    for clique in ranking["cliques"]:
-        ends = [methods.index(clique[0]), methods.index(clique[-1])]
-        (x1, y1), (x2, y2) = ((x(ranks[end]), y(end)) for end in ends)
+    for number, clique in enumerate(cliques, 1):
+        (y1, y2), place = (y(methods.index(clique[end])) for end in (0, -1)), right + 10 + BAR * number
         parts.append(
-            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="currentColor" '
-            'stroke-opacity="0.25" stroke-width="5" stroke-linecap="round"/>'
+            f'<line x1="{place}" y1="{y1:.1f}" x2="{place}" y2="{y2:.1f}" stroke="currentColor" '
+            'stroke-opacity="0.4" stroke-width="4" stroke-linecap="round"/>'
         )
     for place, (name, rank) in enumerate(zip(methods, ranks, strict=True)):
         parts += [
@@ -163,7 +163,7 @@ def diagram(column: str, ranking: dict[str, Any]) -> str:
         ]
     said = "; ".join(f"{name} {rank:.1f}" for name, rank in zip(methods, ranks, strict=True))
     about = (
-        f"Average ranks over {ranking['blocks']} clients × seeds. A bar joins methods less than "
+        f"Average ranks over {ranking['blocks']} clients × seeds. Methods beside one bar are less than "
         f"{ranking['critical_difference']:.2f} apart, which Nemenyi's test at 0.05 cannot tell apart; "
         "clients of one seed learn from each other, so they are not independent."
     )

@@ -87,11 +87,12 @@ def test_the_diagram_is_whole_and_says_its_ranks(leaderboard: Any) -> None:
     circles = [float(circle.get("cx", "nan")) for circle in figure.iter("circle")]
     assert circles == sorted(circles)
     assert len(circles) == 3
-    bars = [line for line in figure.iter("line") if line.get("stroke-width") == "5"]
-    assert [(bar.get("x1"), bar.get("x2")) for bar in bars] == [
-        (f"{circles[0]:.1f}", f"{circles[1]:.1f}"),
-        (f"{circles[1]:.1f}", f"{circles[2]:.1f}"),
-    ]
+    rows = [circle.get("cy") for circle in figure.iter("circle")]
+    bars = [line for line in figure.iter("line") if line.get("stroke-width") == "4"]
+    assert [(bar.get("y1"), bar.get("y2")) for bar in bars] == [(rows[0], rows[1]), (rows[1], rows[2])]
+    beside = [(float(bar.get("x1", "nan")), float(bar.get("x2", "nan"))) for bar in bars]
+    assert beside[0][0] == beside[0][1] < beside[1][0] == beside[1][1] <= leaderboard.WIDTH
+    assert max(circles) < beside[0][0]
     assert "b< 2.0" in str(next(figure.iter("desc")).text)
     assert "8 clients × seeds" in ET.tostring(figure, encoding="unicode")
 
