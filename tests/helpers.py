@@ -29,6 +29,7 @@ from sartor.federation import Federation, Reply
 from sartor.federation.exchange import NobodyAnswered
 from sartor.model.networks import MODELS, make_task, seeded
 from sartor.model.task import Batch, Task
+from sartor.runs.evaluation import Cell
 
 RAGGED = (5, 17, 33, 9, 7, 16)
 SOURCE = str(Path(sartor.__file__).resolve().parent.parent)
@@ -298,3 +299,13 @@ def personal_models(algorithm: Any, server: Any, federation: Federation) -> Tens
     everyone = np.arange(federation.clients)
     call = algorithm.personalize(server, everyone)
     return federation.ask(call.function, everyone, call.shared, call.each)["w"]
+
+
+def assert_same_cells(found: dict[str, Cell], expected: dict[str, Cell], rtol: float) -> None:
+    """Both evaluations have the same scores of the same samples, and losses up to rounding."""
+    assert found.keys() == expected.keys()
+    for cell, other in zip(found.values(), expected.values(), strict=True):
+        np.testing.assert_array_equal(cell.n, other.n)
+        np.testing.assert_allclose(cell.loss, other.loss, rtol=rtol)
+        for score, values in cell.scores.items():
+            np.testing.assert_array_equal(values, other.scores[score])

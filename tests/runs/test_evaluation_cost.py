@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import sartor
-from helpers import classification, federation_of, play
+from helpers import assert_same_cells, classification, federation_of, play
 from sartor.algorithms import make, registered
 from sartor.errors import SartorError
 from sartor.federation.exchange import Call, Work
@@ -169,13 +169,9 @@ def test_several_models_on_clients_own_data_add_up_to_the_pooled(
     monkeypatch.setattr(evaluation, "_brought", lambda values: seen.append(values) or brought(values))
     found = evaluate(algorithm, server, federation, Evaluate(personal_pooled="no"))
     assert len(seen) == 1
-    assert found.keys() == expected.keys()
-    for cell, other in zip(found.values(), expected.values(), strict=True):
-        np.testing.assert_array_equal(cell.n, other.n)
-        np.testing.assert_allclose(cell.loss, other.loss, rtol=1e-5)
-        for score, values in cell.scores.items():
-            np.testing.assert_array_equal(values, other.scores[score])
-        assert cell.extra.get("best_model") == other.extra.get("best_model")
+    assert_same_cells(found, expected, rtol=1e-5)
+    best = [[cell.extra.get("best_model") for cell in cells.values()] for cells in (found, expected)]
+    assert best[0] == best[1]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Confusions:
 
     @cached_property
     def either(self) -> Floats:
-        """Both together."""
+        """How many samples are of each class, and how many were predicted as it, added up."""
         return self.true + self.predicted
 
 
