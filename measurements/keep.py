@@ -55,13 +55,16 @@ def kept(folder: Path, made: dict[str, Any], run: str) -> Record:
 
 
 def curves(run: RunFolder, score: str) -> dict[str, dict[str, float]]:
-    """The score of every cell by round, and what the method recorded of itself as single numbers."""
+    """The score of every cell by round, and what the method recorded of itself as single numbers.
+
+    Six digits of each: with all of them a table of some twenty runs takes more than a megabyte.
+    """
     found: dict[str, dict[str, float]] = {}
     for row in run.rounds:
         cells = {cell: values.get(score) for cell, values in row.get("evaluation", {}).items()}
         for name, value in {**cells, **row.get("observed", {})}.items():
             if isinstance(value, (int, float)):
-                found.setdefault(name, {})[str(row["round"])] = float(value)
+                found.setdefault(name, {})[str(row["round"])] = float(f"{value:.6g}")
     return found
 
 
