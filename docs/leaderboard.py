@@ -3,67 +3,61 @@
     sartor reproduce sartor/leaderboard --scale paper --device cuda
     python docs/leaderboard.py reproductions/sartor-leaderboard-paper
 
-The second command stores the numbers of the runs in ``results/leaderboard.jsonl`` and writes the page. Runs
-of the small setting, or with settings of one's own, are no results and are refused.
+The second command stores the numbers of the runs in ``results/leaderboard.jsonl`` and writes the page. What
+other commands gave stays there, so that methods, columns and seeds may be made one after the other: means are
+over all seeds at hand, ranks over the clients of the seeds that all methods of a column have. Runs of the
+small setting, or with settings of one's own, are no results and are refused.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from sartor.runs.experiment import to_mapping
+from sartor.runs.experiment import fingerprint
 from sartor.runs.record import RunFolder
 from sartor.studies.comparison import FILE as COMPARISON
+from sartor.studies.comparison import estimate
 from sartor.studies.entries import entry
 from sartor.studies.reproduction import FILE as REPRODUCTION
-from sartor.studies.results import Results
+from sartor.studies.results import Record, Results
+from sartor.studies.statistics import ranking as ranks_of
 
 ENTRY = "sartor/leaderboard"
 FILE = Path(__file__).parent.parent / "results" / "leaderboard.jsonl"
 COMMAND = f"sartor reproduce {ENTRY} --scale paper --device cuda"
 REFERENCES = ("central", "separate", "fedavg", "fedupdate")
+DIGITS = 5
+"""Of a client's accuracy: enough to tell two counts of its test samples apart."""
 LEFT, WIDTH, STEP, TOP, BAR = 100, 640, 18, 34, 9
 
 
+Lines = dict[str, dict[int, dict[str, Any]]]
+"""The numbers of a column by method and seed."""
+
+
 def collect(folder: Path, file: Path = FILE, scale: str = "paper") -> Results:
-    """Store what a reproduction's runs gave: a line for each column and method."""
+    """Store what a reproduction's runs gave beside what is there: a line for each column, method and seed."""
     made = _read(folder / REPRODUCTION)
     if made["name"] != ENTRY or made["scale"] != scale or made["settings"]:
         raise SystemExit(f"{folder}: no result; make it with: {COMMAND}")
     places: dict[str, str] = {}
     for number in made["numbers"]:
         places[number["column"]] = number["runs"][0].partition("/")[0]
-    about = {
-        "command": f"{COMMAND} --seeds {len(made['seeds'])}",
-        "seeds": made["seeds"],
-        "hardware": made["hardware"],
-        "rankings": Results(file).about.get("rankings", {}),  # of columns that were stored before
-        "failed": sorted({failure["label"] for failure in made["failed"]}),
-    }
-    kept = Results(file, about)
+    kept = Results(file)
+    kept.about = _about(kept.about, made)
     for column, place in places.items():
         compared = _read(folder / place / COMPARISON)
-        kept.about["rankings"][column] = compared["ranking"]
         for method in compared["methods"]:
-            run = RunFolder.open(folder / place / method["runs"][0]["folder"])
-            kept.add(
-                f"{column}/{method['label']}",
-                {
-                    "accuracy": method["cells"][method["main"]],
-                    "worst": method["worst_decile"]["mean"],
-                    "bytes": method["bytes"]["mean"],
-                    "seconds": method["seconds"]["mean"],
-                    "lr": method["hyper"].get("lr"),
-                    "personal": method["main"].startswith("personal"),
-                },
-                method=method["algorithm"],
-                experiment=to_mapping(run.experiment),
-            )
+            for number in range(len(method["runs"])):
+                line = _line(folder / place, column, compared["score"], method, number)
+                kept.records[line.key] = line
+    kept.write()
     return kept
 
 
@@ -74,60 +68,177 @@ def _read(file: Path) -> dict[str, Any]:
     return found
 
 
+def _about(before: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """What all lines share: the seeds, machines and failures of every command, as if it had been one."""
+    seeds = sorted({*before.get("seeds", ()), *made["seeds"]})
+    return {
+        "command": f"{COMMAND} --seeds {len(seeds)}",
+        "seeds": seeds,
+        "hardware": list(dict.fromkeys([*before.get("hardware", ()), *made["hardware"]])),
+        "rankings": before.get("rankings", {}),  # of lines that have no clients
+        "failed": sorted({*before.get("failed", ()), *(failure["label"] for failure in made["failed"])}),
+    }
+
+
+def _line(place: Path, column: str, score: str, method: dict[str, Any], number: int) -> Record:
+    """One of a method's runs as a line."""
+    run, main = RunFolder.open(place / method["runs"][number]["folder"]), method["main"]
+    return Record(
+        key=f"{column}/{method['label']}/{run.experiment.seed}",
+        method=method["algorithm"],
+        code=str(run.environment["method"]),
+        fingerprint=fingerprint(run.experiment),
+        sartor=str(run.environment["sartor"]),
+        date=str(run.environment["started"])[:10],
+        numbers={
+            "accuracy": method["cells"][main]["values"][number],
+            "worst": method["worst_decile"]["values"][number],
+            "bytes": method["bytes"]["values"][number],
+            "seconds": method["seconds"]["values"][number],
+            "lr": method["hyper"].get("lr"),
+            "personal": main.startswith("personal"),
+            "seed": run.experiment.seed,
+            "clients": _clients(run.clients, f"{main}_{score}"),
+        },
+    )
+
+
+def _clients(rows: dict[str, list[Any]], name: str) -> list[float | None]:
+    """Each client's score after the last round, in their order; None of those without test data."""
+    last = max(rows["round"])
+    scores = [score for at, score in zip(rows["round"], rows[name], strict=True) if at == last]
+    return [None if score is None else round(score, DIGITS) for score in scores]
+
+
 def board(page_of: Callable[[str], str], file: Path = FILE) -> str:
     """All columns of the page; where nothing has been measured, that it has not."""
     if not file.is_file():
         return f"Nothing has been measured yet: `{COMMAND}`, then `python docs/leaderboard.py FOLDER`."
-    kept = Results(file)
-    parts = []
-    for column, ranking in kept.about["rankings"].items():
+    kept, parts = Results(file), []
+    columns = _columns(kept)
+    for column, lines in columns.items():
+        ranking = ranked(lines) or kept.about["rankings"].get(column)
         parts += [f"## {column}", ""]
         if ranking is not None:
             parts += [diagram(column, ranking), ""]
-        parts += [*_table(kept, column, ranking, page_of), ""]
-        measured = {key.rpartition("/")[2] for key in kept.numbers if _of(key, column)}
-        missing = [name for name in entry(ENTRY).scales["paper"].methods if name not in measured]
-        if missing:
-            parts += [f"Not measured here: {', '.join(missing)}.", ""]
+        parts += [*_table(lines, ranking, page_of), ""]
+        remarks = _remarks(lines, ranking)
+        if remarks:
+            parts += [remarks, ""]
     days = sorted({record.date for record in kept.records.values()})
-    seeds = ", ".join(map(str, kept.about["seeds"]))
     parts.append(
         f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {', '.join(kept.about['hardware'])}, "
-        f"seeds {seeds}: `{kept.about['command']}`."
+        f"seeds {_listed(kept.about['seeds'])}: `{kept.about['command']}`."
     )
-    if kept.about["failed"]:
-        parts.append(f"Failed, all or some runs: {', '.join(kept.about['failed'])}.")
+    failed = [
+        name
+        for name in kept.about["failed"]
+        if any(_seeds({name: lines.get(name, {})}) != _seeds(lines) for lines in columns.values())
+    ]
+    if failed:
+        parts.append(f"Failed, all or some runs: {_listed(failed)}.")
     return "\n".join(parts)
 
 
-def _table(
-    kept: Results, column: str, ranking: dict[str, Any] | None, page_of: Callable[[str], str]
-) -> list[str]:
-    """A row for each method, the best first."""
-    heads = ("method", "accuracy (%)", "worst tenth (%)", "rank", "models", "rate", "seconds", "megabytes")
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+def _columns(kept: Results) -> dict[str, Lines]:
+    """The lines by column; columns and methods in the order that the entry has."""
+    found: dict[str, Lines] = {}
+    for key, numbers in kept.numbers.items():
+        column, method, seed = key.rsplit("/", 2)
+        found.setdefault(column, {}).setdefault(method, {})[int(seed)] = numbers
+    scales = entry(ENTRY).scales
+    labels = [column.label for scale in scales.values() for column in scale.columns]
+    return {
+        label: {name: found[label][name] for name in scales["paper"].methods if name in found[label]}
+        for label in labels
+        if label in found
+    }
+
+
+def _seeds(lines: Lines) -> list[int]:
+    """The seeds that some method has."""
+    return sorted({seed for seeds in lines.values() for seed in seeds})
+
+
+def _listed(words: Iterable[object]) -> str:
+    return ", ".join(map(str, words))
+
+
+def ranked(lines: Lines) -> dict[str, Any] | None:
+    """The methods of a column ranked as a comparison of them all does, over the seeds that every one has.
+
+    None where there is no such seed of which all have their clients' scores, or a single method.
+    """
+    scores = [
+        {seed: numbers["clients"] for seed, numbers in seeds.items() if "clients" in numbers}
+        for seeds in lines.values()
+    ]
+    shared = [seed for seed in _seeds(lines) if all(seed in each for each in scores)]
+    rows = [row for seed in shared for row in zip(*(each[seed] for each in scores), strict=True)]
+    blocks = [row for row in rows if None not in row]
+    if len(lines) < 2 or not blocks:
+        return None
+    names, found = list(lines), ranks_of(blocks)
+    order = sorted(range(len(names)), key=lambda place: (found.ranks[place], place))
+    return {
+        "methods": [names[place] for place in order],
+        "ranks": [found.ranks[place] for place in order],
+        "critical_difference": found.critical_difference,
+        "cliques": [[names[place] for place in clique] for clique in found.cliques],
+        "blocks": len(blocks),
+        "seeds": shared,
+    }
+
+
+def _table(lines: Lines, ranking: dict[str, Any] | None, page_of: Callable[[str], str]) -> list[str]:
+    """A row for each method, the best first; with the number of its seeds where not all have as many."""
+    heads = ["method", "accuracy (%)", "worst tenth (%)", "rank", "models", "rate", "seconds", "megabytes"]
+    counted = len({len(seeds) for seeds in lines.values()}) > 1
+    heads += ["seeds"] if counted else []
+    rows = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     ranks = {} if ranking is None else dict(zip(ranking["methods"], ranking["ranks"], strict=True))
-    rows = {key.rpartition("/")[2]: numbers for key, numbers in kept.numbers.items() if _of(key, column)}
-    for name, found in sorted(rows.items(), key=lambda each: -each[1]["accuracy"]["mean"]):
-        accuracy = found["accuracy"]
-        spread = "" if accuracy["deviation"] is None else f" ± {100 * accuracy['deviation']:.1f}"
-        link = f"[{name}](methods/{page_of(name)})"
-        cells = (
+    for name, seeds in sorted(lines.items(), key=lambda each: -_mean(each[1], "accuracy")):
+        link, made = f"[{name}](methods/{page_of(name)})", list(seeds.values())
+        deviation = estimate(numbers["accuracy"] for numbers in made).deviation
+        spread = "" if deviation is None else f" ± {100 * deviation:.1f}"
+        cells = [
             f"*{link}*" if name in REFERENCES else link,
-            f"{100 * accuracy['mean']:.1f}{spread}",
-            f"{100 * found['worst']:.1f}",
+            f"{100 * _mean(seeds, 'accuracy'):.1f}{spread}",
+            f"{100 * _mean(seeds, 'worst'):.1f}",
             f"{ranks[name]:.1f}" if name in ranks else "–",
-            "personal" if found["personal"] else "shared",
-            f"{found['lr']:g}",
-            f"{found['seconds']:.1f}",
-            f"{found['bytes'] / 1e6:,.0f}",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+            "personal" if made[0]["personal"] else "shared",
+            _listed(dict.fromkeys(f"{numbers['lr']:g}" for numbers in made)),
+            f"{_mean(seeds, 'seconds'):.1f}",
+            f"{_mean(seeds, 'bytes') / 1e6:,.0f}",
+        ]
+        rows.append("| " + " | ".join([*cells, *([str(len(made))] if counted else [])]) + " |")
+    return rows
 
 
-def _of(key: str, column: str) -> bool:
-    return key.rpartition("/")[0] == column
+def _mean(seeds: dict[int, dict[str, Any]], key: str) -> float:
+    return fmean(numbers[key] for numbers in seeds.values())
+
+
+def _remarks(lines: Lines, ranking: dict[str, Any] | None) -> str:
+    """In words which methods have other seeds than others, which ranks are of fewer, and what is missing."""
+    every, said = _seeds(lines), []
+    fewer: dict[str, list[str]] = {}
+    for name, seeds in lines.items():
+        if sorted(seeds) != every:
+            fewer.setdefault(_listed(sorted(seeds)), []).append(name)
+    if fewer:
+        words = "; ".join(f"{_listed(names)}: {seeds}" for seeds, names in fewer.items())
+        said.append(f"Not all methods have all seeds ({_listed(every)}), but {words}.")
+    if ranking is None:
+        said += ["No seed is there to rank all methods by."] if len(lines) > 1 else []
+    elif "seeds" in ranking:
+        said += [f"Ranks are over seeds {_listed(ranking['seeds'])}."] if ranking["seeds"] != every else []
+    elif fewer or set(lines) != set(ranking["methods"]):
+        said.append("Ranks are of an earlier measurement, among the methods that it had.")
+    missing = [name for name in entry(ENTRY).scales["paper"].methods if name not in lines]
+    if missing:
+        said.append(f"Not measured here: {_listed(missing)}.")
+    return "\n".join(said)
 
 
 def diagram(column: str, ranking: dict[str, Any]) -> str:

@@ -5,8 +5,10 @@
 
 The lines have the scores of every evaluation. What is printed is written into the entry's file below
 ``src/sartor/studies/papers`` (with ``--out``, which is for looking, it is not), as the numbers that later
-runs are compared with, along with those that the file has of other methods and columns by the same seeds; of
-settings of one's own nothing is printed, as they make another experiment.
+runs are compared with: of every method and column the mean over all seeds that the lines have, whichever
+commands made them. Numbers of the entry that no lines stand for stay: one of a single seed counts as that
+seed's, a mean of several as it is, until there are lines of all these seeds. Of settings of one's own nothing
+is printed, as they make another experiment.
 """
 
 from __future__ import annotations
@@ -15,15 +17,20 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from sartor.errors import SartorError
 from sartor.files import write
 from sartor.runs.experiment import fingerprint, to_mapping
 from sartor.runs.record import RunFolder
 from sartor.studies import papers
+from sartor.studies.comparison import estimate
 from sartor.studies.entries import entry
 from sartor.studies.reproduction import FILE, as_stated, row_seconds
 from sartor.studies.results import Record, Results
@@ -35,6 +42,10 @@ def kept(folder: Path, made: dict[str, Any], run: str) -> Record:
     """A run as a line."""
     stored = RunFolder.open(folder / run)
     experiment, numbers = stored.experiment, [n for n in made["numbers"] if run in n["runs"]]
+    label, given = numbers[0]["method"], {}
+    if as_stated(made["settings"]):  # else they are of another experiment
+        values = shown(made, run)
+        given = {"values": values.pop(label), **({"same": values} if values else {})}
     return Record(
         key=run,
         method=experiment.algorithm,
@@ -43,15 +54,26 @@ def kept(folder: Path, made: dict[str, Any], run: str) -> Record:
         sartor=str(stored.environment["sartor"]),
         date=str(stored.environment["started"])[:10],
         numbers={
-            "label": numbers[0]["method"],
+            "label": label,
             "columns": [number["column"] for number in numbers],
             "seed": experiment.seed,
             "device": experiment.engine.device,
             "hyper": to_mapping(experiment)["hyper"],
             "curves": curves(stored, entry(made["name"]).score),
             "seconds": sum(map(row_seconds, stored.rounds)),
+            **given,
         },
     )
+
+
+def shown(made: dict[str, Any], run: str) -> dict[str, dict[str, float | None]]:
+    """By method and column what a run gave, as the table has it; some tables have one run in several rows."""
+    found: dict[str, dict[str, float | None]] = {}
+    for number in made["numbers"]:
+        if run in number["runs"]:
+            value = number["ours"]["values"][number["runs"].index(run)]
+            found.setdefault(number["method"], {})[number["column"]] = value
+    return found
 
 
 def curves(run: RunFolder, score: str) -> dict[str, dict[str, float]]:
@@ -68,32 +90,172 @@ def curves(run: RunFolder, score: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def measured(made: dict[str, Any], day: str, code: dict[str, str], device: str = "cpu") -> str:
-    """The tables of the entry's file with what was measured."""
-    stated, seeds = entry(made["name"]), ", ".join(map(str, made["seeds"]))
-    columns = [column.label for column in stated.scales[made["scale"]].columns]
-    digits = 1 if made["percent"] else 4
-    tables: dict[str, dict[str, list[float]]] = {"values": {}, "deviations": {}}
+Cells = dict[tuple[str, str], dict[int, float]]
+"""By method and column the number of every seed."""
+
+
+def at_hand(results: Results, made: dict[str, Any]) -> Cells:
+    """What was made, else the newest line of a file has, else was noted in its head."""
+    found: Cells = {}
+    for label, column, seed, value in results.about.get("before", []):
+        found.setdefault((label, column), {})[seed] = value
+    for record in _by_date(results):
+        for label, values in _rows(record).items():
+            for column, value in values.items():
+                if value is not None:
+                    found.setdefault((label, column), {})[record.numbers["seed"]] = value
+    for number in made["numbers"]:  # what is computed has no lines
+        for seed, value in zip(made["seeds"], number["ours"]["values"], strict=True):
+            if value is not None:
+                found.setdefault((number["method"], number["column"]), {})[seed] = value
+    return found
+
+
+def _by_date(results: Results) -> list[Record]:
+    return sorted(results.records.values(), key=lambda record: record.date)
+
+
+def _rows(record: Record) -> dict[str, dict[str, float | None]]:
+    """The methods that a line stands for, with its values; none of a line from before there were any."""
+    if "values" not in record.numbers:
+        return {}
+    return {record.numbers["label"]: record.numbers["values"], **record.numbers.get("same", {})}
+
+
+def note(results: Results, made: dict[str, Any]) -> None:
+    """Note in a file's head the entry's numbers of a single seed that are in none of its lines.
+
+    Once they are part of a mean they would be known nowhere else.
+    """
+    stated, found = entry(made["name"]), at_hand(results, made)
     before = stated.measured.get(made["scale"])
-    if before is not None and before.seeds == seeds:  # other methods or columns of the same experiments
-        for table, known in (("values", before.band.values), ("deviations", before.band.deviations)):
-            for method, row in known.items():
-                tables[table][method] = [float("nan") if value is None else value for value in row]
-        code = before.code | code
-    for number in made["numbers"]:
-        place = columns.index(number["column"])
-        for table, key in (("values", "mean"), ("deviations", "deviation")):
-            if number["ours"][key] is not None:
-                row = tables[table].setdefault(number["method"], [float("nan")] * len(columns))
-                row[place] = round(number["ours"][key], digits)
+    if before is None:
+        return
+    columns = [column.label for column in stated.scales[made["scale"]].columns]
+    for label, row in before.band.values.items():
+        for column, value in zip(columns, row, strict=True):
+            seeds = seeds_of(before.seeds, label, column, columns)
+            if value is not None and len(seeds) == 1 and seeds[0] not in found.get((label, column), {}):
+                results.about.setdefault("before", []).append([label, column, seeds[0], value])
+
+
+def seeds_of(text: str, label: str, column: str, columns: Sequence[str]) -> tuple[int, ...]:
+    """The seeds of a method in one of the columns by an entry's words; none where these are no seeds.
+
+    >>> words = "0, 1, 2; CIFAR-10: 0; CIFAR-10 IID (ditto, spfl): 0, 1"
+    >>> columns = ["MNIST IID", "CIFAR-10 IID", "CIFAR-10 non-IID"]
+    >>> [seeds_of(words, "ditto", column, columns) for column in columns]
+    [(0, 1, 2), (0, 1), (0,)]
+    """
+    said, *others = text.split("; ")
+    for other in others:
+        place, _, own = other.rpartition(": ")
+        where, _, names = place.removesuffix(")").partition(" (")
+        here = column == where if where in columns else column.startswith(f"{where} ")
+        if here and (not names or label in names.split(", ")):
+            said = own
+    return tuple(map(int, said.split(", "))) if re.fullmatch(r"\d+(, \d+)*", said) else ()
+
+
+def seeds_text(seeds: Mapping[tuple[str, str], tuple[int, ...]]) -> str:
+    """The seeds of all methods and columns in words: first what most columns have, then what others do.
+
+    >>> seeds_text({("ditto", "MNIST"): (0,), ("ditto", "CIFAR-10"): (0, 1), ("spfl", "CIFAR-10"): (0, 1)})
+    '0; CIFAR-10: 0, 1'
+    """
+    columns = dict.fromkeys(column for _, column in seeds)
+    usual = {column: _most(own for (_, at), own in seeds.items() if at == column) for column in columns}
+    most = _most(usual.values())
+    parts = [_listed(most)]
+    for own in dict.fromkeys(usual.values()):
+        if own != most:
+            places = [column for column in usual if usual[column] == own]
+            parts += [f"{place}: {_listed(own)}" for place in _in_short(places, usual)]
+    unlike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for (label, column), own in seeds.items():
+        if own != usual[column]:
+            unlike.setdefault((column, own), []).append(label)
+    parts += [f"{at} ({_listed(labels)}): {_listed(own)}" for (at, own), labels in unlike.items()]
+    return "; ".join(parts)
+
+
+def _most(seeds: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return Counter(seeds).most_common(1)[0][0]
+
+
+def _listed(words: Iterable[object]) -> str:
+    return ", ".join(map(str, words))
+
+
+def _in_short(places: Sequence[str], columns: Iterable[str]) -> Sequence[str]:
+    """The words that several columns begin with, where no other column does; else the columns."""
+    same = takewhile(lambda words: len(set(words)) == 1, zip(*map(str.split, places), strict=False))
+    start = " ".join(words[0] for words in same)
+    alike = [column for column in columns if column.startswith(f"{start} ")]
+    return [start] if start and len(places) > 1 and alike == list(places) else places
+
+
+class Cell(NamedTuple):
+    """A number of an entry's file, and the seeds that it is of."""
+
+    mean: float
+    deviation: float | None
+    seeds: tuple[int, ...]
+
+
+def table_of(made: dict[str, Any], found: Cells) -> dict[tuple[str, str], Cell]:
+    """All numbers of an entry: over the seeds at hand, or as its file has them."""
+    stated, table = entry(made["name"]), {}
+    before, at = stated.measured.get(made["scale"]), stated.scales[made["scale"]]
+    columns = [column.label for column in at.columns]
+    for place, column in enumerate(columns):
+        for label in at.methods:
+            values = found.get((label, column), {})
+            if before is not None:
+                mean, deviation = before.band.at(label, place)
+                seeds = seeds_of(before.seeds, label, column, columns)
+                if mean is not None and seeds and not set(seeds) <= set(values):
+                    table[label, column] = Cell(mean, deviation, seeds)
+                    continue
+            if values:
+                deviation = estimate(values.values()).deviation
+                table[label, column] = Cell(fmean(values.values()), deviation, tuple(sorted(values)))
+    return table
+
+
+def code_of(made: dict[str, Any], results: Results) -> dict[str, str]:
+    """By method the code of its newest line; as the entry has it where there is none."""
+    before = entry(made["name"]).measured.get(made["scale"])
+    found = {} if before is None else dict(before.code)
+    for record in _by_date(results):
+        found |= dict.fromkeys(_rows(record), record.code)
+    return found
+
+
+def measured(made: dict[str, Any], results: Results, day: str, device: str = "cpu") -> str:
+    """The tables of the entry's file with what was measured."""
+    numbers, digits = table_of(made, at_hand(results, made)), 1 if made["percent"] else 4
+    if not numbers:
+        raise SartorError(f"{made['name']}: no run has the number of its column")
+    at = entry(made["name"]).scales[made["scale"]]
+    labels, columns = list(at.methods), [column.label for column in at.columns]
+    tables: dict[str, dict[str, list[float]]] = {"values": {}, "deviations": {}}
+    for (label, column), cell in sorted(numbers.items(), key=lambda each: labels.index(each[0][0])):
+        for key, value in (("values", cell.mean), ("deviations", cell.deviation)):
+            if value is not None:
+                row = tables[key].setdefault(label, [float("nan")] * len(columns))
+                row[columns.index(column)] = round(value, digits)
+    seeds = seeds_text({key: cell.seeds for key, cell in numbers.items()})
     words = ["sartor reproduce", made["name"], "--scale", made["scale"]]
-    words += [*([] if device == "cpu" else ["--device", device]), "--seeds", str(len(made["seeds"]))]
+    words += [] if device == "cpu" else ["--device", device]
+    words += ["--seeds", str(len(seeds.partition(";")[0].split(", ")))]
     about = {
         "date": day,
-        "hardware": ", ".join(made["hardware"]),
+        "hardware": _listed(results.about["hardware"]),
         "seeds": seeds,
         "command": " ".join(words),
     }
+    code = {label: own for label, own in code_of(made, results).items() if label in tables["values"]}
     place = f"measured.{made['scale']}"
     parts: dict[str, Any] = {place: about}
     parts |= {f"{place}.{key}": table for key, table in {**tables, "code": code}.items() if table}
@@ -135,19 +297,23 @@ def main() -> None:
     made = json.loads((arguments.folder / FILE).read_text(encoding="utf-8"))
     name = f"{made['name'].replace('/', '-')}-{made['scale']}"
     results = Results(arguments.out or RESULTS / f"{name}.jsonl")
-    results.about |= {key: made[key] for key in ("name", "scale", "seeds", "settings", "hardware")}
+    before = results.about
+    results.about = before | {key: made[key] for key in ("name", "scale", "settings")}
+    results.about["seeds"] = sorted({*before.get("seeds", ()), *made["seeds"]})
+    results.about["hardware"] = list(dict.fromkeys([*before.get("hardware", ()), *made["hardware"]]))
     runs = dict.fromkeys(run for number in made["numbers"] for run in number["runs"])
     new = {run: kept(arguments.folder, made, run) for run in runs}
     results.records |= new
+    if as_stated(made["settings"]):
+        note(results, made)
     if results.records:  # what is computed has no runs
         results.write()
     print(f"{results.path}: {len(results.records)} runs", file=sys.stderr)
     if as_stated(made["settings"]):
-        code = {record.numbers["label"]: record.code for record in new.values()}
         written = date.fromtimestamp((arguments.folder / FILE).stat().st_mtime).isoformat()
         last = max((record.date for record in new.values()), default=written)
         device = next((record.numbers["device"] for record in new.values()), "cpu")
-        tables = measured(made, last, code, device)
+        tables = measured(made, results, last, device)
         print(tables)
         if arguments.out is None:
             file = papers.path(made["name"])

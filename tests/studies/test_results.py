@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import statistics
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,9 +23,9 @@ from sartor.runs.record import RunFolder
 from sartor.studies import library
 from sartor.studies import results as module
 from sartor.studies.comparison import compare
-from sartor.studies.entries import Band, Measured, entries, entry
+from sartor.studies.entries import Band, entries, entry
 from sartor.studies.reproduction import reproduce
-from sartor.studies.results import Results
+from sartor.studies.results import Record, Results
 
 ROOT = Path(__file__).parents[2]
 STORED = sorted((ROOT / "results").glob("*.jsonl"))
@@ -210,7 +212,7 @@ def test_a_reproduction_is_kept(
     monkeypatch.setattr("sartor.studies.entries._experiment", lambda *_: at)
     entry.cache_clear()
     try:
-        made = reproduce("diversifed/fig7", **some, seeds=2, out=tmp_path)
+        made = reproduce("diversifed/fig7", **some, seeds=3, out=tmp_path)  # as many as the entry has
         monkeypatch.setattr(sys, "argv", ["keep.py", str(tmp_path), "--out", str(tmp_path / "kept.jsonl")])
         script("keep").main()
     finally:
@@ -223,26 +225,241 @@ def test_a_reproduction_is_kept(
         assert record.numbers["columns"] == ["pulled together", "pushed apart"]
         assert record.numbers["curves"]["distance_repelled"]
     table = tomllib.loads(capsys.readouterr().out)["measured"]["small"]
-    assert table["code"] == {"tau-0.5": method_code("diversifed")}
+    assert table["code"]["tau-0.5"] == method_code("diversifed")
     ours = [number.ours.mean for number in made.numbers]
     assert table["values"]["tau-0.5"] == pytest.approx(ours, abs=1e-4)
     assert Band(table["values"], table["deviations"]).at("tau-0.5", 0)[1] is not None
 
 
-def test_what_was_measured_of_other_methods_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the same seeds alone: other seeds make other means."""
-    keep, known = script("keep"), entry("diversifed/fig8")
-    before = Measured("2026-01-01", "a GPU", "0", "", Band({"other": (1.0, None, 3.0)}, {}), {"other": "a1"})
-    monkeypatch.setattr(keep, "entry", lambda name: dataclasses.replace(known, measured={"small": before}))
-    column = known.scales["small"].columns[1].label
-    number = {"method": "diversifed", "column": column, "ours": {"mean": 90.04, "deviation": None}}
-    made = {"name": known.name, "scale": "small", "percent": True, "numbers": [number], "hardware": ["a GPU"]}
-    nan = pytest.approx(float("nan"), nan_ok=True)
-    for seeds, others in (([0], {"other": [1.0, nan, 3.0]}), ([0, 1], {})):
-        printed = keep.measured({**made, "seeds": seeds}, "2026-01-02", {"diversifed": "b2"})
-        table = tomllib.loads(printed)["measured"]["small"]
-        assert table["values"] == {**others, "diversifed": [nan, 90.0, nan]}
-        assert table["code"] == {**dict.fromkeys(others, "a1"), "diversifed": "b2"}
+ENTRY = """
+title = "Few clients"
+paper = "none"
+place = "Table 1"
+
+[experiment]
+rounds = 1
+data = {name = "digits", clients = 5}
+model = {name = "softmax"}
+engine = {name = "loop"}
+
+[[columns]]
+label = "all alike"
+settings = {partition = {name = "iid"}}
+
+[[columns]]
+label = "two classes"
+settings = {partition = {name = "classes", k = 2}}
+
+[methods.fedavg]
+algorithm = "fedavg"
+
+[methods.twin]
+algorithm = "fedavg"
+
+[methods.separate]
+algorithm = "separate"
+"""
+METHODS, COLUMNS = ("fedavg", "twin", "separate"), ("all alike", "two classes")
+
+
+class Kept:
+    """An entry in a file of its own, and the scripts' commands for it one after the other."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place, self.file = place, place / "own.toml"
+        self.results = place / "results" / "own-table-paper.jsonl"
+        self.file.write_text(ENTRY)
+        self.ours: dict[tuple[str, str, int], float] = {}
+        self.keep = script("keep")
+        self.monkeypatch = monkeypatch
+        monkeypatch.setattr("sartor.studies.papers.path", lambda name: self.file)
+        monkeypatch.setattr(self.keep, "RESULTS", self.results.parent)
+
+    def command(self, seeds: list[int], **asked: Any) -> dict[str, Any]:
+        """Reproduce, keep, and give what the entry has now; the folder is gone for the next."""
+        entry.cache_clear()
+        out = self.place / f"made{len(list(self.place.iterdir()))}"
+        made = reproduce("own/table", scale="paper", seeds=seeds, out=out, **asked)
+        for number in made.numbers if "settings" not in asked else ():
+            for seed, value in zip(seeds, number.ours.values, strict=True):
+                assert value is not None
+                self.ours[number.method, number.column, seed] = value
+        self.monkeypatch.setattr(sys, "argv", ["keep.py", str(out)])
+        self.keep.main()
+        return self.measured()
+
+    def measured(self) -> dict[str, Any]:
+        entry.cache_clear()
+        assert "paper" in entry("own/table").measured  # it can be read
+        found: dict[str, Any] = tomllib.loads(self.file.read_text())["measured"]["paper"]
+        return found
+
+    def put(self, table: str) -> None:
+        """Give the entry other numbers."""
+        self.file.write_text(self.keep.placed(self.file.read_text(), "paper", table))
+
+    def lines(self, change: Any) -> None:
+        """Change the numbers of all lines."""
+        results = Results(self.results)
+        results.records = {key: change(record) for key, record in results.records.items()}
+        results.write()
+
+    def mean(self, method: str, column: str, seeds: list[int]) -> float:
+        return round(statistics.fmean(self.ours[method, column, seed] for seed in seeds), 1)
+
+    def deviation(self, method: str, column: str, seeds: list[int]) -> float:
+        return round(statistics.stdev(self.ours[method, column, seed] for seed in seeds), 1)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+    yield Kept(tmp_path, monkeypatch)
+    entry.cache_clear()
+
+
+def test_seeds_of_several_commands_are_one_mean(kept: Kept) -> None:
+    kept.command([0], methods=["separate"])
+    table = kept.command([0], methods=["fedavg", "twin"])  # other methods stay
+    assert table["seeds"] == "0"
+    assert "deviations" not in table
+    assert list(table["values"]) == list(METHODS)
+    for method in METHODS:
+        assert table["values"][method] == [kept.mean(method, column, [0]) for column in COLUMNS]
+
+    table = kept.command([2, 1], columns=["two classes"])
+    assert table["seeds"] == "0; two classes: 0, 1, 2"
+    assert table["command"] == "sartor reproduce own/table --scale paper --seeds 1"
+    for method in METHODS:
+        means = [kept.mean(method, "all alike", [0]), kept.mean(method, "two classes", [0, 1, 2])]
+        assert table["values"][method] == means
+        assert table["deviations"][method][1] == kept.deviation(method, "two classes", [0, 1, 2])
+
+    table = kept.command([1], columns=["all alike"], methods=["separate"])
+    assert table["seeds"] == "0; two classes: 0, 1, 2; all alike (separate): 0, 1"
+    assert table["values"]["separate"][0] == kept.mean("separate", "all alike", [0, 1])
+    assert table["values"]["fedavg"][0] == kept.mean("fedavg", "all alike", [0])
+
+    kept.command([1, 2], columns=["all alike"])
+    table = kept.command([1], methods=["fedavg"])  # once more, which changes nothing
+    assert table["seeds"] == "0, 1, 2"
+    assert table["command"].endswith("--seeds 3")
+    for method in METHODS:
+        assert table["values"][method] == [kept.mean(method, column, [0, 1, 2]) for column in COLUMNS]
+    assert Results(kept.results).about["seeds"] == [0, 1, 2]
+    assert "before" not in Results(kept.results).about
+
+
+def test_a_line_has_what_its_run_gave(kept: Kept) -> None:
+    kept.command([0, 1])
+    for record in Results(kept.results).records.values():
+        label, seed = record.numbers["label"], record.numbers["seed"]
+        (column,) = record.numbers["values"]
+        assert record.numbers["values"][column] == kept.ours[label, column, seed]
+        same = {"twin": {column: kept.ours["twin", column, seed]}} if label == "fedavg" else None
+        assert record.numbers.get("same") == same
+
+
+def test_a_single_seed_whose_lines_have_no_values_is_the_entrys(kept: Kept) -> None:
+    table = kept.command([0])
+    ours = table["values"]["separate"]
+
+    def before(record: Record) -> Record:
+        numbers = {key: value for key, value in record.numbers.items() if key not in ("values", "same")}
+        return dataclasses.replace(record, numbers=numbers)
+
+    kept.lines(before)
+    kept.put(
+        kept.file.read_text()[kept.file.read_text().index("[measured.paper]") :].replace(str(ours[1]), "1.0")
+    )
+    kept.ours["separate", "two classes", 0] = 1.0
+    for seeds in ([1], [2, 3]):  # twice: what it had is not lost in a mean
+        table = kept.command(seeds, columns=["two classes"], methods=["separate"])
+    assert table["seeds"] == "0; two classes (separate): 0, 1, 2, 3"
+    assert table["values"]["separate"] == [ours[0], kept.mean("separate", "two classes", [0, 1, 2, 3])]
+    assert table["values"]["twin"] == [kept.mean("twin", column, [0]) for column in COLUMNS]
+    table = kept.command([0], columns=["two classes"], methods=["separate"])
+    assert kept.ours["separate", "two classes", 0] != 1.0  # measured again
+    assert table["values"]["separate"][1] == kept.mean("separate", "two classes", [0, 1, 2, 3])
+
+
+def test_a_mean_of_several_seeds_without_lines_stays_until_all_of_them_are_there(kept: Kept) -> None:
+    words = "[measured.paper]\ndate = '2026-01-01'\nhardware = 'one'\nseeds = '0, 1'\ncommand = 'c'\n\n"
+    words += "[measured.paper.values]\nfedavg = [1.0, 2.0]\nseparate = [nan, 3.0]\n\n"
+    kept.put(
+        words + "[measured.paper.deviations]\nfedavg = [0.5, 0.6]\n\n[measured.paper.code]\nfedavg = 'a1'"
+    )
+    table = kept.command([1, 2], methods=["separate", "fedavg"])
+    assert table["values"]["fedavg"] == [1.0, 2.0]
+    assert table["deviations"]["fedavg"] == [0.5, 0.6]
+    assert table["values"]["separate"] == [kept.mean("separate", "all alike", [1, 2]), 3.0]
+    assert table["seeds"] == "0, 1; all alike (separate): 1, 2"
+    table = kept.command([0], methods=["fedavg"])  # now there are
+    assert table["values"]["fedavg"] == [kept.mean("fedavg", column, [0, 1, 2]) for column in COLUMNS]
+    assert table["values"]["separate"][1] == 3.0
+
+
+def test_settings_of_ones_own_are_in_no_mean(kept: Kept) -> None:
+    kept.command([0])
+    kept.command([1], settings={"rounds": 2})
+    table = kept.command([2])
+    assert len({record.numbers["seed"] for record in Results(kept.results).records.values()}) == 3
+    assert table["seeds"] == "0, 2"
+    assert table["values"]["fedavg"] == [kept.mean("fedavg", column, [0, 2]) for column in COLUMNS]
+
+
+def test_the_code_is_that_of_the_newest_line(kept: Kept) -> None:
+    kept.command([0])
+    kept.lines(lambda record: dataclasses.replace(record, code="b" * 12, date="2026-01-01"))
+    table = kept.command([1], methods=["fedavg"])
+    assert table["code"] == {
+        "fedavg": method_code("fedavg"),
+        "twin": "b" * 12,
+        "separate": "b" * 12,
+    }
+    assert table["values"]["fedavg"][0] == kept.mean("fedavg", "all alike", [0, 1])
+    kept.lines(lambda record: dataclasses.replace(record, code="c" * 12, date="2999-01-01"))
+    assert kept.command([2], methods=["fedavg"])["code"]["fedavg"] == "c" * 12
+
+
+def test_words_of_seeds_are_read_as_they_are_written() -> None:
+    keep = script("keep")
+    columns = ["MNIST IID", "MNIST non-IID", "CIFAR-10 IID", "CIFAR-10 non-IID", "CIFAR-100 IID"]
+    seeds: dict[tuple[str, str], tuple[int, ...]] = {}
+    seeds |= {(method, column): (0, 1, 2) for column in columns for method in ("a", "b", "c")}
+    seeds |= {(method, column): (0,) for column in columns[2:4] for method in ("a", "b", "c")}
+    assert keep.seeds_text(seeds) == "0, 1, 2; CIFAR-10: 0"
+    seeds |= {("b", "CIFAR-10 IID"): (3, 10), ("c", "MNIST IID"): (0,)}
+    del seeds["a", "MNIST non-IID"]
+    text = keep.seeds_text(seeds)
+    assert text == "0, 1, 2; CIFAR-10: 0; MNIST IID (c): 0; CIFAR-10 IID (b): 3, 10"
+    seeds |= {(method, "MNIST IID"): (0,) for method in ("a", "b", "c")}
+    for words in (text, keep.seeds_text(seeds)):
+        read = {cell: keep.seeds_of(words, *cell, columns) for cell in seeds}
+        assert keep.seeds_text(read) == words
+    assert read == seeds
+    assert keep.seeds_of("0, three times", "a", "MNIST IID", columns) == ()
+    columns = ["other", "another", "alike", "alike by seed"]  # a column's name may begin another's
+    for own in ((0,), (0, 1)):
+        seeds = {
+            ("a", "other"): (0,),
+            ("a", "another"): (0,),
+            ("a", "alike"): (1,),
+            ("a", "alike by seed"): own,
+        }
+        words = keep.seeds_text(seeds)
+        assert {cell: keep.seeds_of(words, *cell, columns) for cell in seeds} == seeds
+
+
+def test_words_of_seeds_of_all_entries_are_known() -> None:
+    keep = script("keep")
+    for each in entries():
+        for scale, measured in each.measured.items():
+            methods, columns = each.scales[scale].methods, each.scales[scale].columns
+            names = [column.label for column in columns]
+            cells = [(label, name) for name in names for label in methods]
+            assert not {sign for cell in cells for label in cell for sign in label} & set("();:,")
+            if measured.seeds != "0, three times":
+                assert all(keep.seeds_of(measured.seeds, *cell, names) for cell in cells)
 
 
 def test_numbers_take_the_place_of_those_an_entry_had() -> None:
