@@ -318,6 +318,26 @@ def test_graphs_that_are_unlike_say_nothing() -> None:
     assert of_width((2, tables[0]), (3, tables[0]), 4) is not None
 
 
+@pytest.mark.parametrize("operation", ["stacked_product", "completed_product"])
+def test_how_sums_are_divided_does_not_grow_with_the_lanes(operation: str) -> None:
+    """Steps traced for cohorts of two sizes divide them in two ways, from which no third follows."""
+
+    def product(terms: int, lanes: int) -> fx.GraphModule:
+        more = {"stacked_product": (), "completed_product": (None, None, False)}[operation]
+
+        def step(x: Tensor) -> Any:
+            x = x[:, :, None].expand(len(x), 3, 128)
+            return getattr(torch.ops.sartor, operation)(x, x.transpose(1, 2), None, False, terms, *more)
+
+        return graph_of(step, lanes)
+
+    assert of_width((4, product(64, 4)), (8, product(128, 8)), 2) is None
+    made = of_width((4, product(64, 4)), (8, product(64, 8)), 2)
+    assert made is not None
+    x = torch.arange(6.0).view(2, 3)
+    torch.testing.assert_close(made(x), product(64, 2)(x))
+
+
 def test_quicker_names_are_of_the_same_operations() -> None:
     def operations(x: Tensor) -> Any:
         index = torch.tensor([[0, 1, 1]]).expand(3, 3)

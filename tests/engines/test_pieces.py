@@ -17,7 +17,7 @@ import pytest
 import torch
 from test_engines import network
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from helpers import classification, federation_of, method, play
 from sartor.client.local import Batches, Client
@@ -41,7 +41,9 @@ class Again:
     def __init__(self, graphs: Graphs, work: Callable[[], Any], into: Sequence[Tensor]) -> None:
         self.graphs, self.whole = graphs, graphs._whole
         before = [place.clone() for place in into]  # which a capture leaves as they are
-        self.work, self.given, self.replays = work, work(), 0
+        self.work, self.replays = work, 0
+        # Where what is given lies is written over, so that no two numbers may share a place.
+        self.given = tree_map_only(Tensor, lambda value: value.contiguous(), work())
         for place, value in zip(into, before, strict=True):
             place.copy_(value)
         self.places = into or tree_leaves(self.given)
@@ -134,6 +136,19 @@ def test_chunk_lanes_and_way_do_not_matter(captures: list[Again], settings: dict
     torch.testing.assert_close(
         weights(federation(**settings)), weights(federation("loop")), rtol=1e-9, atol=1e-9
     )
+
+
+def test_everyone_is_not_filled_up(captures: list[Again]) -> None:
+    """Cohorts of any size have one of few; that there are 17 clients is always so."""
+    data = vectors((8,) * 17)
+    made = federation_of("stacked", network(), data, local={"batch": 4})
+    cohorts: list[Any] = [range(17), range(9, 16), range(17)]
+    found = weights(made, cohorts=cohorts)
+    expected = weights(federation_of("loop", network(), data, local={"batch": 4}), cohorts=cohorts)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    engine = made.engine
+    assert isinstance(engine, StackedEngine)
+    assert {key[2] for key in engine.programs} == {17, 7}  # type: ignore[index]
 
 
 def test_what_is_forgotten_is_captured_again(captures: list[Again]) -> None:

@@ -14,11 +14,12 @@ from test_schedule import check_turns
 from torch import Tensor, nn
 
 from helpers import classification, federation_of, method, play
-from sartor.client.local import Batches
+from sartor.client.local import Batches, Client
 from sartor.data.clients import ClientData
 from sartor.engines import schedule
 from sartor.engines.schedule import in_pieces, piece_width, turn_table
 from sartor.engines.stacked.engine import StackedEngine
+from sartor.federation.exchange import Reply
 from sartor.model.task import Task
 from sartor.runs.evaluation import Cell, evaluate
 from sartor.runs.settings import Evaluate
@@ -136,6 +137,67 @@ def test_chunks_and_several_steps_count_the_same(
     expected = cells("loop", "fedavg", NETWORKS["statistics"])
     same(cells("stacked", "fedavg", NETWORKS["statistics"], times=4, **settings), expected)
     assert max(plan.shape.steps for plan in plans) > 1 or "chunk" in settings
+
+
+def evaluated_by_rounds(name: str, rounds: int) -> list[bool]:
+    """For every round with an evaluation, whether steps of pieces were held for it."""
+    torch.manual_seed(0)
+    data: ClientData = classification(SIZES, shape=(5,), dtype=torch.float64)
+    made = federation_of(
+        "stacked", Task(nn.Linear(5, 4).double(), classes=4), data, local={"batch": 4}, chunk=3
+    )
+    algorithm, held = method(name, made), []
+    server = algorithm.start(made)
+    for _ in range(rounds):
+        engine = made.engine
+        assert isinstance(engine, StackedEngine)
+        before = set(engine.graphs.places)
+        evaluate(algorithm, server, made, Evaluate(personal_pooled="no"))
+        held.append(set(engine.graphs.places) != before)
+        made.round += 1
+    return held
+
+
+def test_an_evaluation_holds_no_copies_of_models(
+    captures: list[Again],  # noqa: F811
+    plans: list[Any],
+) -> None:
+    """Chunks of unlike clients have pieces of the same number: in one round, nothing comes again."""
+    assert evaluated_by_rounds("ditto", 4) == [False] * 4
+    assert plans
+    assert any(graph.whole for graph in captures)
+
+
+def loss_after(client: Client, hyper: Any, w: Tensor) -> Reply:
+    """A client function of one's own that trains, and adds something up."""
+    trained = client.descend(w, lambda w, batch: client.grad(w, batch), lr=0.1)
+    return Reply(loss=client.evaluate(trained, "train", ())["loss"])
+
+
+def test_pieces_of_cohorts_that_change_are_captured(
+    captures: list[Again],  # noqa: F811
+    plans: list[Any],
+) -> None:
+    torch.manual_seed(0)
+    sizes = (41, 23, 155, 39, 25, 155, 37, 27, 155, 35, 29, 155)
+    data: ClientData = classification(sizes, shape=(5,), dtype=torch.float64)
+    task, cohorts = Task(nn.Linear(5, 4).double(), classes=4), np.arange(12).reshape(4, 3)
+    found: dict[str, list[Tensor]] = {}
+    held = []
+    for engine in ("loop", "stacked"):
+        made = federation_of(engine, task, data, local={"batch": 4})
+        found[engine] = []
+        for cohort in cohorts:
+            replies = made.map(loss_after, cohort, shared={"w": made.initial()})
+            found[engine].append(replies["loss"])
+            made.round += 1
+            if isinstance(made.engine, StackedEngine):
+                lanes = {plan.shape.lanes for plan in plans}
+                held.append(any(place[1][1] in lanes for place in made.engine.graphs.places))
+    torch.testing.assert_close(found["stacked"], found["loop"])
+    assert plans
+    assert not any(held[:2])
+    assert held[-1]
 
 
 def test_batches_stay_whole_where_samples_mix_or_lanes_are_few(plans: list[Any]) -> None:

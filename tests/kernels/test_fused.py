@@ -169,6 +169,20 @@ def test_lanes_with_the_same_weights_are_one_where_nothing_is_differentiated(nam
     assert not any("stacked_conv" in operation for operation in names)
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_images_that_all_lanes_have_go_on_as_those_of_their_own(name: str) -> None:
+    """As personal models on the pooled data: ReLU and pooling follow in the same operation."""
+    images, *weights = leaves()
+    names, after, before = both(vmap(network(STEPS[name]), (None, 0, 0, 0, 0)), images[0], *weights)
+    same(after, before)
+    for lane in range(LANES):
+        own = network(STEPS[name])(images[0], *(weight[lane] for weight in weights))
+        torch.testing.assert_close(before[0][lane], own, rtol=1e-9, atol=1e-9)
+    assert convolutions(names) == 2
+    assert not any(names[f"aten.{step}"] for step in ("relu", "relu_", "max_pool2d_with_indices"))
+    assert not names["aten.convolution"]
+
+
 def test_lanes_with_the_same_weights_have_gradients_of_their_own() -> None:
     images, *weights = leaves()
     shared, dims = [weight[0] for weight in weights], (0, None, None, None, None)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import classification, federation_of, play
+from helpers import classification, federation_of, method, play
 from sartor.algorithms import make, registered
 from sartor.engines import samples as samples_module
 from sartor.engines.samples import Samples
@@ -19,7 +19,17 @@ from sartor.federation.exchange import Call
 from sartor.federation.federation import Federation
 from sartor.model.objectives import Classification, cross_entropy
 from sartor.model.task import Task
-from sartor.runs.evaluation import _answers, each_model, evaluate, measured_in, shared_model
+from sartor.runs.evaluation import (
+    _answers,
+    _filled_up,
+    cell_of,
+    cells_of_each,
+    each_model,
+    evaluate,
+    measured_in,
+    rank,
+    shared_model,
+)
 from sartor.runs.settings import Evaluate
 
 NETWORKS = {
@@ -52,6 +62,60 @@ def test_rows_of_models_are_counted_as_each_alone(
             one = _answers(federation, Call(shared_model, {"w": row}), clients, (split,), what)[split]
             np.testing.assert_array_equal(counted["confusion"], one["confusion"])
             np.testing.assert_allclose(counted["loss"], one["loss"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("split", ["test", "pooled"])
+def test_models_are_scored_at_once_as_each_alone(split: str) -> None:
+    """With one that answers a single class, which its cell says; the first of equal models is the best."""
+    federation = federation_with("dense")
+    what, clients = measured_in(federation, Evaluate()), np.arange(federation.clients)
+    w = federation.initial()
+    rows = torch.stack([torch.zeros_like(w), w, -w, w])
+    asked = _answers(federation, Call(shared_model, {"w": rows}), clients, (split,), what)[split]
+    found, best = cells_of_each(asked, what)
+    alone = [cell_of(counted, what) for counted in each_model(asked)]
+    for cell, expected in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(cell.n, expected.n)
+        np.testing.assert_array_equal(cell.loss, expected.loss)
+        assert cell.scores.keys() == expected.scores.keys()
+        for name, values in cell.scores.items():
+            np.testing.assert_array_equal(values, expected.scores[name])
+    ranks = [rank(cell) for cell in alone]
+    assert best == ranks.index(max(ranks))
+    assert found[best].extra == alone[best].extra
+    first, place = cells_of_each(
+        {name: values[:, :1] if values.ndim > 1 else values for name, values in asked.items()}, what
+    )
+    assert place == 0
+    assert first[0].extra["constant"]["of"] == alone[0].extra["constant"]["of"] > 0
+
+
+def test_models_on_a_gpu_are_filled_up_to_few_numbers() -> None:
+    for many in range(1, 101):
+        filled = _filled_up(np.arange(many) * 3, 100)
+        assert filled[:many].tolist() == [3 * place for place in range(many)]
+        assert set(filled[many:].tolist()) <= {3 * (many - 1)}
+        assert len(filled) in (1, 2, 4, 8, 16, 32, 64, 100)
+        assert many <= len(filled) < 2 * many or many == 1
+
+
+@pytest.mark.parametrize("name", ["ditto", "fedavg"])
+def test_filled_up_models_count_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As clients' models become unlike round after round."""
+    found = {}
+    for filled in (False, True):
+        if filled:
+            monkeypatch.setattr("sartor.runs.evaluation._fills_up", lambda device: True)
+        federation = federation_with("dense")
+        algorithm = method(name, federation)
+        server, scores = algorithm.start(federation), []
+        for cohort in ([0], [1, 3], [0, 2]):
+            server = algorithm.round(server, federation, np.array(cohort))
+            federation.round += 1
+            cells = evaluate(algorithm, server, federation, Evaluate(personal_pooled="yes"))
+            scores.append({cell: found.summary() for cell, found in cells.items()})
+        found[filled] = scores
+    assert found[True] == found[False]
 
 
 @pytest.mark.parametrize("name", ["ifca", "ma-fsvrg"])

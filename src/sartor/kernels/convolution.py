@@ -158,7 +158,10 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         shape: _Shape,
     ) -> tuple[Tensor, int]:
-        """Lanes of both operands go to the kernels; lanes of one are more samples or channels of it."""
+        """Lanes of both operands go to the kernels; lanes of one are more samples or channels of it.
+
+        Where nothing is differentiated, so do images that all lanes have in common.
+        """
         left_lanes, right_lanes, bias_lanes = in_dims[1:4]
         if shape.passed and left.dim() == 5 and right_lanes is None and bias_lanes is None:
             images = left.movedim(left_lanes, 0)
@@ -167,6 +170,10 @@ class _Product(torch.autograd.Function):
                 bias = None if bias is None else bias[None]
                 result = _apply(role, one, right[None], bias, shape)
                 return result.view(*images.shape[:2], *result.shape[2:]), 0
+        of_all = left.dim() == 4 and left_lanes is None and right_lanes is not None
+        if shape.passed and of_all and not lanes_under_way():
+            # One convolution with the channels of all lanes leaves them where ReLU and pooling do not go on.
+            left, left_lanes = left.expand(info.batch_size, *left.shape), 0
         if bias is not None:
             own = bias_lanes is not None
             bias = bias.movedim(bias_lanes, 0) if own else bias.expand(info.batch_size, *bias.shape)

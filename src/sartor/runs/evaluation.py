@@ -215,11 +215,11 @@ def _shared_cells(
     """The cells of the shared model, or of several."""
     federation, what, statistics, one = tried.federation, tried.what, tried.statistics, models.dim() == 1
     counts_own = "test" in found and statistics is None
-    each = each_model(_total(found))
+    total = _total(found)
     if federation.engine.pools:
-        tried.add(models, federation.buffers if statistics is None else statistics, each)
-    pooled = [cell_of(counted, what) for counted in each]
-    best = max(range(len(pooled)), key=lambda place: (rank(pooled[place]), -place))
+        buffers = federation.buffers if statistics is None else statistics
+        tried.add(models, buffers, each_model(total))
+    pooled, best = cells_of_each(total, what)
     cells = {"shared_pooled": pooled[best] if one else _best_of(pooled, best)}
     if counts_own:  # every client has counted on its own test data already
         local = {name: rows[clients] for name, rows in each_model(found["test"]["test"])[best].items()}
@@ -231,8 +231,8 @@ def _shared_cells(
     cells["shared_local"] = cell_of(local, what)
     if "validation" in found.get("local", ()):
         # The best by its own: which one is best on test data must not be seen here.
-        judged = [cell_of(counted, what) for counted in each_model(found["local"]["validation"])]
-        cells["shared_validation"] = max(judged, key=rank)
+        judged, first = cells_of_each(found["local"]["validation"], what)
+        cells["shared_validation"] = judged[first]
     return cells
 
 
@@ -345,13 +345,30 @@ class Tried:
         new = [place for place in range(known, len(like)) if like[place] == place]
         if new:
             places = np.array(new) - known
+            if _fills_up(self.federation.engine.device):
+                places = _filled_up(places, len(clients))
             index = self.federation.tensor(places)
             call = Call(shared_model, each={name: every[index] for name, every in models.items()})
-            found = _answers(self.federation, call, clients[places], ("pooled",), self.what)["pooled"]
+            anyone = clients[: len(places)]  # the data are the same for everyone
+            found = _answers(self.federation, call, anyone, ("pooled",), self.what)["pooled"]
             for row, place in enumerate(new):
                 counted[place] = {name: values[row] for name, values in found.items()}
         each = [counted[place] for place in like[known:]]
         return {name: np.stack([one[name] for one in each]) for name in each[0]}
+
+
+def _fills_up(device: torch.device) -> bool:
+    """Whether models are tried in one of few numbers of them.
+
+    Clients' models become unlike round after round, and a GPU captures what it does for each number of them.
+    """
+    return device.type == "cuda"
+
+
+def _filled_up(places: np.ndarray, most: int) -> np.ndarray:
+    """Places with the last one again and again: a power of two, or as many as there are at most."""
+    filled = min(most, 1 << (len(places) - 1).bit_length())
+    return np.concatenate([places, np.repeat(places[-1:], filled - len(places))])
 
 
 def _sums(parts: Sequence[Tensor]) -> Tensor:
@@ -616,6 +633,32 @@ def cell_of(answers: Counted, what: Measured) -> Cell:
     loss = answers["loss"] / np.maximum(n, 1)
     extra = _always(answers["confusion"]) if "confusion" in answers else {}
     return Cell(n, loss, what.scores(answers), what.headline, what.more, extra)
+
+
+def cells_of_each(answers: Counted, what: Measured) -> tuple[list[Cell], int]:
+    """A cell for each of the models that everyone has tried, scored in one go, and the place of the best."""
+    each = each_model(answers)
+    if len(each) == 1:
+        return [cell_of(each[0], what)], 0
+    many = len(each)
+    rows = {
+        name: np.repeat(values, many) if name == "n" else values.reshape(-1, *values.shape[2:])
+        for name, values in answers.items()
+    }
+    every = cell_of(rows, what)
+    cells = [
+        replace(
+            every,
+            n=answers["n"],
+            loss=every.loss[place::many],
+            scores={name: values[place::many] for name, values in every.scores.items()},
+            extra={},
+        )
+        for place in range(many)
+    ]
+    best = max(range(many), key=lambda place: (rank(cells[place]), -place))
+    cells[best] = replace(cells[best], extra=cell_of(each[best], what).extra if every.extra else {})
+    return cells, best
 
 
 def _always(matrices: np.ndarray) -> dict[str, Any]:

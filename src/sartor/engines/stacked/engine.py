@@ -141,6 +141,7 @@ class StackedEngine(LocalEngine):
         self.programs: dict[Hashable, Program] = {}
         most = {split: int(samples.counts.max(initial=0)) for split, samples in self.samples.items()}
         self._tracer = Tracer(task, settings, most, norms=self.graphs.wanted)
+        self._tracer.ahead.begin()
         self._plans: dict[Hashable, Plan] = {}
         self._expected: dict[tuple[Batches, int], Usual] = {}
         self._widths: dict[tuple[Batches, bool], int] = {}
@@ -221,7 +222,8 @@ class StackedEngine(LocalEngine):
         clients = len(work.numbers)
         pieces = -(-clients // limit)
         size = min(bucket(-(-clients // pieces)), limit)
-        if pieces == 1 and (size == clients or not (work.keeps or self.graphs.wanted)):
+        as_many = size == clients or clients == len(self.samples["train"].counts)  # as there always are
+        if pieces == 1 and (as_many or not (work.keeps or self.graphs.wanted)):
             return self.run_chunk(work)
         # Clients of like size share a chunk, so that little is left to wait for.
         order = np.argsort(-self.samples["train"].counts[work.numbers], kind="stable")
@@ -444,6 +446,8 @@ class StackedEngine(LocalEngine):
             return carry
         places, keys, size = self._counting(shape.places), table.keys, rows.counts[batches.split]
         shuffled = keys[batches.stream] if batches.shuffled else None
+        if shuffled is not None:
+            self._tracer.ahead.wait()
         kind = (shape.full, shape.common, shape.in_a_row, len(memo))
         key: Kind = (position, clients, shape.width, *kind)
         given = (fixed, rows, memo)
@@ -617,6 +621,8 @@ class StackedEngine(LocalEngine):
         step, place = partial(self._tracer.steps, program, key, plan.batches, plan), (id(program), key)
         if not (self.graphs.pieces and (plan.shape.packed or plan.shape.steps > WHOLE)):
             return step(given, carry, turns)
+        if plan.shape.pieces and not self.graphs.lasting(place, program.round):
+            return step(given, carry, turns)  # what is held would have a copy of the model for every piece
         held = self.graphs.held(place, given, carry)
         held.take(given, tree_leaves(carry))
         flat = [turn.flatten(0, 1) for turn in turns]

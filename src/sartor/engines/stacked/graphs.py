@@ -277,6 +277,8 @@ class Graphs:
         """Steps by what they were traced for."""
         self.places: dict[Hashable, Held] = {}
         """What steps read and change, by what it is held for."""
+        self._rounds: dict[Hashable, set[int]] = {}
+        """The first rounds in which steps for a key were wanted."""
         self._device, self._pinned = device, Pinned(device)
         self._pool: Any = None
         self._side: Any = None
@@ -360,6 +362,13 @@ class Graphs:
             self.places[key] = Held(given, carry)
         return self.places[key]
 
+    def lasting(self, key: Hashable, round: int) -> bool:
+        """Whether steps for a key are wanted in a third round: what is always alike is one graph by then."""
+        rounds = self._rounds.setdefault(key, set())
+        if len(rounds) < 3:
+            rounds.add(round)
+        return len(rounds) == 3
+
     def steps(self, key: Hashable, step: Step, held: Held, lanes: int) -> Steps:
         """Steps of so many lanes, whose key always has the same place."""
         if key not in self.taken:
@@ -375,6 +384,7 @@ class Graphs:
         self.parts.clear()
         self.taken.clear()
         self.places.clear()
+        self._rounds.clear()
         self._pool = None
         gc.collect()
         if self._device.type == "cuda":

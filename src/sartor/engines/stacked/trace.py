@@ -404,7 +404,7 @@ class Tracer:
             self.ahead.compile(lambda: forward(*inputs))
         try:
             follows = right(forward(*inputs))
-        except (RuntimeError, IndexError, ValueError):  # a size that was another's
+        except (RuntimeError, IndexError, ValueError, ArithmeticError):  # a size that was another's
             follows = False
         if follows:
             program.steps[key] = replace(one, run=_plain(graph), graph=graph, run_over=None, rows={})

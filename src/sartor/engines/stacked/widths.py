@@ -18,6 +18,9 @@ from sartor.kernels.graph import Graph
 
 aten = torch.ops.aten
 
+CHOSEN = ("terms",)
+"""Numbers that an operation of ours is given and that are no sizes: how its sums are divided."""
+
 
 def of_width(
     one: tuple[int, fx.GraphModule], other: tuple[int, fx.GraphModule], lanes: int
@@ -90,10 +93,17 @@ def of_any_width(
 
 def _alike(known: fx.GraphModule, node: fx.Node, also: fx.GraphModule, beside: fx.Node) -> bool:
     """Whether two nodes do the same, and are the same where they are constants."""
-    if (node.op, node.target) != (beside.op, beside.target):
+    if (node.op, node.target) != (beside.op, beside.target) or _chosen(node) != _chosen(beside):
         return False
     name = str(node.target)
     return node.op != "get_attr" or torch.equal(getattr(known, name), getattr(also, name))
+
+
+def _chosen(node: fx.Node) -> list[Any]:
+    """What was chosen for an operation and is no size: what others would have does not follow from it."""
+    schema = getattr(node.target, "_schema", None)
+    named = zip(() if schema is None else schema.arguments, node.args, strict=False)
+    return [value for argument, value in named if argument.name in CHOSEN]
 
 
 def _merged(
