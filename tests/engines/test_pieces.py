@@ -6,6 +6,7 @@ first call left them, which is what a replay does.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -36,37 +37,55 @@ COHORTS = [[0, 3, 5, 8], [1, 2, 4, 9], [3, 6, 7, 8]]
 
 
 class Again:
-    """What stands for a graph."""
+    """What stands for a graph.
 
-    def __init__(self, graphs: Graphs, work: Callable[[], Any], into: Sequence[Tensor]) -> None:
-        self.graphs, self.whole = graphs, graphs._whole
+    It is replayed as on a device: where graphs of its pool that were captured later lay what they give, it
+    may have computed something, so that is lost.
+    """
+
+    def __init__(
+        self, graphs: Graphs, work: Callable[[], Any], into: Sequence[Tensor], pool: str, later: list[Again]
+    ) -> None:
+        self.graphs, self.whole, self.pool, self.later = graphs, graphs._whole, pool, later
         before = [place.clone() for place in into]  # which a capture leaves as they are
         self.work, self.replays = work, 0
-        # Where what is given lies is written over, so that no two numbers may share a place.
-        self.given = tree_map_only(Tensor, lambda value: value.contiguous(), work())
+        self.given = tree_map_only(Tensor, lambda value: value.contiguous().clone(), work())
         for place, value in zip(into, before, strict=True):
             place.copy_(value)
         self.places = into or tree_leaves(self.given)
 
     def replay(self) -> None:
         self.replays += 1
+        for other in self.later[self.later.index(self) + 1 :]:
+            if (other.graphs, other.pool) == (self.graphs, self.pool):
+                other.lose()
         self.graphs._whole, before = self.whole, self.graphs._whole
         for place, value in zip(self.places, tree_leaves(self.work()), strict=True):
             if isinstance(place, Tensor):
                 place.copy_(value)
         self.graphs._whole = before
 
+    def lose(self) -> None:
+        """Have anything where this lays what it gives."""
+        for value in tree_leaves(self.given):
+            if isinstance(value, Tensor):
+                value.fill_(torch.nan if value.is_floating_point() else 1)
+
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
     """Engines on a CPU capture as they do on CUDA; every capture is noted."""
     noted: list[Again] = []
+    pools = inspect.signature(Graphs.capture).parameters["pool"].default
 
-    def capture(self: Graphs, work: Callable[[], Any], into: Sequence[Tensor] = ()) -> tuple[Any, Any]:
+    def capture(
+        self: Graphs, work: Callable[[], Any], into: Sequence[Tensor] = (), pool: str = pools
+    ) -> tuple[Any, Any]:
         before = torch.get_rng_state()
-        noted.append(Again(self, work, into))
+        made = Again(self, work, into, pool, noted)
+        noted.append(made)
         assert torch.equal(before, torch.get_rng_state())
-        return noted[-1], noted[-1].given
+        return made, made.given
 
     usual = Graphs.__init__
 

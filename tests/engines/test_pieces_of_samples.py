@@ -19,6 +19,7 @@ from sartor.data.clients import ClientData
 from sartor.engines import schedule
 from sartor.engines.schedule import in_pieces, piece_width, turn_table
 from sartor.engines.stacked.engine import StackedEngine
+from sartor.engines.stacked.graphs import Graphs
 from sartor.federation.exchange import Reply
 from sartor.model.task import Task
 from sartor.runs.evaluation import Cell, evaluate
@@ -137,6 +138,22 @@ def test_chunks_and_several_steps_count_the_same(
     expected = cells("loop", "fedavg", NETWORKS["statistics"])
     same(cells("stacked", "fedavg", NETWORKS["statistics"], times=4, **settings), expected)
     assert max(plan.shape.steps for plan in plans) > 1 or "chunk" in settings
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "fedupdate", "ifca"])
+def test_evaluations_in_chunks_count_the_same_whenever_they_come(
+    captures: list[Again],  # noqa: F811
+    plans: list[Any],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where memory is short: parts are captured after steps, which must not write over what those give."""
+    monkeypatch.setattr(Graphs, "lasting", lambda *_: True)
+    expected = cells("loop", name, NETWORKS["dense"])
+    for times in range(1, 6):
+        same(cells("stacked", name, NETWORKS["dense"], times=times, chunk=4), expected)
+    assert plans
+    assert {graph.pool for graph in captures} == {"parts", "calls and steps"}
 
 
 def evaluated_by_rounds(name: str, rounds: int) -> list[bool]:

@@ -4,7 +4,11 @@ A call of the engine is captured as a whole, once per shape, when a shape comes 
 ragged clients hardly ever have the shape of another, and long calls take long to capture. Those are made of
 pieces that any cohort can use: each part of a client function before, between and after its scans is a
 graph, and so are 1, 4 and 16 steps in a row, whose samples and clients lie in tensors on the device. How many
-steps there are is how often these are replayed. All graphs share one pool of memory.
+steps there are is how often these are replayed.
+
+Graphs share memory: one that is captured later may lay what it gives where an earlier one computes. Replaying
+the earlier one then writes over it. So what parts of a function give, which is read after steps were taken,
+lies in a pool of their own.
 """
 
 from __future__ import annotations
@@ -280,7 +284,7 @@ class Graphs:
         self._rounds: dict[Hashable, set[int]] = {}
         """The first rounds in which steps for a key were wanted."""
         self._device, self._pinned = device, Pinned(device)
-        self._pool: Any = None
+        self._pools: dict[str, Any] = {}
         self._side: Any = None
         self._whole = False
 
@@ -352,7 +356,7 @@ class Graphs:
             inputs, spec = tree_flatten(given)
             static = [value.clone() for value in inputs]
             self.aside(lambda: part(*tree_unflatten(static, spec)))
-            graph, outputs = self.capture(lambda: part(*tree_unflatten(static, spec)))
+            graph, outputs = self.capture(lambda: part(*tree_unflatten(static, spec)), pool="parts")
             known = self.parts[key] = Part(graph, static, outputs)
         return known.replay([*fixed.leaves, *rows.leaves, *tree_leaves(memo)])
 
@@ -376,8 +380,10 @@ class Graphs:
         return self.taken[key]
 
     def forget(self) -> None:
-        """Drop all graphs, and give their memory back."""
+        """Drop all graphs, and give their memory back, once nothing reads it any more."""
         beside.join()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self.captured.clear()
         self._latest = None
         self._met.clear()
@@ -385,7 +391,7 @@ class Graphs:
         self.taken.clear()
         self.places.clear()
         self._rounds.clear()
-        self._pool = None
+        self._pools.clear()
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -432,20 +438,23 @@ class Graphs:
         finally:  # also where memory ran out: what is given back then may still be read there
             main.wait_stream(self._side)
 
-    def capture(self, work: Callable[[], Any], into: Sequence[Tensor] = ()) -> tuple[Any, Any]:
+    def capture(
+        self, work: Callable[[], Any], into: Sequence[Tensor] = (), pool: str = "calls and steps"
+    ) -> tuple[Any, Any]:
         """A graph of what is done, and the tensors that it gives: each replay writes them anew.
 
-        With ``into``, it ends by copying what it gives to these places.
+        So may the replay of any graph of the same ``pool`` that was captured before. With ``into``, it ends
+        by copying what it gives to these places.
         """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if pool not in self._pools:
+            self._pools[pool] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._make_room()
         with warnings.catch_warnings(), _no_collection(), self._beside():
             # A function may have nothing to do before its first scan.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             # Runs that train together have threads of their own, whose work is none of this graph.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pools[pool], capture_error_mode="thread_local")
             try:
                 given = work()
                 if into:
