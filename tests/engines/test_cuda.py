@@ -18,6 +18,7 @@ from sartor.algorithms import registered
 from sartor.client.settings import Local
 from sartor.data.clients import ClientData
 from sartor.engines import make_federation
+from sartor.engines.stacked.engine import StackedEngine
 from sartor.federation import Federation
 from sartor.model.task import Task
 from sartor.runs.result import Result
@@ -201,10 +202,14 @@ def test_running_out_of_memory_halves_the_chunk() -> None:
     torch.cuda.set_per_process_memory_fraction(1.0)
     algorithm = registered()["fedavg"]()
     server = algorithm.start(federation)
+    server = algorithm.round(server, federation, np.arange(8))  # kernels are loaded, which takes memory too
+    engine = federation.engine
+    assert isinstance(engine, StackedEngine)
+    engine.graphs.forget()
     hoard = torch.empty(
         int(torch.cuda.mem_get_info()[0] * 0.999) - (24 << 20), dtype=torch.uint8, device="cuda"
     )
-    federation.engine.chunk = 8  # type: ignore[attr-defined]
+    engine.chunk = 8
     try:
         server = algorithm.round(server, federation, np.arange(8))
     except torch.OutOfMemoryError:

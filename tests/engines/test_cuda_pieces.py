@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers import classification, federation_of, method, play, resnet18
 from sartor.engines import schedule
 from sartor.engines.stacked.engine import StackedEngine
-from sartor.engines.stacked.graphs import STRIDES
+from sartor.engines.stacked.graphs import STRIDES, Graphs
 from sartor.federation import Federation
 from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate
@@ -124,6 +124,29 @@ def test_pieces_of_samples_count_what_the_loop_counts(
         np.testing.assert_allclose(cells[1][name].loss, cell.loss, rtol=within)
         if dtype is torch.float64:
             np.testing.assert_array_equal(cells[1][name].scores["accuracy"], cell.scores["accuracy"])
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "fedupdate"])
+def test_evaluations_in_chunks_count_the_same_whenever_they_come(
+    name: str, lasting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short; also with steps of pieces that are captured before the parts around them."""
+    monkeypatch.setattr(schedule, "NARROWEST", 2)
+    if lasting:
+        monkeypatch.setattr(Graphs, "lasting", lambda *_: True)
+    expected = None
+    for engine, device, chunk in (("loop", "cpu", 0), ("stacked", "cuda", 3)):
+        made = federation(convolutions, engine, device, chunk=chunk)
+        algorithm = method(name, made)
+        server = play(algorithm, made, COHORTS[:1])
+        for _ in range(5 if chunk else 1):
+            found = evaluate(algorithm, server, made, Evaluate(personal_pooled="no"))
+            made.round += 1 if name != "fedupdate" else 0  # which trains, by a round's batches
+            for cell, counted in (expected or found).items():
+                np.testing.assert_allclose(found[cell].loss, counted.loss, rtol=1e-8)
+                np.testing.assert_array_equal(found[cell].scores["accuracy"], counted.scores["accuracy"])
+        expected = expected or found
 
 
 def test_no_cohort_needs_a_capture_of_its_own() -> None:

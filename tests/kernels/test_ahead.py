@@ -237,41 +237,6 @@ def test_the_shuffle_is_compiled_with_the_first_step(monkeypatch: pytest.MonkeyP
     assert len(shuffle.compiled) == len(KERNEL.compiled) == 1
 
 
-def test_the_shuffle_may_be_compiled_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    shuffle, gate = Kernel("_shuffle"), threading.Event()
-    found = ahead.Launch(shuffle, (Mock(torch.int64), 7, 5, 2), {})
-
-    def shuffles(samples: int, device: torch.device) -> list[ahead.Launch]:
-        if threading.current_thread() is not threading.main_thread():
-            gate.wait(PATIENCE)
-        return [found, found]
-
-    monkeypatch.setattr(ahead, "shuffles", shuffles)
-    compiler = Ahead(CUDA, wanted=True, samples=600)
-    compiler.begin()
-    assert not shuffle.compiled  # nobody waits for it
-    gate.set()
-    compiler.wait()
-    assert len(shuffle.compiled) == 1
-    compiler.compile(lambda: tried(tried(torch.ones(8), 7, 5, 2), 7, 5, 3))
-    compiler.wait()
-    assert len(shuffle.compiled) == 1
-    assert len(KERNEL.compiled) == 2
-
-
-def test_no_shuffle_is_compiled_without_samples_or_where_it_is_not_wanted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ahead, "shuffles", lambda samples, device: pytest.fail("nobody shuffles"))
-    for compiler in (
-        Ahead(CUDA, wanted=True),
-        Ahead(CUDA, False, 600),
-        Ahead(torch.device("cpu"), True, 600),
-    ):
-        compiler.begin()
-        compiler.wait()
-
-
 def test_triton_is_made_ready_once_and_only_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     gate = threading.Event()

@@ -111,33 +111,6 @@ class Ahead:
         if self.wanted and str(device) == "cuda":  # threads would take the first
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self.samples = device, samples
-        self._begun: threading.Thread | None = None
-
-    def begin(self) -> None:
-        """Compile the shuffle of samples behind what goes on: it is the first kernel of a run."""
-        if self.wanted and self.samples:
-            self._begun = threading.Thread(target=_quietly, args=(self._shuffles,))
-            self._begun.start()
-
-    def wait(self) -> None:
-        """Have the shuffle compiled, if it was begun: where it is launched meanwhile, it would be again."""
-        if self._begun is not None:
-            self._begun.join()
-            self._begun = None
-
-    def _shuffles(self) -> None:
-        launches = shuffles(self.samples, self.device)
-        with _COMPILING:
-            new = self._new(launches)
-        for launch in new:
-            launch.compile(self.device)
-
-    def _new(self, launches: Iterable[Launch]) -> list[Launch]:
-        """One launch of each variant that was not compiled ahead yet; it will be."""
-        every = {(self.device, *launch.variant): launch for launch in launches}
-        new = [launch for variant, launch in every.items() if variant not in _COMPILED]
-        _COMPILED.update(every)
-        return new
 
     def traced(self, trace: Callable[[], T]) -> T:
         """What tracing gives, for which numbers do not matter: kernels that rewriting replaces need not run.
@@ -161,11 +134,13 @@ class Ahead:
             return
         try:
             launches = [*shuffles(self.samples, self.device), *launches_of(step, widths)]
+            every = {(self.device, *launch.variant): launch for launch in launches}
             for thread in _BEGUN:
                 thread.join()
-            self.wait()
             with _COMPILING:  # runs that train together need the same
-                if len(new := self._new(launches)) > 1:
+                new = [launch for variant, launch in every.items() if variant not in _COMPILED]
+                _COMPILED.update(every)
+                if len(new) > 1:
                     compile_all(new, self.device)
         except Exception as error:  # which the step itself will show
             log.debug("kernels are not compiled ahead: %s", error)

@@ -141,7 +141,6 @@ class StackedEngine(LocalEngine):
         self.programs: dict[Hashable, Program] = {}
         most = {split: int(samples.counts.max(initial=0)) for split, samples in self.samples.items()}
         self._tracer = Tracer(task, settings, most, norms=self.graphs.wanted)
-        self._tracer.ahead.begin()
         self._plans: dict[Hashable, Plan] = {}
         self._expected: dict[tuple[Batches, int], Usual] = {}
         self._widths: dict[tuple[Batches, bool], int] = {}
@@ -446,8 +445,6 @@ class StackedEngine(LocalEngine):
             return carry
         places, keys, size = self._counting(shape.places), table.keys, rows.counts[batches.split]
         shuffled = keys[batches.stream] if batches.shuffled else None
-        if shuffled is not None:
-            self._tracer.ahead.wait()
         kind = (shape.full, shape.common, shape.in_a_row, len(memo))
         key: Kind = (position, clients, shape.width, *kind)
         given = (fixed, rows, memo)
