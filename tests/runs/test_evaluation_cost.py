@@ -15,6 +15,7 @@ from torch import nn
 import sartor
 from helpers import assert_same_cells, classification, federation_of, play
 from sartor.algorithms import make, registered
+from sartor.engines.base import LocalEngine
 from sartor.errors import SartorError
 from sartor.federation.exchange import Call, Work
 from sartor.federation.federation import Federation
@@ -118,9 +119,9 @@ def pooled_models(asked: list[Work]) -> int:
 @pytest.mark.parametrize(
     ("name", "statistics", "tried"),
     [
-        ("ifca", False, 2),  # its two models, and whoever prefers one has it
+        ("ifca", False, 0),  # clients count with both on their own data, and whoever prefers one has it
         ("ifca", True, 2 + 3 + 2),  # statistics of clients' own make others of them, but two never trained
-        ("ma-fsvrg", True, 1),  # one before there are groups
+        ("ma-fsvrg", True, 0),  # one before there are groups
         ("separate", True, 4),  # those of the three that have trained, and the first one of all others
         ("fedavg", True, 0),  # what clients count on their own data is added up
     ],
@@ -156,20 +157,19 @@ def test_models_are_alike_to_the_bit_alone(at_once: int, monkeypatch: pytest.Mon
         assert _likeness([w[:1].to(dtype)], [w[1:].to(dtype)], np.zeros(6), known=1)[2] == 0
 
 
+@pytest.mark.parametrize("pooled", ["no", "yes"])
 @pytest.mark.parametrize("name", ["ifca", "ma-fsvrg", "fedem"])
 def test_several_models_on_clients_own_data_add_up_to_the_pooled(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, pooled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a GPU does it, with one wait; the best of them is then known on clients' own data already."""
+    """The best of them is then known on clients' own data already, and so are those that clients prefer."""
     algorithm, server, federation = played(name, "stacked", statistics=False)
-    expected = evaluate(algorithm, server, federation, Evaluate(personal_pooled="no"))
-    monkeypatch.setattr(evaluation, "_pools_several", lambda device: False)
-    seen: list[Any] = []
-    brought = evaluation._brought
-    monkeypatch.setattr(evaluation, "_brought", lambda values: seen.append(values) or brought(values))
-    found = evaluate(algorithm, server, federation, Evaluate(personal_pooled="no"))
-    assert len(seen) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalEngine, "adds_up", False)
+        expected = evaluate(algorithm, server, federation, Evaluate(personal_pooled=pooled))
+    found = evaluate(algorithm, server, federation, Evaluate(personal_pooled=pooled))
     assert_same_cells(found, expected, rtol=1e-5)
+    assert ("personal_pooled" in found) is (pooled == "yes")
     best = [[cell.extra.get("best_model") for cell in cells.values()] for cells in (found, expected)]
     assert best[0] == best[1]
 
@@ -180,7 +180,7 @@ def test_several_models_on_clients_own_data_add_up_to_the_pooled(
         ("fedavg", 1),  # both cells
         ("separate", 3),  # clients' own data; whether models are alike that seem so; the pooled data
         ("ditto", 1 + 3),
-        ("ifca", 2 + 2),  # the best model is tried on clients' own data; all are known on the pooled
+        ("ifca", 2),  # all models on clients' own data; which of them each prefers
     ],
 )
 def test_the_host_waits_seldom(name: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,6 +349,11 @@ class Call:
     function: ClientFunction
     shared: Arguments = field(default_factory=dict)
     each: Arguments = field(default_factory=dict)
+    row: ClientFunction | None = None
+    """Where a personal model is one of several shared ones: which row it is, replied as ``row``.
+
+    It is sent the same. What was counted with the shared models is then known of the personal ones.
+    """
 
 
 class Sent(NamedTuple):

@@ -125,15 +125,19 @@ def evaluate(
     models, personal = algorithm.shared(server), personal_models(algorithm, server, clients)
     splits = ("test", *_validated(federation))
     questions = {} if models is None else _on_shared(models, clients, tried)
-    comparing = False
-    if personal is not None:
-        pooling = _worth_pooling(federation, settings, len(clients))
-        comparing = pooling and federation.task.groups is None  # rows of several lengths cannot be compared
-        if not comparing:
-            questions["personal"] = personal, clients, (*splits, "pooled") if pooling else splits
+    pooling = personal is not None and _worth_pooling(federation, settings, len(clients))
+    comparing = pooling and federation.task.groups is None  # rows of several lengths cannot be compared
+    rows = None
+    if personal is not None and personal.row is not None and _counts_own(questions, tried):
+        rows = federation.ask(personal.row, clients, personal.shared, personal.each)["row"]
+    elif personal is not None and not comparing:
+        questions["personal"] = personal, clients, (*splits, "pooled") if pooling else splits
     found = _all_answers(federation, questions, tried.what) if questions else {}
     cells = {} if models is None else _shared_cells(models, clients, tried, found)
-    if personal is not None:
+    if rows is not None:
+        own = _of_rows(found, _brought([rows])[0].astype(np.int64), pooling)
+        cells |= _personal_cells(own, tried.what)
+    elif personal is not None:
         own = tried.personal(personal, clients, splits) if comparing else found["personal"]
         cells |= _personal_cells(own, tried.what)
     return _with_attack(cells, clients, federation, models, personal) if federation.attackers else cells
@@ -202,11 +206,30 @@ def _on_shared(models: Tensor, clients: np.ndarray, tried: Tried) -> dict[str, Q
     """What is asked to know the shared model, or several, which go through the samples together."""
     splits = _validated(tried.federation)
     questions = _on_pooled(models, tried.statistics, clients, tried.federation)
-    counts_own = "test" in questions and tried.statistics is None
-    on_own = ("test", *splits) if models.dim() == 1 and not counts_own else splits
+    on_own = ("test", *splits) if models.dim() == 1 and not _counts_own(questions, tried) else splits
     if on_own:
         questions["local"] = Call(shared_model, {"w": models}), clients, on_own
     return questions
+
+
+def _counts_own(asked: Mapping[str, Any], tried: Tried) -> bool:
+    """Whether every client counts on its own test data what is added up for the pooled."""
+    return "test" in asked and tried.statistics is None
+
+
+def _of_rows(found: dict[str, dict[str, Counted]], rows: np.ndarray, pooling: bool) -> dict[str, Counted]:
+    """What clients count whose models are these rows of the shared ones, by what was counted with all."""
+    known = {"test": found["test"]["test"], **found.get("local", {})}
+    places = dict.fromkeys(known, np.arange(len(rows)))
+    if pooling:
+        known["pooled"], places["pooled"] = _total(found), np.zeros_like(rows)
+    return {
+        split: {
+            name: values[places[split]] if name == "n" else values[places[split], rows]
+            for name, values in counted.items()
+        }
+        for split, counted in known.items()
+    }
 
 
 def _shared_cells(
@@ -214,14 +237,13 @@ def _shared_cells(
 ) -> dict[str, Cell]:
     """The cells of the shared model, or of several."""
     federation, what, statistics, one = tried.federation, tried.what, tried.statistics, models.dim() == 1
-    counts_own = "test" in found and statistics is None
     total = _total(found)
     if federation.engine.pools:
         buffers = federation.buffers if statistics is None else statistics
         tried.add(models, buffers, each_model(total))
     pooled, best = cells_of_each(total, what)
     cells = {"shared_pooled": pooled[best] if one else _best_of(pooled, best)}
-    if counts_own:  # every client has counted on its own test data already
+    if _counts_own(found, tried):
         local = {name: rows[clients] for name, rows in each_model(found["test"]["test"])[best].items()}
     elif one:
         local = found["local"]["test"]
@@ -245,8 +267,7 @@ def _on_pooled(
     the clients' own, every client is asked for its share, and what they count is added up.
     """
     engine, everyone = federation.engine, np.arange(federation.clients)
-    whole = models.dim() > 1 and _pools_several(engine.device)
-    added = engine.adds_up and not whole and statistics is None and len(clients) == len(everyone)
+    added = engine.adds_up and statistics is None and len(clients) == len(everyone)
     call = Call(shared_model, {"w": models, **({} if statistics is None else {"statistics": statistics})})
     if engine.pools and not added:
         return {"pooled": (call, clients[:1], ("pooled",))}
@@ -254,14 +275,6 @@ def _on_pooled(
     if added and "rest" in engine.counts:
         asked["rest"] = call, clients[:1], ("rest",)
     return asked
-
-
-def _pools_several(device: torch.device) -> bool:
-    """Whether several models are tried on the pooled data, and then one of them on clients' own.
-
-    A CPU is quicker so. A GPU would wait for its host to choose that one.
-    """
-    return device.type == "cpu"
 
 
 def _total(found: dict[str, dict[str, Counted]]) -> Counted:

@@ -94,6 +94,13 @@ def nearest_model(client: Client, hyper: Hyper, models: Tensor) -> Reply:
     return Reply(w=models[nearest(client, models)[None]][0])
 
 
+@personal
+def nearest_row(client: Client, hyper: Hyper, models: Tensor) -> Reply:
+    """Which of the models that is."""
+    alone = torch.zeros((), dtype=torch.int64, device=models.device)
+    return Reply(row=alone if len(models) == 1 else nearest(client, models))
+
+
 @register
 class IFCA(Algorithm[IFCAHyper, IFCAServer]):
     """k global models; in every round a client trains the one with the lowest loss on its training data.
@@ -154,7 +161,7 @@ class IFCA(Algorithm[IFCAHyper, IFCAServer]):
 
     def personalize(self, server: IFCAServer, cohort: np.ndarray) -> Call:
         """The model that suits the client's training data best."""
-        return Call(nearest_model, shared={"models": server.models})
+        return Call(nearest_model, shared={"models": server.models}, row=nearest_row)
 
     def observe(self, server: IFCAServer) -> dict[str, Any]:
         """How many clients of the last round trained each model."""

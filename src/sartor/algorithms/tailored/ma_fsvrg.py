@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sartor import random
 from sartor.algorithms.base import register
-from sartor.algorithms.mixing.ifca import nearest_model
+from sartor.algorithms.mixing.ifca import nearest_model, nearest_row
 from sartor.algorithms.server.grouping import Groups, group
 from sartor.algorithms.tailored.a_fsvrg import AFSVRG, AFSVRGHyper, AFSVRGServer
 from sartor.algorithms.tailored.exchanges import gradients_at
@@ -97,7 +97,7 @@ class MAFSVRG(AFSVRG[H]):
 
     def personalize(self, server: AFSVRGServer, cohort: np.ndarray) -> Call:
         """The model that the client prefers."""
-        return Call(nearest_model, {"models": server.w})  # (18)
+        return Call(nearest_model, {"models": server.w}, row=nearest_row)  # (18)
 
     def observe(self, server: AFSVRGServer) -> dict[str, Any]:
         """Who took part in the round, in which group each was, and which model each had preferred."""
