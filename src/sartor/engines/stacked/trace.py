@@ -245,8 +245,10 @@ class Program:
     """What follows from turns alone in steps of a kind, however many lanes they have."""
     unlike: set[Kind] = field(default_factory=set)
     """Those that do not follow from steps of other widths."""
-    parts: dict[int, tuple[Batches | None, Traced]] = field(default_factory=dict)
-    """Where it is compiled, what lies before and after its scans, with the scan that follows."""
+    parts: dict[int, tuple[Batches | None, Traced] | None] = field(default_factory=dict)
+    """What lies before and after its scans, traced, with the scan that follows; None where it cannot be."""
+    advanced: Counter[int] = field(default_factory=Counter)
+    """How often it was run from each of its scans."""
 
 
 class Tracer:
@@ -284,18 +286,48 @@ class Tracer:
                 result = tree_map(lambda value: value.contiguous(), result)
             return result
 
-        if not self.settings.compile or program.scans is None:
+        def as_it_stands() -> tuple[Batches | None, Any]:
             try:
                 result = clients(fixed, rows, memo)
             except Exception as error:
                 raise self._explained(program, error) from error
             return next(iter(suspended), None), result
+
+        place = len(memo)
+        program.advanced[place] += 1
+        if program.scans is None or not (self.settings.compile or self._repeats(program, place)):
+            return as_it_stands()
         inputs, spec = tree_flatten((fixed._replace(data={}), rows, memo))
-        if len(memo) not in program.parts:
-            traced = self._traced(program, clients, inputs, spec)
-            program.parts[len(memo)] = next(iter(suspended), None), traced
-        batches, run = program.parts[len(memo)]
-        return batches, run(inputs)
+        if place not in program.parts:
+            if not self.settings.compile:
+                found = as_it_stands()
+                program.parts[place] = self._part(program, clients, inputs, spec, found)
+                return found
+            traced = self._traced(program, clients, inputs, spec, step=False)
+            program.parts[place] = next(iter(suspended), None), traced
+        part = program.parts[place]
+        return as_it_stands() if part is None else (part[0], part[1](inputs))
+
+    def _part(
+        self,
+        program: Program,
+        clients: Callable[..., Any],
+        inputs: list[Tensor],
+        spec: TreeSpec,
+        found: tuple[Batches | None, Any],
+    ) -> tuple[Batches | None, Traced] | None:
+        """What lies before or after a scan, traced; None if that does not give to the bit what was found."""
+        try:
+            traced = self._traced(program, clients, inputs, spec, step=False)
+            right = _gives(tree_leaves(found[1]), traced.run(inputs))
+        except Exception as error:  # which does not show where it stands
+            log.debug("a part of %s is not traced: %s", name_of(program.function), error)
+            return None
+        return (found[0], traced) if right else None
+
+    def _repeats(self, program: Program, place: int) -> bool:
+        """Whether what lies before or after a scan has come so often on a CPU that it is worth tracing."""
+        return self.device.type == "cpu" and not self.apart and program.advanced[place] > UNTRACED
 
     def steps(
         self,
@@ -496,6 +528,7 @@ class Tracer:
         inputs: list[Tensor],
         spec: Any,
         rewritten: bool = True,
+        step: bool = True,
     ) -> Traced:
         """The function as a plain graph of tensor operations for such arguments; compiled if wanted.
 
@@ -522,7 +555,8 @@ class Tracer:
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
         parts = None
         if self.device.type == "cpu" and not self.settings.compile:
-            if self.apart or has_tensor_cores(self.device):  # as a test has it, to see steps of a GPU
+            # As a test has it, to see steps of a GPU; or what is no step.
+            if self.apart or has_tensor_cores(self.device) or not step:
                 quicken(graph)
             else:
                 carried = result_spec[-1].num_leaves
