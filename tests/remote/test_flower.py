@@ -487,7 +487,7 @@ def test_what_is_under_way_outlives_a_server_with_a_store(
     they wait with their answers, which the next process uses as the last one would have.
     """
     rounds = max(killed)
-    settings = ["evaluate.every=0", "checkpoint.every=1", "local.epochs=100", f"rounds={rounds}"]
+    settings = ["evaluate.every=0", "checkpoint.every=1", "local.epochs=250", f"rounds={rounds}"]
     settings += NEEDS.get(name, ())
     store = nursery.folder / f"store-{name}-{rounds}.db"
     federation = Federation(nursery, name, *settings, options=("--store", store, "--quorum", 3))

@@ -133,6 +133,20 @@ def test_equal_models_are_tried_once(name: str, statistics: bool, tried: int, as
     assert pooled_models(asked) == tried
 
 
+def test_clients_elsewhere_are_not_asked_which_model_they_prefer(
+    asked: list[Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, server, federation = played("ifca", "loop", statistics=False)
+    for here in (True, False):
+        monkeypatch.setattr(LocalEngine, "pools", here)
+        asked.clear()
+        cells = evaluate(algorithm, server, federation, Evaluate(personal_pooled="no"))
+        names = [work.function.__name__ for work in asked]
+        assert ("nearest_row" in names) is here
+        assert ("nearest_model" in names) is not here
+        assert {"shared_local", "personal_local"} <= cells.keys()
+
+
 @pytest.mark.parametrize("at_once", [1, 1 << 24])
 def test_models_are_alike_to_the_bit_alone(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal sums only say where to look; what is no number is equal to itself, and 0 is not -0."""

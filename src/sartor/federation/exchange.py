@@ -352,7 +352,8 @@ class Call:
     row: ClientFunction | None = None
     """Where a personal model is one of several shared ones: which row it is, replied as ``row``.
 
-    It is sent the same. What was counted with the shared models is then known of the personal ones.
+    It is sent the same. What was counted with the shared models is then known of the personal ones; of
+    clients on other machines, who count by themselves, it is not asked.
     """
 
 

@@ -128,7 +128,8 @@ def evaluate(
     pooling = personal is not None and _worth_pooling(federation, settings, len(clients))
     comparing = pooling and federation.task.groups is None  # rows of several lengths cannot be compared
     rows = None
-    if personal is not None and personal.row is not None and _counts_own(questions, tried):
+    here = federation.engine.pools  # elsewhere nobody is asked which of the models it prefers
+    if personal is not None and personal.row is not None and here and _counts_own(questions, tried):
         rows = federation.ask(personal.row, clients, personal.shared, personal.each)["row"]
     elif personal is not None and not comparing:
         questions["personal"] = personal, clients, (*splits, "pooled") if pooling else splits
