@@ -44,9 +44,7 @@ def programs(made: Federation) -> list[Program]:
     return [*made.engine.programs.values()]
 
 
-@pytest.mark.parametrize(
-    "name", ["fedavg", "scaffold", "ditto", "fedupdate", "ifca", "ma-fsvrg"]
-)
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "fedupdate", "ifca", "ma-fsvrg"])
 def test_traced_parts_give_the_same_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace.Tracer, "_repeats", lambda *_: False)
     made, models, losses = played(name)
