@@ -14,19 +14,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from sartor.runs.experiment import fingerprint
-from sartor.runs.record import RunFolder
+from sartor.runs.record import RunFolder, to_json
 from sartor.studies.comparison import FILE as COMPARISON
 from sartor.studies.comparison import estimate
+from sartor.studies.comparison import ranked as compared
 from sartor.studies.entries import entry
 from sartor.studies.reproduction import FILE as REPRODUCTION
 from sartor.studies.results import Record, Results
-from sartor.studies.statistics import ranking as ranks_of
 
 ENTRY = "sartor/leaderboard"
 FILE = Path(__file__).parent.parent / "results" / "leaderboard.jsonl"
@@ -178,16 +181,8 @@ def ranked(lines: Lines) -> dict[str, Any] | None:
     blocks = [row for row in rows if None not in row]
     if len(lines) < 2 or not blocks:
         return None
-    names, found = list(lines), ranks_of(blocks)
-    order = sorted(range(len(names)), key=lambda place: (found.ranks[place], place))
-    return {
-        "methods": [names[place] for place in order],
-        "ranks": [found.ranks[place] for place in order],
-        "critical_difference": found.critical_difference,
-        "cliques": [[names[place] for place in clique] for clique in found.cliques],
-        "blocks": len(blocks),
-        "seeds": shared,
-    }
+    as_stored = json.loads(to_json(asdict(compared(list(lines), np.array(blocks)))))
+    return {**as_stored, "seeds": shared}
 
 
 def _table(lines: Lines, ranking: dict[str, Any] | None, page_of: Callable[[str], str]) -> list[str]:

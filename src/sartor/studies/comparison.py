@@ -525,7 +525,7 @@ def _comparison(
             for method in methods
         ),
         pairs=_pairs(labels, blocks, chosen, seeds[0]),
-        ranking=_ranking(labels, np.concatenate(blocks)) if len(labels) > 1 else None,
+        ranking=ranked(labels, np.concatenate(blocks)) if len(labels) > 1 else None,
         failed=tuple(failed),
         more_is_better=sign > 0,
     )
@@ -634,8 +634,8 @@ def _pairs(
     return tuple(dataclasses.replace(pair, p_holm=p) for pair, p in zip(pairs, corrected, strict=True))
 
 
-def _ranking(labels: Sequence[str], table: np.ndarray) -> RankingResult:
-    """Average ranks, the best first."""
+def ranked(labels: Sequence[str], table: np.ndarray) -> RankingResult:
+    """Average ranks of these methods, the best first; a row of the table for each client and seed."""
     found = ranking(table)
     order = sorted(range(len(labels)), key=lambda place: (found.ranks[place], place))
     return RankingResult(
