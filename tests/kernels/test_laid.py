@@ -29,6 +29,8 @@ kernels = pytest.mark.skipif(
 SHAPES = {
     "one channel": (2, 3, 1, 9, 8, 6, (5, 5), (1, 1), (0, 0)),
     "three channels": (2, 2, 3, 9, 9, 20, (5, 5), (1, 1), (2, 2)),
+    "three of a wide image": (2, 2, 3, 9, 12, 6, (5, 5), (1, 1), (0, 0)),
+    "six of an even width": (2, 2, 6, 7, 10, 17, (3, 4), (1, 1), (2, 1)),
     "six channels": (3, 2, 6, 7, 7, 17, (3, 2), (1, 1), (1, 0)),
     "many channels": (2, 2, 32, 6, 6, 36, (3, 3), (1, 1), (1, 1)),
     "down": (2, 3, 8, 8, 8, 12, (3, 3), (2, 2), (1, 1)),
@@ -161,7 +163,9 @@ def test_the_gradients(name: str) -> None:
     arguments = (laid.first_images(x, None, x.shape[:2], 0, padding), gradient, stride, kernel)
     ours, expected = convolution_triton.correlate(*on(*arguments)), laid.first_weight_gradient(*arguments)
     assert len(ours) == len(expected)
-    same([ours.sum(0)], [expected.sum(0)])
+    for risen in (False, True) if stride[0] == 1 else (False,):
+        ours = convolution_triton.correlate(*on(*arguments), risen=risen)
+        same([ours.sum(0)], [expected.sum(0)])
 
 
 @kernels
@@ -229,10 +233,12 @@ def test_a_lane_is_cut_alike_in_any_company() -> None:
         assert rows * turns * (parts - 1) < positions <= rows * turns * parts
         assert rows * columns <= 2048
     for weight in [(6, 3, 5, 5), (16, 1, 5, 5), (32, 1, 5, 5), (32, 1, 3, 3), (64, 32, 5, 5), (200, 1, 3, 3)]:
-        one, many = (laid.split(torch.Size((lanes, 32, weight[0], 28, 28)), weight) for lanes in (1, 10))
+        shapes = [torch.Size((lanes, 32, weight[0], 28, 28)) for lanes in (1, 10)]
+        one, many = (laid.split(shape, weight, (1, 1)) for shape in shapes)
         assert one == many
         assert min(one.tiles[:2]) >= 16
-        assert one.share * (one.parts - 1) < 32 * 28 <= one.share * one.parts
+        rows = 28 + weight[2] - 1 if one.risen else 28
+        assert one.share * (one.parts - 1) < 32 * rows <= one.share * one.parts
 
 
 @pytest.mark.parametrize(("name", "checks"), [("six channels", ALL_CHECKS), ("down", SHAPE_CHECKS)])

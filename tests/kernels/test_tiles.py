@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from sartor.kernels import laid, products
 from sartor.kernels.gpu import choices, coming
@@ -54,6 +55,18 @@ def test_the_papers_network_has_other_tiles_where_few_clients_are_left() -> None
     assert len(set(found)) == 3
     dense = [products.tiles_of(32, 3136, 512, False, 1, lanes) for lanes in (3, 4)]
     assert dense[0].stages > dense[1].stages
+
+
+def test_a_windows_rows_go_to_the_gradient_where_there_are_few_channels() -> None:
+    """LeNet's first layer, but none of those for which that was slower; nor where rows are left out."""
+    layers = {"lenet": (6, 3, 5, 5), "second": (16, 6, 5, 5), "cnn": (32, 3, 5, 5), "grey": (32, 1, 5, 5)}
+    sizes = {"lenet": 28, "second": 10, "cnn": 32, "grey": 28}
+    found = {
+        name: laid.split(torch.Size((40, 100, weight[0], sizes[name], sizes[name])), weight, (1, 1)).risen
+        for name, weight in layers.items()
+    }
+    assert found == {"lenet": True, "second": False, "cnn": False, "grey": False}
+    assert not laid.split(torch.Size((40, 100, 6, 14, 28)), (6, 3, 5, 5), (2, 1)).risen
 
 
 def test_what_is_coming_is_chosen_too_and_only_while_it_is_noted() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from sartor.kernels import laid_triton
 from sartor.kernels.convolution import Pair, room
 from sartor.kernels.early_triton import EARLY, wait_turn
-from sartor.kernels.laid import Tiles, split
+from sartor.kernels.laid import Tiles, sides_of, split
 from sartor.kernels.laid_triton import biases, larger, precision, store
 from sartor.kernels.moves_triton import add_up, along, border, lay
 
@@ -46,6 +46,7 @@ def _correlate(
     KERNEL_WIDTH: tl.constexpr,
     STEP_HEIGHT: tl.constexpr,
     STEP_WIDTH: tl.constexpr,
+    RISEN: tl.constexpr,  # whether the rows of a window are the gradient's
     LINE: tl.constexpr,  # columns of a tile of positions
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -54,21 +55,29 @@ def _correlate(
 ):
     """result[out, k] = Σ over a split's positions of gradient[out, position] · image[k at position].
 
-    Here k = (channel, tap of the window), the order of the weights in memory. A tile of positions is a piece
-    of DEPTH / LINE rows of one sample, so that places in it differ from tile to tile by one number only.
+    Here k = (channel, tap of the window), the order of the weights in memory. Positions are the result's.
+    If RISEN, they are rows of the image with columns of the result, and the gradient is read as many rows
+    higher as the tap lies down: the product is that of (out, down) and (channel, right), which are fewer in
+    all if the channels are. A tile of positions is a piece of DEPTH / LINE rows of one sample, so that places
+    in it differ from tile to tile by one number only.
     """
     wait_turn()
     TAPS: tl.constexpr = KERNEL_HEIGHT * KERNEL_WIDTH
     SIZE: tl.constexpr = CHANNELS * TAPS
     AREA: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
     PIXELS: tl.constexpr = HEIGHT * WIDTH
-    ROW_BLOCKS: tl.constexpr = (OUT + ROWS - 1) // ROWS
-    COLUMN_BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    RISES: tl.constexpr = KERNEL_HEIGHT if RISEN else 1
+    DOWNS: tl.constexpr = 1 if RISEN else KERNEL_HEIGHT
+    LEFT: tl.constexpr = OUT * RISES
+    RIGHT: tl.constexpr = CHANNELS * DOWNS * KERNEL_WIDTH
+    HIGH: tl.constexpr = HEIGHT if RISEN else OUT_HEIGHT
+    ROW_BLOCKS: tl.constexpr = (LEFT + ROWS - 1) // ROWS
+    COLUMN_BLOCKS: tl.constexpr = (RIGHT + COLUMNS - 1) // COLUMNS
     LINES: tl.constexpr = DEPTH // LINE
     PIECES: tl.constexpr = (OUT_WIDTH + LINE - 1) // LINE
-    TILES: tl.constexpr = (OUT_HEIGHT + LINES - 1) // LINES * PIECES
+    TILES: tl.constexpr = (HIGH + LINES - 1) // LINES * PIECES
     program = tl.program_id(0)
-    out = program % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
+    row = program % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
     k = program // ROW_BLOCKS % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     lane = (program // (ROW_BLOCKS * COLUMN_BLOCKS) % lanes).to(tl.int64)
     split = program // (ROW_BLOCKS * COLUMN_BLOCKS) // lanes
@@ -76,29 +85,37 @@ def _correlate(
     gradient += lane * samples * (OUT * AREA)
     y = tl.arange(0, DEPTH) // LINE
     x = tl.arange(0, DEPTH) % LINE
-    held = tl.minimum(k, SIZE - 1)
-    tap = held % TAPS
-    shift = held // TAPS * PIXELS + tap // KERNEL_WIDTH * WIDTH + tap % KERNEL_WIDTH
+    held = tl.minimum(k, RIGHT - 1)
+    tap = held % (DOWNS * KERNEL_WIDTH)
+    channel = held // (DOWNS * KERNEL_WIDTH)
+    shift = channel * PIXELS + tap // KERNEL_WIDTH * WIDTH + tap % KERNEL_WIDTH
     pixel = along((y * (STEP_HEIGHT * WIDTH) + x * STEP_WIDTH)[:, None] + shift[None, :], zero)
-    given = (y * OUT_WIDTH + x)[:, None] + (tl.minimum(out, OUT - 1) * AREA)[None, :]
-    if OUT_WIDTH % 4 != 0:
+    known = tl.minimum(row, LEFT - 1)
+    rise = known % RISES
+    given = (y * OUT_WIDTH + x)[:, None] + (known // RISES * AREA - rise * OUT_WIDTH)[None, :]
+    if OUT_WIDTH % 2 != 0:
         given = along(given, zero)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in range(split * share, tl.minimum((split + 1) * share, samples * TILES)):
         sample = tile // TILES
         top = tile % TILES // PIECES * LINES
         left = tile % PIECES * LINE
-        there = ((y < OUT_HEIGHT - top) & (x < OUT_WIDTH - left))[:, None]
+        there = ((y < HIGH - top) & (x < OUT_WIDTH - left))[:, None]
         begin = sample * (OUT * AREA) + top * OUT_WIDTH + left
-        if OUT_WIDTH % 4 == 0:
-            begin = tl.multiple_of(begin, 4)
-        gradients = tl.load(gradient + begin + given, mask=there, other=0.0)
+        if OUT_WIDTH % 2 == 0:
+            begin = tl.multiple_of(begin, 4 if OUT_WIDTH % 4 == 0 else 2)
+        inside = there
+        if RISEN:
+            high = (y + top)[:, None] - rise[None, :]
+            inside = (high >= 0) & (high < OUT_HEIGHT) & (x < OUT_WIDTH - left)[:, None]
+        gradients = tl.load(gradient + begin + given, mask=inside, other=0.0)
         begin = sample * (CHANNELS * PIXELS) + top * (STEP_HEIGHT * WIDTH) + left * STEP_WIDTH
         pixels = tl.load(image + begin + pixel, mask=there, other=0.0)
         total = tl.dot(tl.trans(gradients), pixels, total, input_precision=PRECISION)
     result += (split * lanes + lane) * (OUT * SIZE)
-    kept = (out < OUT)[:, None] & (k < SIZE)[None, :]
-    tl.store(result + out[:, None] * SIZE + k[None, :], total, mask=kept)
+    kept = (row < LEFT)[:, None] & (k < RIGHT)[None, :]
+    place = (known // RISES * SIZE + rise * KERNEL_WIDTH)[:, None] + (channel * TAPS + tap)[None, :]
+    tl.store(result + place, total, mask=kept)
 
 
 @triton.jit(do_not_specialize=["bias_lane"])
@@ -188,18 +205,26 @@ def weight_gradient(x: Tensor, gradient: Tensor, stride: Pair, padding: Pair, ke
     return parts[0] if len(parts) == 1 else add_up(parts)
 
 
-def correlate(x: Tensor, gradient: Tensor, stride: Pair, kernel: Pair, tiles: Tiles | None = None) -> Tensor:
+def correlate(
+    x: Tensor,
+    gradient: Tensor,
+    stride: Pair,
+    kernel: Pair,
+    tiles: Tiles | None = None,
+    risen: bool | None = None,
+) -> Tensor:
     """See ``laid.first_weight_gradient``."""
     x, gradient = x.contiguous(), gradient.contiguous()
     lanes, samples, channels, height, width = x.shape
     out, *area = gradient.shape[2:]
-    tiles, line, share, parts = split(gradient.shape, (out, channels, *kernel), tiles)
-    programs = triton.cdiv(out, tiles.rows) * triton.cdiv(channels * kernel[0] * kernel[1], tiles.columns)
-    result = x.new_empty(parts, lanes, out, channels, *kernel)
+    weight = (out, channels, *kernel)
+    tiles, risen, line, share, parts = split(gradient.shape, weight, stride, tiles, risen)
+    programs = tiles.over(*sides_of(weight, risen))
+    result = x.new_empty(parts, lanes, *weight)
     with torch.cuda.device_of(x):
         _correlate[(programs * lanes * parts,)](
             x, gradient, result, lanes, samples, share, 0,
-            channels, height, width, out, *area, *kernel, *stride, line,
+            channels, height, width, out, *area, *kernel, *stride, risen, line,
             precision(), tiles.rows, tiles.columns, tiles.depth,
             num_warps=tiles.warps, num_stages=tiles.stages, **EARLY,
         )  # fmt: skip

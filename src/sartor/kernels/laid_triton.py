@@ -27,7 +27,7 @@ from torch import Tensor
 from sartor.kernels.convolution import Pair, room
 from sartor.kernels.early_triton import EARLY, wait_turn
 from sartor.kernels.gpu import choices
-from sartor.kernels.laid import NOWHERE, Tiles, convolve_tiles
+from sartor.kernels.laid import NOWHERE, Tiles, abreast, convolve_tiles
 from sartor.kernels.moves_triton import lay
 
 _NOWHERE = tl.constexpr(NOWHERE)
@@ -235,11 +235,28 @@ def input_gradient(
     """
     padding = (weight.shape[-2] - 1 - padding[0], weight.shape[-1] - 1 - padding[1])
     weight = weight.transpose(1, 2)
-    weight = lay(weight, None, weight.shape[:2])
-    steps = ((1, 1), stride, padding)
-    return _launch(gradient, weight, None, image, *steps, True, False, False, first, weight.shape[1], tiles)[
-        0
-    ]
+    side = 1 if first or tuple(stride) != (1, 1) else abreast(weight.shape[1], image[1])
+    if side > 1:
+        weight, size, step = _abreast(weight, side), (image[0], image[1] // side), (1, side)
+    else:
+        weight, size, step = lay(weight, None, weight.shape[:2]), image, (1, 1)
+    steps = (step, stride, padding, True, False, False)
+    result, _ = _launch(gradient, weight, None, size, *steps, first, weight.shape[1], tiles)
+    return result.view(*result.shape[:2], *image, -1) if side > 1 else result
+
+
+def _abreast(weight: Tensor, side: int) -> Tensor:
+    """Weights [L, O, C, h, w] that give ``side`` neighbouring positions of few channels at once, laid.
+
+    What the window of any of them takes is read once, where most of the time goes: the gradient for LeNet's
+    second layer is that of pairs with windows of 5 × 6.
+    """
+    lanes, out, channels, height, width = weight.shape
+    wide = weight.new_zeros(lanes, side, room(out), height, width + side - 1, room(channels))
+    for place in range(side):
+        begin = side - 1 - place  # as they are turned round
+        wide[:, place, :out, :, begin : begin + width, :channels] = weight.permute(0, 1, 3, 4, 2)
+    return wide.flatten(1, 2)
 
 
 def _launch(
