@@ -7,8 +7,9 @@ The lines have the scores of every evaluation. What is printed is written into t
 ``src/sartor/studies/papers`` (with ``--out``, which is for looking, it is not), as the numbers that later
 runs are compared with: of every method and column the mean over all seeds that the lines have, whichever
 commands made them. Numbers of the entry that no lines stand for stay: one of a single seed counts as that
-seed's, a mean of several as it is, until there are lines of all these seeds. Of settings of one's own nothing
-is printed, as they make another experiment.
+seed's, a mean of several as it is, until there are lines of all these seeds. Where the file of another entry
+has a run of the same experiment, by the same code, its line is taken over too: tables and figures share some.
+Of settings of one's own nothing is printed, as they make another experiment.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from sartor.algorithms.source import method_code
 from sartor.errors import SartorError
 from sartor.files import write
 from sartor.runs.experiment import fingerprint, to_mapping
 from sartor.runs.record import RunFolder
 from sartor.studies import papers
 from sartor.studies.comparison import estimate
-from sartor.studies.entries import entry
-from sartor.studies.reproduction import FILE, as_stated, row_seconds
+from sartor.studies.entries import Entry, entry
+from sartor.studies.library import name_of
+from sartor.studies.reproduction import FILE, as_stated, number_of, planned, row_seconds
 from sartor.studies.results import Record, Results
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -88,6 +92,58 @@ def curves(run: RunFolder, score: str) -> dict[str, dict[str, float]]:
             if isinstance(value, (int, float)):
                 found.setdefault(name, {})[str(row["round"])] = float(f"{value:.6g}")
     return found
+
+
+def elsewhere(made: dict[str, Any], device: str, at_hand: Cells) -> dict[str, Record]:
+    """Lines for what is not at hand of an entry that files of other entries have, of the same hardware."""
+    stated = entry(made["name"])
+    work = planned(stated.name, scale=made["scale"], seeds=made["seeds"])
+    if work.at.tuning is not None:  # what is run follows from trials
+        return {}
+    others = [Results(path) for path in sorted(RESULTS.glob(f"*-{made['scale']}.jsonl"))]
+    known = {
+        (key.rpartition("/")[2], record.code): record
+        for other in others
+        if _serves(other.about, stated, made["hardware"])
+        for key, record in other.records.items()
+    }
+    found: dict[str, Record] = {}
+    for group, seed in product(work.trained, made["seeds"]):
+        plan, methods, _ = group.planned(device)
+        for method in methods:
+            name = name_of(plan.inputs(method, seed))
+            record = known.get((name, method_code(method.algorithm)))
+            missing = any(seed not in at_hand.get((method.label, at.label), {}) for at in group.columns)
+            if record is None or not missing:
+                continue
+            rounds, of = rows(record, stated.score), 100.0 if made["percent"] else 1.0
+            numbers = {column.label: number_of(rounds, column, stated) for column in group.columns}
+            values = {label: None if value is None else of * value for label, value in numbers.items()}
+            key = f"{group.name}/{name}"
+            if key in found:  # one run in several rows
+                found[key].numbers.setdefault("same", {})[method.label] = values
+                continue
+            own = {word: value for word, value in record.numbers.items() if word != "same"}
+            about = {"label": method.label, "columns": list(values), "values": values}
+            found[key] = replace(record, key=key, numbers={**own, **about})
+    return found
+
+
+def _serves(about: Mapping[str, Any], stated: Entry, hardware: Iterable[str]) -> bool:
+    """Whether lines of another file may stand for this entry's runs."""
+    if about["name"] == stated.name or not as_stated(about["settings"]):
+        return False
+    return entry(about["name"]).score == stated.score and set(about["hardware"]) <= set(hardware)
+
+
+def rows(record: Record, score: str) -> list[dict[str, Any]]:
+    """The rows of a run's rounds, as far as its line has them."""
+    found: dict[int, dict[str, Any]] = {}
+    for name, values in record.numbers["curves"].items():
+        for round, value in values.items():
+            row = found.setdefault(int(round), {"round": int(round), "evaluation": {}, "observed": {}})
+            row["evaluation"][name], row["observed"][name] = {score: value}, value
+    return [found[round] for round in sorted(found)]
 
 
 Cells = dict[tuple[str, str], dict[int, float]]
@@ -305,14 +361,16 @@ def main() -> None:
     new = {run: kept(arguments.folder, made, run) for run in runs}
     results.records |= new
     if as_stated(made["settings"]):
+        device = next((record.numbers["device"] for record in new.values()), "cpu")
         note(results, made)
+        if arguments.out is None:
+            results.records |= elsewhere(made, device, at_hand(results, made))
     if results.records:  # what is computed has no runs
         results.write()
     print(f"{results.path}: {len(results.records)} runs", file=sys.stderr)
     if as_stated(made["settings"]):
         written = date.fromtimestamp((arguments.folder / FILE).stat().st_mtime).isoformat()
         last = max((record.date for record in new.values()), default=written)
-        device = next((record.numbers["device"] for record in new.values()), "cpu")
         tables = measured(made, results, last, device)
         print(tables)
         if arguments.out is None:

@@ -127,9 +127,18 @@ def test_pieces_of_samples_count_what_the_loop_counts(
 
 
 @pytest.mark.parametrize("lasting", [True, False])
-@pytest.mark.parametrize("name", ["fedavg", "ditto", "fedupdate"])
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("fedavg", convolutions),
+        ("ditto", convolutions),
+        ("fedupdate", convolutions),
+        ("ifca", plain),  # clients say which of the shared models they prefer, of which all is counted
+        ("ma-fsvrg", plain),
+    ],
+)
 def test_evaluations_in_chunks_count_the_same_whenever_they_come(
-    name: str, lasting: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, build: Callable[[], nn.Module], lasting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where memory is short; also with steps of pieces that are captured before the parts around them."""
     monkeypatch.setattr(schedule, "NARROWEST", 2)
@@ -137,7 +146,7 @@ def test_evaluations_in_chunks_count_the_same_whenever_they_come(
         monkeypatch.setattr(Graphs, "lasting", lambda *_: True)
     expected = None
     for engine, device, chunk in (("loop", "cpu", 0), ("stacked", "cuda", 3)):
-        made = federation(convolutions, engine, device, chunk=chunk)
+        made = federation(build, engine, device, chunk=chunk)
         algorithm = method(name, made)
         server = play(algorithm, made, COHORTS[:1])
         for _ in range(5 if chunk else 1):

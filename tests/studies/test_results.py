@@ -421,6 +421,63 @@ def test_the_code_is_that_of_the_newest_line(kept: Kept) -> None:
     assert kept.command([2], methods=["fedavg"])["code"]["fedavg"] == "c" * 12
 
 
+FIGURE = """
+title = "The same clients"
+paper = "none"
+place = "Fig. 1"
+
+[experiment]
+rounds = 1
+data = {name = "digits", clients = 5}
+model = {name = "softmax"}
+engine = {name = "loop"}
+
+[[columns]]
+label = "few"
+settings = {partition = {name = "classes", k = 2}}
+
+[methods.usual]
+algorithm = "fedavg"
+
+[methods.again]
+algorithm = "fedavg"
+
+[methods.slow]
+algorithm = "fedavg"
+hyper = {lr = 0.001}
+"""
+
+
+@pytest.mark.parametrize("changed", [None, "code", "hardware"])
+def test_a_run_that_another_entry_has_is_taken_over(
+    kept: Kept, changed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it would come out the same."""
+    kept.command([0, 1])
+    if changed == "code":
+        kept.lines(lambda record: dataclasses.replace(record, code="b" * 12))
+    if changed == "hardware":
+        results = Results(kept.results)
+        results.about["hardware"] = ["another"]
+        results.write()
+    figure, out = kept.place / "figure.toml", kept.place / "figure"
+    figure.write_text(FIGURE)
+    files = {"own/table": kept.file, "own/figure": figure}
+    monkeypatch.setattr("sartor.studies.papers.path", files.__getitem__)
+    made = reproduce("own/figure", scale="paper", seeds=[1], methods=["slow"], out=out)
+    monkeypatch.setattr(sys, "argv", ["keep.py", str(out)])
+    kept.keep.main()
+    values = tomllib.loads(figure.read_text())["measured"]["paper"]["values"]
+    assert values["slow"] == [round(made.numbers[0].ours.values[0] or 0.0, 1)]
+    assert values["slow"] != [kept.mean("fedavg", "two classes", [1])]
+    if changed is None:
+        assert values["usual"] == values["again"] == [kept.mean("fedavg", "two classes", [1])]
+    else:
+        assert list(values) == ["slow"]
+    lines = Results(kept.results.with_name("own-figure-paper.jsonl")).records.values()
+    assert {record.numbers["label"] for record in lines} <= {"usual", "slow"}
+
+
 def test_words_of_seeds_are_read_as_they_are_written() -> None:
     keep = script("keep")
     columns = ["MNIST IID", "MNIST non-IID", "CIFAR-10 IID", "CIFAR-10 non-IID", "CIFAR-100 IID"]

@@ -238,16 +238,16 @@ class Runs:
 
     def _folder(self, inputs: Inputs) -> Path:
         """The folder that holds the run of an experiment, finished or not, or the one to make it in."""
-        for folder in self._candidates(inputs.experiment):
+        for folder in self._candidates(inputs):
             if RunFolder.is_free(folder) or (
                 inputs.task is None and not inputs.own and self._is_same(folder, inputs)
             ):
                 return folder
         raise AssertionError("folder names do not end")
 
-    def _candidates(self, experiment: Experiment) -> Iterator[Path]:
+    def _candidates(self, inputs: Inputs) -> Iterator[Path]:
         """The folders a run of the experiment may lie in, in the order they are taken."""
-        name = f"{experiment.algorithm}-s{experiment.seed}-{fingerprint(experiment)[:12]}"
+        name = name_of(inputs)
         yield self.out / name
         number = 2
         while True:
@@ -323,6 +323,11 @@ def failure_of(run: RunFolder) -> str | None:
 def has_ended(run: RunFolder) -> bool:
     """Whether nothing is left to be done of a run: it is finished, or has failed for good."""
     return run.finished or failure_of(run) is not None
+
+
+def name_of(inputs: Inputs) -> str:
+    """What the folder of a run is called."""
+    return f"{inputs.experiment.algorithm}-s{inputs.experiment.seed}-{key_of(inputs)[:12]}"
 
 
 def key_of(inputs: Inputs) -> str:
