@@ -34,7 +34,7 @@ from sartor.runs.experiment import fingerprint, to_mapping
 from sartor.runs.record import RunFolder
 from sartor.studies import papers
 from sartor.studies.comparison import estimate
-from sartor.studies.entries import Entry, entry
+from sartor.studies.entries import Entry, entry, seeds_of
 from sartor.studies.library import name_of
 from sartor.studies.reproduction import FILE, as_stated, number_of, planned, row_seconds
 from sartor.studies.results import Record, Results
@@ -193,24 +193,6 @@ def note(results: Results, made: dict[str, Any]) -> None:
             seeds = seeds_of(before.seeds, label, column, columns)
             if value is not None and len(seeds) == 1 and seeds[0] not in found.get((label, column), {}):
                 results.about.setdefault("before", []).append([label, column, seeds[0], value])
-
-
-def seeds_of(text: str, label: str, column: str, columns: Sequence[str]) -> tuple[int, ...]:
-    """The seeds of a method in one of the columns by an entry's words; none where these are no seeds.
-
-    >>> words = "0, 1, 2; CIFAR-10: 0; CIFAR-10 IID (ditto, spfl): 0, 1"
-    >>> columns = ["MNIST IID", "CIFAR-10 IID", "CIFAR-10 non-IID"]
-    >>> [seeds_of(words, "ditto", column, columns) for column in columns]
-    [(0, 1, 2), (0, 1), (0,)]
-    """
-    said, *others = text.split("; ")
-    for other in others:
-        place, _, own = other.rpartition(": ")
-        where, _, names = place.removesuffix(")").partition(" (")
-        here = column == where if where in columns else column.startswith(f"{where} ")
-        if here and (not names or label in names.split(", ")):
-            said = own
-    return tuple(map(int, said.split(", "))) if re.fullmatch(r"\d+(, \d+)*", said) else ()
 
 
 def seeds_text(seeds: Mapping[tuple[str, str], tuple[int, ...]]) -> str:

@@ -259,7 +259,7 @@ def test_a_step_that_cannot_be_compiled_runs_as_it_is(
 
 
 def test_other_cohorts_are_not_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled function is for the sizes it is first called with: steps have the same ones for everybody."""
+    """A compiled function is for the sizes it is first called with: those of a step are the same for all."""
     compiled: list[Any] = []
 
     def compiler(function: Any, **options: Any) -> Any:

@@ -222,6 +222,16 @@ def test_a_forecast_of_what_is_made_is_refused() -> None:
     assert done.stderr == "sartor: --dry-run and --only-made: either runs nothing; give one of them\n"
 
 
+def test_what_is_missing_is_asked_for_on_the_command_line() -> None:
+    done = CliRunner().invoke(app, ["reproduce", "comfed/table4", "--missing", "--out", "none"])
+    assert done.exit_code == 2
+    assert done.stderr == "sartor: comfed/table4, small: no number is missing; leave that word out\n"
+    done = CliRunner().invoke(app, ["reproduce", "comfed/table4", "--missing", "rounds=2", "--out", "none"])
+    assert done.exit_code == 2
+    assert "our numbers are of the entry's own settings, not of {'rounds': 2}" in done.stderr
+    assert not Path("none").exists()
+
+
 def test_processes_on_a_gpu_have_their_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

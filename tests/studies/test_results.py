@@ -17,14 +17,14 @@ import pytest
 
 from sartor.algorithms import registered
 from sartor.algorithms.source import code_hash, method_code
-from sartor.errors import SartorError
+from sartor.errors import SartorError, SettingError
 from sartor.runs.experiment import fingerprint, from_mapping
 from sartor.runs.record import RunFolder
 from sartor.studies import library
 from sartor.studies import results as module
 from sartor.studies.comparison import compare
 from sartor.studies.entries import Band, entries, entry
-from sartor.studies.reproduction import reproduce
+from sartor.studies.reproduction import planned, reproduce
 from sartor.studies.results import Record, Results
 
 ROOT = Path(__file__).parents[2]
@@ -419,6 +419,34 @@ def test_the_code_is_that_of_the_newest_line(kept: Kept) -> None:
     assert table["values"]["fedavg"][0] == kept.mean("fedavg", "all alike", [0, 1])
     kept.lines(lambda record: dataclasses.replace(record, code="c" * 12, date="2999-01-01"))
     assert kept.command([2], methods=["fedavg"])["code"]["fedavg"] == "c" * 12
+
+
+def test_what_is_missing_can_be_asked_for(kept: Kept) -> None:
+    """From wherever the other numbers are: their runs need not be there."""
+
+    def left(**asked: Any) -> dict[str, list[str]]:
+        entry.cache_clear()
+        work = planned("own/table", scale="paper", missing=True, **asked)
+        return {group.words: list(group.tables) for group in work.groups}
+
+    everything = {column: list(METHODS) for column in COLUMNS}
+    assert left(seeds=1) == everything
+    kept.command([0], methods=["separate"])
+    kept.command([0], methods=["fedavg"], columns=["two classes"])
+    assert left(seeds=1) == {"all alike": ["fedavg", "twin"], "two classes": ["twin"]}
+    assert left(seeds=1, columns=["two classes"]) == {"two classes": ["twin"]}
+    assert left(seeds=[0, 1]) == everything
+    made = reproduce("own/table", scale="paper", seeds=1, missing=True, out=kept.place / "rest")
+    assert {(number.method, number.column) for number in made.numbers} == {
+        ("fedavg", "all alike"),
+        ("twin", "all alike"),
+        ("twin", "two classes"),
+    }
+    with pytest.raises(SettingError, match="of the entry's own settings"):
+        left(seeds=1, settings={"rounds": 2})
+    kept.command([0])
+    with pytest.raises(SartorError, match="own/table, paper: no number is missing"):
+        left(seeds=1)
 
 
 FIGURE = """

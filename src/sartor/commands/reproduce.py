@@ -68,6 +68,12 @@ def reproduce(
             "--only-made", help="Show what finished runs give, also where others are missing; run nothing."
         ),
     ] = False,
+    missing: Annotated[
+        bool,
+        typer.Option(
+            "--missing", help="Leave out what the entry has a number of ours for, with these seeds."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a paper's table or figure, and print our numbers beside the paper's.
@@ -83,6 +89,8 @@ def reproduce(
     sartor reproduce diversifed/table1 --scale paper --device cuda --jobs 4
 
     sartor reproduce diversifed/table1 --scale paper --device cuda --only-made
+
+    sartor reproduce diversifed/table1 --scale paper --device cuda --missing --seeds 1
 
     What was run before is found again, and a run that was interrupted goes on.
     """
@@ -106,6 +114,7 @@ def reproduce(
         "columns": _parts(columns),
         "device": device,
         "settings": collect(None, overrides, imports=imports or None),
+        "missing": missing,
         "out": out,
     }
     if dry_run and only_made:

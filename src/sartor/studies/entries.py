@@ -7,6 +7,7 @@ An entry is a TOML file of :mod:`sartor.studies.papers`, read and checked here a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -77,6 +78,24 @@ class Measured:
         """The methods that have changed since."""
         now = {label: method_code(at.methods[label].algorithm) for label in self.code}
         return [label for label, code in self.code.items() if code != now[label]]
+
+
+def seeds_of(text: str, label: str, column: str, columns: Sequence[str]) -> tuple[int, ...]:
+    """The seeds of a method in one of the columns by an entry's words; none where these are no seeds.
+
+    >>> words = "0, 1, 2; CIFAR-10: 0; CIFAR-10 IID (ditto, spfl): 0, 1"
+    >>> columns = ["MNIST IID", "CIFAR-10 IID", "CIFAR-10 non-IID"]
+    >>> [seeds_of(words, "ditto", column, columns) for column in columns]
+    [(0, 1, 2), (0, 1), (0,)]
+    """
+    said, *others = text.split("; ")
+    for other in others:
+        place, _, own = other.rpartition(": ")
+        where, _, names = place.removesuffix(")").partition(" (")
+        here = column == where if where in columns else column.startswith(f"{where} ")
+        if here and (not names or label in names.split(", ")):
+            said = own
+    return tuple(map(int, said.split(", "))) if re.fullmatch(r"\d+(, \d+)*", said) else ()
 
 
 @dataclass(frozen=True)

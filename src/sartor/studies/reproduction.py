@@ -38,7 +38,7 @@ from sartor.studies.comparison import (
     split_table,
 )
 from sartor.studies.computed import computed
-from sartor.studies.entries import Column, Entry, Setting, Tuning, entry, merged
+from sartor.studies.entries import Column, Entry, Setting, Tuning, entry, merged, seeds_of
 from sartor.studies.jobs import Study
 from sartor.studies.library import Failure, Runs
 from sartor.studies.progress import Tally
@@ -170,6 +170,8 @@ class Asked(TypedDict, total=False):
     """Where the engine works."""
     settings: Mapping[str, Any] | None
     """Settings that win over the entry's; what they give is not held against the bands."""
+    missing: bool
+    """Only methods of which we have no number with these seeds in a column."""
     out: str | Path | None
     """The folder of its runs; left out: one in ``reproductions/``."""
 
@@ -418,7 +420,32 @@ def planned(name: str, **asked: Unpack[Asked]) -> Work:
         for key in given.keys() - keys:
             raise unknown(name, key, keys)
     counted = seeds if isinstance(seeds, int) else tuple(seeds)
-    return Work(chosen, scale, at, tuple(_groups(at, given)), counted, given, folder)
+    work = Work(chosen, scale, at, tuple(_groups(at, given)), counted, given, folder)
+    return _unmeasured(work) if asked.get("missing") else work
+
+
+def _unmeasured(work: Work) -> Work:
+    """The work without the methods whose numbers we have in all columns of a comparison."""
+    if not as_stated(work.settings):
+        raise SettingError(f"missing: our numbers are of the entry's own settings, not of {work.settings}")
+    measured = work.entry.measured.get(work.scale)
+    if measured is None:
+        return work
+    columns = [column.label for column in work.entry.scales[work.scale].columns]
+
+    def known(label: str, column: str) -> bool:
+        there = measured.band.at(label, columns.index(column))[0] is not None
+        return there and set(work.numbered) <= set(seeds_of(measured.seeds, label, column, columns))
+
+    groups = []
+    for group in work.groups:
+        labels = [column.label for column in group.columns]
+        left = [label for label in group.tables if not all(known(label, column) for column in labels)]
+        if left:
+            groups.append(replace(group, tables={label: group.tables[label] for label in left}))
+    if not groups:
+        raise SartorError(f"{work.entry.name}, {work.scale}: no number is missing; leave that word out")
+    return replace(work, groups=tuple(groups))
 
 
 def as_stated(given: Mapping[str, Any]) -> bool:
