@@ -449,17 +449,9 @@ def test_what_is_missing_can_be_asked_for(kept: Kept) -> None:
         left(seeds=1)
 
 
-FIGURE = """
-title = "The same clients"
-paper = "none"
-place = "Fig. 1"
-
-[experiment]
-rounds = 1
-data = {name = "digits", clients = 5}
-model = {name = "softmax"}
-engine = {name = "loop"}
-
+FIGURE = (
+    ENTRY[: ENTRY.index("[[columns]]")]
+    + """
 [[columns]]
 label = "few"
 settings = {partition = {name = "classes", k = 2}}
@@ -474,6 +466,7 @@ algorithm = "fedavg"
 algorithm = "fedavg"
 hyper = {lr = 0.001}
 """
+)
 
 
 @pytest.mark.parametrize("changed", [None, "code", "hardware"])
