@@ -94,7 +94,7 @@ def curves(run: RunFolder, score: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def elsewhere(made: dict[str, Any], device: str, at_hand: Cells) -> dict[str, Record]:
+def elsewhere(made: dict[str, Any], device: str, known_cells: Cells) -> dict[str, Record]:
     """Lines for what is not at hand of an entry that files of other entries have, of the same hardware."""
     stated = entry(made["name"])
     work = planned(stated.name, scale=made["scale"], seeds=made["seeds"])
@@ -113,10 +113,10 @@ def elsewhere(made: dict[str, Any], device: str, at_hand: Cells) -> dict[str, Re
         for method in methods:
             name = name_of(plan.inputs(method, seed))
             record = known.get((name, method_code(method.algorithm)))
-            missing = any(seed not in at_hand.get((method.label, at.label), {}) for at in group.columns)
+            missing = any(seed not in known_cells.get((method.label, at.label), {}) for at in group.columns)
             if record is None or not missing:
                 continue
-            rounds, of = rows(record, stated.score), 100.0 if made["percent"] else 1.0
+            rounds, of = rounds_of(record, stated.score), 100.0 if made["percent"] else 1.0
             numbers = {column.label: number_of(rounds, column, stated) for column in group.columns}
             values = {label: None if value is None else of * value for label, value in numbers.items()}
             key = f"{group.name}/{name}"
@@ -136,7 +136,7 @@ def _serves(about: Mapping[str, Any], stated: Entry, hardware: Iterable[str]) ->
     return entry(about["name"]).score == stated.score and set(about["hardware"]) <= set(hardware)
 
 
-def rows(record: Record, score: str) -> list[dict[str, Any]]:
+def rounds_of(record: Record, score: str) -> list[dict[str, Any]]:
     """The rows of a run's rounds, as far as its line has them."""
     found: dict[int, dict[str, Any]] = {}
     for name, values in record.numbers["curves"].items():
