@@ -42,8 +42,8 @@ from sartor.runs.cost import estimate
 from sartor.runs.execute import execute
 from sartor.runs.experiment import from_mapping
 from sartor.runs.newcomers import evaluate_run
-from sartor.runs.observers import Saving
-from sartor.runs.record import RunFolder, environment
+from sartor.runs.observers import Kept, Saving
+from sartor.runs.record import RunFolder, environment, hash_of
 from sartor.runs.result import Result
 from sartor.runs.resume import resume
 from sartor.runs.run import Run
@@ -433,8 +433,35 @@ def test_left_to_itself_a_run_saves_for_a_twentieth_of_the_time(
 
     monkeypatch.setattr(checkpoint, "save", slow(saving, 2.0))
     monkeypatch.setattr(FedAvg, "round", slow(playing, 1.0))
-    go("fedavg", data, tmp_path / "run", rounds=100, evaluate={"every": 0}, checkpoint={})
+    result = go("fedavg", data, tmp_path / "run", rounds=100, evaluate={"every": 0}, checkpoint={})
+    assert result.w is not None
     assert saved == [1, 41, 81, 100]
+    # A state of which one would expect that saving takes 1.5 is saved when that has paid off.
+    monkeypatch.setattr("sartor.runs.observers.BYTES_A_SECOND", result.w.nbytes / 1.5)
+    saved.clear()
+    go("fedavg", data, tmp_path / "large", rounds=100, evaluate={"every": 0}, checkpoint={})
+    assert saved == [30, 70, 100]
+
+
+@pytest.mark.parametrize("kept", Kept)
+def test_a_finished_run_keeps_what_is_wanted_of_it(
+    kept: Kept, data: ClientData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = rounds_saved(monkeypatch)
+    model, every = {"name": "softmax"}, {"every": 3}
+    experiment = from_mapping({"algorithm": "scaffold", "model": model, "rounds": 4, "checkpoint": every})
+    whole = execute(experiment, data=data, out=tmp_path / "whole")
+    saved.clear()
+    execute(experiment, data=data, out=tmp_path / "run", kept=kept)
+    assert saved == ([3, 4] if kept is Kept.ALL else [3])
+    run = RunFolder.open(tmp_path / "run")
+    assert run.finished
+    assert run.summary["model_sha256"] == whole.summary["model_sha256"]
+    if kept is Kept.RESULTS:
+        with pytest.raises(SartorError, match="has stored no models"):
+            _ = run.models
+    else:
+        assert hash_of(run.models) == whole.summary["model_sha256"]
 
 
 # Damage and mistakes ---------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from sartor.data.features import Hog
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.runs.experiment import fingerprint, load
 from sartor.runs.record import RunFolder
+from sartor.studies import library
 from sartor.studies.comparison import Comparison, RankingResult, compare
 
 SIZES = (12, 30, 18, 24, 15)
@@ -641,3 +642,29 @@ def test_wrong_words_are_one_message(words: list[str], message: str) -> None:
     shown = call(*words)
     assert (shown.exit_code, shown.stdout, shown.stderr.count("\n")) == (2, "", 1)
     assert shown.stderr.startswith(f"sartor: {message}")
+
+
+@pytest.mark.parametrize("room", [1.0, 0.0])
+def test_data_of_a_seed_are_read_once_where_there_is_room_to_keep_them(
+    room: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    usual = library.load_data
+
+    def noting(experiment: Any, objective: Any) -> Any:
+        read.append(experiment.seed)
+        return usual(experiment, objective)
+
+    monkeypatch.setattr(library, "load_data", noting)
+    monkeypatch.setattr(library, "REMEMBERED_MEMORY", room)
+    settings: dict[str, Any] = {"data": "digits", "clients": 4, "rounds": 1, "model": "softmax"}
+    settings["partition"] = {"name": "dirichlet"}
+    asked: dict[str, Any] = {"references": False, "seeds": 2, "together": "no"}
+    result = compare(["fedavg", "fedprox"], **settings, **asked, out=tmp_path / "all")
+    assert read == ([0, 1] if room else [0, 0, 1, 1])
+    for label in ("fedavg", "fedprox"):
+        for seed, run in enumerate(stored(result, label)):
+            alone = sartor.run(label, **settings, seed=seed, out=tmp_path / label / f"{seed}")
+            assert run.summary["model_sha256"] == alone.summary["model_sha256"]
+            for name in ("partition.npz", "signature.json"):
+                assert (run.path / name).read_bytes() == (tmp_path / label / f"{seed}" / name).read_bytes()

@@ -305,12 +305,13 @@ def test_finished_trials_keep_no_checkpoints_and_what_is_compared_does(
     found: Search, data: ClientData, tmp_path: Path
 ) -> None:
     assert len(list(found.out.glob("*/summary.json"))) >= 12
-    assert not list(found.out.rglob("checkpoints/*"))
+    assert not [*found.out.rglob("checkpoints/*"), *found.out.rglob("models.safetensors")]
     trial = next(found.out.glob("*/summary.json")).parent
     with pytest.raises(SartorError, match=r"has no checkpoint to evaluate; make one with: sartor run .*toml"):
         evaluate_run(trial)
     compare(["fedavg"], data=data, out=tmp_path, seeds=1, references=False, **SETTINGS)
     assert list(tmp_path.rglob("checkpoints/*"))
+    assert list(tmp_path.rglob("models.safetensors"))
 
 
 def test_what_was_chosen_is_compared(data: ClientData, tmp_path: Path) -> None:

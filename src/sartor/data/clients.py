@@ -186,6 +186,13 @@ class ClientData:
         return len(self.names)
 
     @property
+    def nbytes(self) -> int:
+        """What the samples take that lie here; the pooled test set may be the clients' own."""
+        splits = [split for name in SPLITS if (split := getattr(self, name)) is not None]
+        leaves = nests.leaves([(self.pooled_x, self.pooled_y), *((split.x, split.y) for split in splits)])
+        return sum({leaf.data_ptr(): int(leaf.nbytes) for leaf in leaves}.values())
+
+    @property
     def features(self) -> tuple[str, ...] | None:
         """The names of the columns of a plain table, in their order."""
         reader = self.preprocessing.table

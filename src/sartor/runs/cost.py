@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from sartor import nests
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError
@@ -99,7 +98,7 @@ def estimate(
             "cohort_models": size * dtype_bytes * cohort,
             "server": _server_bytes(last, before, clients),
             "client_states": last.state_bytes * clients,
-            "data": _data_bytes(data),
+            "data": data.nbytes,
         },
         "privacy": cost_of(experiment, setup.algorithm, data.train.count) if experiment.privacy.on else None,
         "seconds_per_round": round_seconds,
@@ -206,12 +205,3 @@ def _server_bytes(last: _Measured, before: _Measured | None, clients: int) -> in
         return last.server_bytes
     slope = (last.server_bytes - before.server_bytes) / (last.clients - before.clients)
     return round(last.server_bytes + slope * (clients - last.clients))
-
-
-def _data_bytes(data: ClientData) -> int:
-    tensors = nests.leaves((data.pooled_x, data.pooled_y))
-    for split in (data.train, data.test, data.validation):
-        if split is not None:
-            tensors += nests.leaves((split.x, split.y))
-    sizes = {tensor.data_ptr(): int(tensor.nbytes) for tensor in tensors}  # the pooled test set may be theirs
-    return sum(sizes.values())

@@ -23,6 +23,7 @@ from sartor.runs.loop import go_through
 from sartor.runs.observers import (
     Guarded,
     Interrupting,
+    Kept,
     Observer,
     ObserverFailed,
     Recording,
@@ -34,7 +35,7 @@ from sartor.runs.observers import (
 from sartor.runs.record import STATES, RunFolder
 from sartor.runs.result import Result
 from sartor.runs.run import Run
-from sartor.runs.setup import Opened, Setup, open_federation, set_up_everywhere
+from sartor.runs.setup import Loading, Opened, Setup, open_federation, set_up_everywhere
 from sartor.runs.signature import Signature
 from sartor.runs.stopping import EarlyStop, WithinBudget
 from sartor.runs.tracking import Tracking
@@ -54,6 +55,8 @@ def execute(
     progress: bool | Observer = False,
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
+    kept: Kept = Kept.ALL,
+    load: Loading | None = None,
 ) -> Result:
     """Run an experiment. ``data``, ``task`` and ``own``, for ``[[models]]``, stand in for what it names.
 
@@ -62,8 +65,9 @@ def execute(
     """
     check_trackers(experiment.tracking.loggers)
     check_observers(observers)
-    setup = set_up_everywhere(experiment, data, task, own)
-    return execute_setup(setup, out=out, store=store, progress=progress, opened=opened, observers=observers)
+    setup = set_up_everywhere(experiment, data, task, own, load)
+    told: Any = {"progress": progress, "opened": opened, "observers": observers}
+    return execute_setup(setup, out=out, store=store, **told, kept=kept)
 
 
 def execute_setup(
@@ -75,6 +79,7 @@ def execute_setup(
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
     interrupted: Callable[[], bool] | None = None,
+    kept: Kept = Kept.ALL,
 ) -> Result:
     """:func:`execute` of what is set up already; ``interrupted`` says whether to end after the round."""
     if not store:
@@ -83,7 +88,7 @@ def execute_setup(
     path = distributed.first_said(None if folder is None else str(folder.path.absolute()))
     if folder is None:
         folder = distributed.together(lambda: _seen(Path(str(path))))
-        return carry_out(setup, folder, progress, None, opened, observers, interrupted)
+        return carry_out(setup, folder, progress, None, opened, observers, interrupted, kept)
     try:
         distributed.together(lambda: None)
     except SartorError:
@@ -91,7 +96,7 @@ def execute_setup(
         raise
     with folder.alone():
         try:
-            return carry_out(setup, folder, progress, None, opened, observers, interrupted)
+            return carry_out(setup, folder, progress, None, opened, observers, interrupted, kept)
         except ObserverFailed:
             raise
         except SartorError as error:
@@ -127,6 +132,7 @@ def carry_out(
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
     interrupted: Callable[[], bool] | None = None,
+    kept: Kept = Kept.ALL,
 ) -> Result:
     """The rounds that are left, with whatever happens on the way."""
     made = opened or open_federation
@@ -146,8 +152,8 @@ def carry_out(
         run = Run(setup, federation, folder)
         run.watched = bool(observers)
         deciding = Several([EarlyStop(), WithinBudget(), *(map(Guarded, observers) if writes else ())])
-        kept = list(_keeping(setup.experiment, folder, progress, interrupted)) if writes else []
-        keeping = Several([*kept, *([] if shared is None else [Saving(shared)])])
+        first = list(_keeping(setup.experiment, folder, progress, interrupted, kept)) if writes else []
+        keeping = Several([*first, *([] if shared is None else [Saving(shared, kept)])])
         try:
             if saved is not None and shared is not None:
                 resumed, begun = shared, saved
@@ -184,10 +190,11 @@ def _keeping(
     folder: RunFolder | None,
     progress: bool | Observer,
     interrupted: Callable[[], bool],
+    kept: Kept,
 ) -> Iterator[Observer]:
     """Those who keep and show what there is, in the order they are told."""
     if folder is not None:
-        yield Recording(folder)
+        yield Recording(folder, kept)
     if progress:
         yield progress if isinstance(progress, Observer) else shown_progress()
     yield Tracking(experiment.tracking.loggers, None if folder is None else folder.path)

@@ -20,6 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 from rich.console import Console
@@ -31,12 +32,27 @@ from sartor.runs import checkpoint
 from sartor.runs.durations import duration, left
 from sartor.runs.outputs import final_outputs
 from sartor.runs.record import RunFolder
-from sartor.runs.run import Run
+from sartor.runs.run import Run, tensors_of
 
 log = logging.getLogger(__name__)
 
 SHARE_FOR_SAVING = 0.05
 """``checkpoint.every = 0`` saves as often as takes at most this share of the time."""
+
+BYTES_A_SECOND = 1e9
+"""At what pace a checkpoint is expected to be written before there was one."""
+
+
+class Kept(IntEnum):
+    """What a run keeps when it is finished; a model may be as large as those of all clients together."""
+
+    RESULTS = 0
+    """Scores and the record of its rounds."""
+    MODELS = 1
+    """Its final models too."""
+    ALL = 2
+    """And its last checkpoint, by which it can be extended."""
+
 
 HOOKS = ("start", "evaluation", "round", "end")
 
@@ -171,8 +187,8 @@ class Guarded(Observer):
 class Recording(Observer):
     """Writes the run folder: a line for every round, a row for every client, and at the end all the rest."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: RunFolder, kept: Kept = Kept.ALL) -> None:
+        self._folder, self._kept = folder, kept
 
     def evaluation(self, run: Run, cells: Mapping[str, Mapping[str, Any]]) -> None:
         """Write the clients' rows."""
@@ -185,7 +201,8 @@ class Recording(Observer):
     def end(self, run: Run, summary: Mapping[str, Any] | None) -> None:
         """Write models and summary, of a run that has come to its end."""
         if summary is not None:
-            self._folder.write_models(run.final)
+            if self._kept >= Kept.MODELS:
+                self._folder.write_models(run.final)
             outputs = final_outputs(run)
             if outputs is not None:
                 self._folder.write_outputs(outputs)
@@ -199,9 +216,14 @@ class Saving(Observer):
     All processes of a run do so together, when the first says that it is time.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: RunFolder, kept: Kept = Kept.ALL) -> None:
+        self._folder, self._kept = folder, kept
         self._saved_at, self._saving = -math.inf, 0.0
+
+    def start(self, run: Run) -> None:
+        """Reckon what saving will take: the first time it has to pay off as well."""
+        self._saved_at = run.federation.engine.seconds()
+        self._saving = sum(tensor.nbytes for _, tensor in tensors_of(run.server)) / BYTES_A_SECOND
 
     def round(self, run: Run, row: Mapping[str, Any]) -> None:
         """Save if it is time."""
@@ -229,7 +251,7 @@ class Saving(Observer):
         """Whether to save after this round: by the setting, or when the last saving has paid off."""
         every = run.experiment.checkpoint.every
         if run.round == run.experiment.rounds or run.stopped:
-            return True
+            return self._kept is Kept.ALL
         if every:
             return run.round % every == 0
         return run.federation.engine.seconds() - self._saved_at >= self._saving / SHARE_FOR_SAVING

@@ -21,7 +21,7 @@ from sartor.runs import checkpoint
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.execute import carry_out
 from sartor.runs.experiment import Imports, import_given
-from sartor.runs.observers import Observer, check_observers
+from sartor.runs.observers import Kept, Observer, check_observers
 from sartor.runs.record import STATES, RunFolder, environment
 from sartor.runs.result import Result
 from sartor.runs.run import Run
@@ -41,6 +41,7 @@ def resume(
     progress: bool | Observer = False,
     opened: Opened | None = None,
     observers: Sequence[Observer] = (),
+    kept: Kept = Kept.ALL,
 ) -> Result:
     """Continue a run from its last checkpoint, to the same numbers as if it had never been interrupted.
 
@@ -91,7 +92,7 @@ def resume(
                 checkpoint.forget_after(folder, done)
 
         distributed.together(cut_back)
-        return carry_out(setup, folder, progress, saved, opened, observers)
+        return carry_out(setup, folder, progress, saved, opened, observers, kept=kept)
 
 
 def _read_back(setup: Setup, folder: RunFolder, saved: Checkpoint | None) -> Result:

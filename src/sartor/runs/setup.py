@@ -58,6 +58,8 @@ convolutions, which go on to what follows them by kernels that a compiled step d
 
 Opened = Callable[[Experiment, Task, ClientData], Federation]
 """What opens the federation of a resolved experiment."""
+Loading = Callable[[Experiment, Objective | None], tuple[ClientData, Partition | None]]
+"""What loads the data an experiment names, as :func:`load_data` does."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,11 @@ def set_up_everywhere(
     data: ClientData | None,
     task: Task | Factory | None,
     own: Sequence[Task | Factory | None] = (),
+    load: Loading | None = None,
 ) -> Setup:
     """Set up at every process of the run; all of them must have the same before them."""
     distributed.join(experiment.engine.device, experiment.engine.timeout)
-    setup = distributed.together(lambda: set_up(experiment, data=data, task=task, own=own))
+    setup = distributed.together(lambda: set_up(experiment, data=data, task=task, own=own, load=load))
     distributed.agree("experiment", fingerprint(setup.experiment))
     distributed.agree("imports", " ".join(code.sha256 for code in code_of(setup.experiment)))
     distributed.agree("data", setup.data.hash)
@@ -95,11 +98,12 @@ def set_up(
     task: Task | Factory | None = None,
     own: Sequence[Task | Factory | None] = (),
     normalise: bool | None = None,
+    load: Loading | None = None,
 ) -> Setup:
     """Load or take the data, make the models, and see whether they fit together.
 
     ``own`` are given in Python for what some of ``[[models]]`` name. Data that are given in place of others
-    are taken as they are, unless ``normalise`` says otherwise.
+    are taken as they are, unless ``normalise`` says otherwise. ``load`` stands in for :func:`load_data`.
     """
     if normalise is None:
         plain = data is None or (data.preprocessing.moments is None and experiment.data.name == OWN_DATA)
@@ -110,7 +114,7 @@ def set_up(
     partition = None
     if data is None:
         objective = None if task is None else task.objective
-        data, partition = distributed.first_alone(lambda: load_data(experiment, objective))
+        data, partition = distributed.first_alone(lambda: (load or load_data)(experiment, objective))
     if experiment.data.labels is not None:
         data = relabel(data, experiment.data.labels)
     check_expected(experiment.expect, data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from sartor.kernels.device import free_bytes
 from sartor.model.task import Task
 from sartor.runs.execute import execute_setup, interruptions
 from sartor.runs.experiment import Experiment
-from sartor.runs.observers import Observer
+from sartor.runs.observers import Kept, Observer
 from sartor.runs.result import Result
 from sartor.runs.setup import Setup, federation_settings
 
@@ -57,9 +58,7 @@ def seeds_at_once(setup: Setup, wanted: str) -> int:
         return 1
     if isinstance(data.train, LazySplit):  # there may be more than anyone can hold
         return 1
-    splits = [split for split in (data.train, data.test, data.validation) if split is not None]
-    held = sum(leaf.nbytes for split in splits for leaf in nests.leaves((split.x, split.y)))
-    room = int(TOGETHER_MEMORY * free_bytes(torch.device(engine.device))) // max(1, held)
+    room = int(TOGETHER_MEMORY * free_bytes(torch.device(engine.device))) // max(1, data.nbytes)
     if wanted == "auto" and engine.device != "cpu":
         return 1
     if wanted == "auto":
@@ -74,7 +73,11 @@ def seeds_at_once(setup: Setup, wanted: str) -> int:
 
 
 def execute_together(
-    setups: Sequence[Setup], outs: Sequence[Path], *, progress: bool | Observer = False
+    setups: Sequence[Setup],
+    outs: Sequence[Path],
+    *,
+    progress: bool | Observer = False,
+    kept: Kept = Kept.ALL,
 ) -> list[Result | SartorError]:
     """Run several seeds of one experiment in one batch: what each gives, or how it failed.
 
@@ -87,7 +90,8 @@ def execute_together(
             return Federation(task, maker(task, data, settings), settings)
 
         shown = progress if setup is setups[0] else False  # one bar for all: they are in the same round
-        return execute_setup(setup, out=out, progress=shown, opened=opened, interrupted=interrupted)
+        told: Any = {"progress": shown, "opened": opened, "interrupted": interrupted}
+        return execute_setup(setup, out=out, **told, kept=kept)
 
     outcomes: list[Result | SartorError] = []
     try:

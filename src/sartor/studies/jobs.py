@@ -21,9 +21,10 @@ import torch
 from sartor.errors import SartorError
 from sartor.kernels.device import share_device
 from sartor.runs.inputs import gather
+from sartor.runs.observers import Kept
 from sartor.runs.run import Run
 from sartor.studies.comparison import Method, Plan
-from sartor.studies.library import Failure, Runs, has_ended, key_of
+from sartor.studies.library import Failure, Remembered, Runs, has_ended, key_of
 from sartor.studies.progress import Tally
 from sartor.studies.workers import at_once, hint_of_sharing, say, working_at_once
 
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 OFTEN = 1.0
 """Seconds between two words of a process about its rounds."""
+
+_LOAD = Remembered()
+"""In a process that is started for a study, what its runs have their data from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +52,8 @@ class Job:
     """Of each run."""
     rounds: int
     together: str
-    keeps: bool
-    """Whether they keep checkpoints at their end."""
+    kept: Kept
+    """What they keep when they are finished."""
 
     def __str__(self) -> str:
         return f"{self.titles[0]}, {self.place}" if self.place else self.titles[0]
@@ -123,7 +127,7 @@ class Telling(Tally):
 def make(job: Job) -> list[Made]:
     """Make the first run of a job, and those that go with it."""
     tally = Telling()
-    runs = Runs(job.out, tally, job.together, keeps=job.keeps)
+    runs = Runs(job.out, tally, job.together, kept=job.kept, load=_LOAD)
     inputs = [gather({"experiment": settings}).inputs() for settings in job.settings]
     if inputs[0].experiment.engine.device == "cuda" and torch.cuda.is_available():
         share_device(working_at_once())
@@ -182,7 +186,7 @@ class Study:
         self, runs: Runs, label: str, some: Sequence[tuple[str, Mapping[str, Any]]], place: str, rounds: int
     ) -> None:
         titles, settings = zip(*some, strict=True)
-        self._put(Job(runs.out, label, titles, place, settings, rounds, runs.together, runs.keeps))
+        self._put(Job(runs.out, label, titles, place, settings, rounds, runs.together, runs.kept))
 
     def _put(self, job: Job) -> None:
         """Add a job where it is its turn."""

@@ -19,18 +19,22 @@ from typing import Any
 import torch
 
 from sartor.algorithms.source import method_code
+from sartor.data.clients import ClientData
+from sartor.data.partitions import Partition
 from sartor.data.schema import settles
 from sartor.engines.lockstep import fit_together
 from sartor.errors import DataError, Diverged, SartorError, SettingError
+from sartor.kernels.device import free_bytes
+from sartor.model.objectives import Objective
 from sartor.runs.cadence import fixed
 from sartor.runs.checkpoint import forget_after, latest
 from sartor.runs.execute import execute, execute_setup
 from sartor.runs.experiment import Experiment, code_of, fingerprint
 from sartor.runs.inputs import Inputs
-from sartor.runs.observers import Observer, check_observers
+from sartor.runs.observers import Kept, Observer, check_observers
 from sartor.runs.record import CONFIG, RunFolder, environment
 from sartor.runs.resume import resume
-from sartor.runs.setup import load_raw, set_up
+from sartor.runs.setup import load_data, load_raw, set_up
 from sartor.runs.together import execute_together, may_share, seeds_at_once
 from sartor.studies.progress import Tally
 from sartor.studies.workers import AGAIN
@@ -39,6 +43,9 @@ log = logging.getLogger(__name__)
 
 LOST: Any = getattr(torch, "AcceleratorError", ())
 """After such an error a process can do nothing more on its GPU."""
+
+REMEMBERED_MEMORY = 0.1
+"""Data that runs share are kept while they take at most this share of the free memory."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,39 @@ class Failure:
         return f"failed: {self.message}"
 
 
+class Remembered:
+    """Loads data for one run after the other, and keeps them for others that have the same.
+
+    For as long as a study goes on: files are not looked at again. Those of some seeds are kept, the last
+    ones, as far as they take little of the free memory.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Any, tuple[ClientData, Partition | None]]] = []
+
+    def __call__(
+        self, experiment: Experiment, objective: Objective | None
+    ) -> tuple[ClientData, Partition | None]:
+        """As :func:`~sartor.runs.setup.load_data`."""
+        key = (
+            experiment.seed,
+            experiment.data,
+            experiment.columns,
+            experiment.partition,
+            experiment.features,
+            experiment.objective if objective is None else objective,
+            experiment.expect,
+        )
+        loaded = next((found for known, found in self._held if known == key), None)
+        if loaded is None:
+            loaded = load_data(experiment, objective)
+            self._held.append((key, loaded))
+            room = REMEMBERED_MEMORY * free_bytes(torch.device("cpu"))
+            while self._held and sum(data.nbytes for _, (data, _) in self._held) > room:
+                del self._held[0]
+        return loaded
+
+
 class Runs:
     """The runs under one folder. All experiments asked for differ in seed, algorithm and hyper-parameters."""
 
@@ -106,7 +146,8 @@ class Runs:
         tally: Tally | None = None,
         together: str = "auto",
         observers: Sequence[Observer] = (),
-        keeps: bool = True,
+        kept: Kept = Kept.ALL,
+        load: Remembered | None = None,
     ) -> None:
         check_observers(observers)
         if observers and together == "yes":
@@ -125,8 +166,9 @@ class Runs:
         self.observers = observers
         """Who is told of every run that is made."""
         self.together = "no" if observers else together
-        self.keeps = keeps
-        """Whether runs that are finished keep checkpoints, which may be as large as all clients' models."""
+        self.kept = kept
+        """What runs keep when they are finished."""
+        self._load = load or Remembered()
         self._hashes: dict[int, str] = {}
         self._changed: set[tuple[str, str | None]] = set()
         self._made: dict[str, tuple[Path, SartorError | None]] = {}
@@ -157,7 +199,8 @@ class Runs:
                 if run is None:
                     made = self._make(inputs, self._folder(inputs), later)
                 else:
-                    resume(run.path, data=inputs.data, progress=self._shown, observers=self.observers)
+                    told: Any = {"progress": self._shown, "observers": self.observers, "kept": self.kept}
+                    resume(run.path, data=inputs.data, **told)
                     made = run.path, None
         folder, error = made
         if error is not None:
@@ -168,7 +211,7 @@ class Runs:
 
     def _tidy(self, run: RunFolder) -> None:
         """Leave of a run what is wanted of it when it has come to its end."""
-        if not self.keeps:
+        if self.kept is not Kept.ALL:
             forget_after(run, -1)
 
     def note(self, key: str, folder: Path, error: SartorError | None) -> None:
@@ -219,18 +262,19 @@ class Runs:
         """Make a run, and other seeds with it where that is faster."""
         if self.together == "no" or not may_share(inputs.experiment):
             given: Any = {"data": inputs.data, "task": inputs.task, "own": inputs.own}
-            told: Any = {"progress": self._shown, "observers": self.observers}
-            execute(inputs.experiment, **given, out=folder, **told)
+            told: Any = {"progress": self._shown, "observers": self.observers, "kept": self.kept}
+            execute(inputs.experiment, **given, out=folder, **told, load=self._load)
             return folder, None
-        setups = [set_up(inputs.experiment, data=inputs.data, task=inputs.task)]
+        setups = [set_up(inputs.experiment, data=inputs.data, task=inputs.task, load=self._load)]
         missing = ((other, place) for other in later if RunFolder.is_free(place := self._folder(other)))
         wanted = [(inputs, folder), *islice(missing, seeds_at_once(setups[0], self.together) - 1)]
         setups += [set_up(each.experiment, data=each.data, task=each.task) for each, _ in wanted[1:]]
         if len(setups) == 1 or not fit_together([(setup.task, setup.data) for setup in setups]):
-            execute_setup(setups[0], out=folder, progress=self._shown)
+            execute_setup(setups[0], out=folder, progress=self._shown, kept=self.kept)
             return folder, None
         self.tally.together(len(setups))
-        outcomes = execute_together(setups, [place for _, place in wanted], progress=self._shown)
+        places = [place for _, place in wanted]
+        outcomes = execute_together(setups, places, progress=self._shown, kept=self.kept)
         for (each, place), outcome in zip(wanted, outcomes, strict=True):
             error = outcome if isinstance(outcome, SartorError) else None
             self._made[key_of(each)] = (place, error)

@@ -24,6 +24,7 @@ from typing import Any, TypedDict, Unpack
 from sartor.errors import SartorError, SettingError
 from sartor.runs.experiment import Experiment
 from sartor.runs.inputs import gather
+from sartor.runs.observers import Kept
 from sartor.runs.record import RunFolder, environment, write_json
 from sartor.settings import unknown
 from sartor.studies.comparison import (
@@ -257,8 +258,8 @@ def _trained(
         if group.name in made:
             tables, runs = made[group.name]
         else:
-            tables = _tuned(group, work, device, Runs(out / SEARCH, tally, keeps=False), failed)
-            runs = Runs(out, tally, together or "auto", keeps=False)
+            tables = _tuned(group, work, device, Runs(out / SEARCH, tally, kept=Kept.RESULTS), failed)
+            runs = Runs(out, tally, together or "auto", kept=Kept.MODELS)
         try:
             compared[group.name] = compare(
                 tables,
@@ -318,7 +319,9 @@ def _made_at_once(
     study = Study(jobs, tally)
     tables = {group.name: group.tables for group in work.groups}
     if work.at.tuning is not None:
-        searched = {group.name: Runs(work.out / group.name / SEARCH, keeps=False) for group in work.groups}
+        searched = {
+            group.name: Runs(work.out / group.name / SEARCH, kept=Kept.RESULTS) for group in work.groups
+        }
         for group in work.groups:
             wanted = _planned_trials(group, work.at.tuning, device)
             study.want(searched[group.name], wanted.plan, wanted.trials, wanted.seeds, group.words)
@@ -328,7 +331,7 @@ def _made_at_once(
     runs = {}
     for group in work.groups:
         plan, methods, options = group.planned(device, together, tables[group.name])
-        runs[group.name] = Runs(work.out / group.name, together=options.together, keeps=False)
+        runs[group.name] = Runs(work.out / group.name, together=options.together, kept=Kept.MODELS)
         named = [(method.label, method) for method in methods]
         study.want(runs[group.name], plan, named, plan.seeds(work.seeds, "compare"), group.words)
     study.make()

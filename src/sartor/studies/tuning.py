@@ -45,7 +45,7 @@ from sartor.algorithms import registered
 from sartor.errors import SartorError, SettingError
 from sartor.runs.experiment import Experiment, toml_text
 from sartor.runs.inputs import RunSettings, gather
-from sartor.runs.observers import Observer
+from sartor.runs.observers import Kept, Observer
 from sartor.runs.record import environment, write_json, write_text
 from sartor.runs.setup import load_data
 from sartor.settings import Meaning, build, meaning, setting, unknown
@@ -192,7 +192,7 @@ def search(
     tally = progress if isinstance(progress, Tally) else Tally(count, count * base.rounds, shown=progress)
     folder = plan.folder("searches", base) if out is None else out
     if not isinstance(folder, Runs):
-        folder = Runs(Path(folder), tally, options.together, observers, keeps=False)
+        folder = Runs(Path(folder), tally, options.together, observers, kept=Kept.RESULTS)
     runs = folder
     tuned: list[Tuned] = []
     score, sign = "accuracy", 1.0
