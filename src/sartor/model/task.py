@@ -969,11 +969,6 @@ class Task:
         )
         return known and self.dtype == torch.float32 and self.precision != "bf16"
 
-    @property
-    def convolves(self) -> bool:
-        """Whether there are convolutions among layers that all have such kernels."""
-        return self.has_kernels and any(isinstance(layer, _Conv2d) for layer in self._module.modules())
-
     def activations(self, x: Nest) -> int:
         """Numbers held by the outputs of all layers for one sample.
 

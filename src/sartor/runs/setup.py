@@ -13,7 +13,6 @@ import torch
 from sartor import nests, random
 from sartor.algorithms import registered
 from sartor.algorithms.base import Algorithm
-from sartor.client.local import Batches
 from sartor.data.clients import SPLITS, ClientData, LazySplit, prepare, relabel
 from sartor.data.download import user_cache
 from sartor.data.expect import check_expected, check_range
@@ -47,14 +46,6 @@ from sartor.runs.protection import refuse_buffers, refuse_unprotected, settled_p
 from sartor.runs.settings import AUTO
 
 log = logging.getLogger(__name__)
-
-
-COMPILE_STEPS = 100_000
-"""On CUDA ``engine.compile = auto`` compiles runs whose clients take at least so many steps in all.
-
-On an H200 compiling takes 10 to 20 seconds, and saved 0.06 to 0.4 ms a step when that was measured. Not for
-convolutions, which go on to what follows them by kernels that a compiled step does not have.
-"""
 
 Opened = Callable[[Experiment, Task, ClientData], Federation]
 """What opens the federation of a resolved experiment."""
@@ -373,14 +364,7 @@ def resolve(
     otherwise = engine.otherwise
     if otherwise == "auto":
         otherwise = "loop" if engine.name == "auto" else "error"
-    compiled = engine.compile
-    if compiled == "auto":
-        most = int(data.train.count.max())
-        local = experiment.local
-        steps = experiment.rounds * Batches("train", local.batch, local.most_epochs, local.steps).count(most)
-        long = engine.device == "cuda" and name == "stacked" and steps >= COMPILE_STEPS
-        traced_alone = long and task.why_not_stackable(x, y) is not None
-        compiled = "yes" if long and not (task.convolves or traced_alone) else "no"
+    compiled = "no" if engine.compile == "auto" else engine.compile  # of all that was measured none gained
     what = measured(
         task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline, _largest(data)
     )
