@@ -89,7 +89,7 @@ def test_they_stay_and_have_their_share(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("kill", SartorError, f"kill: its process was killed by SIGKILL, as where memory runs out; {AGAIN}"),
         ("leave", SartorError, f"leave: its process ended with status 3; {AGAIN}"),
-        ("memory", SartorError, f"memory: memory ran out (too much); take fewer jobs: {AGAIN}"),
+        ("memory", SartorError, f"memory: memory ran out by itself too (too much); leave it out: {AGAIN}"),
         ("mistake", SettingError, "mistake: rounds: too few"),
         ("fault", SartorError, f"fault: ZeroDivisionError: by 0; {AGAIN}"),
     ],
@@ -102,6 +102,27 @@ def test_a_failure_is_one_message_that_names_what_failed(
     assert type(caught.value) is kind
     assert str(caught.value) == message
     assert ("Traceback" in capfd.readouterr().err) == (how == "fault")
+    assert not multiprocessing.active_children()
+
+
+def greedy(folder: Path, number: int) -> int:
+    """Fill memory where others work too, who wait for that; how many there are."""
+    if number == 1 and working_at_once() > 1:
+        (folder / "full").touch()
+        raise torch.cuda.OutOfMemoryError("too much")
+    until = time.monotonic() + PATIENCE
+    while not (folder / "full").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return working_at_once()
+
+
+def test_one_for_which_memory_runs_out_beside_others_is_tried_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    *others, last_one = at_once(partial(greedy, tmp_path), [1, 2, 3], 2)
+    assert (sorted(others), last_one) == ([(2, 2), (3, 2)], (1, 1))
+    told = "1: memory ran out (too much); it is tried by itself when all others are done"
+    assert told in caplog.messages
     assert not multiprocessing.active_children()
 
 

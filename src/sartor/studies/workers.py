@@ -56,9 +56,11 @@ def at_once(
     """Each cell with what ``call`` gives for it, as they finish; begun in their order by ``jobs`` processes.
 
     ``heard`` gets what a call says by :func:`say` meanwhile, and may add to ``cells``. The first that fails
-    ends the others, and so does Ctrl-C: runs end with their round, and are stored.
+    ends the others, and so does Ctrl-C: runs end with their round, and are stored. One for which memory ran
+    out beside others is begun again when they are done, by itself.
     """
     workers: list[_Worker[Cell]] = []
+    starved: list[Cell] = []
     patience: float | None = PATIENCE
     try:
         while cells or any(worker.cells for worker in workers):
@@ -72,6 +74,10 @@ def at_once(
                     worker.ready = True
                 elif kind == "said":
                     heard(cell, words)
+                elif kind == "starved":
+                    log.warning("%s: %s; it is tried by itself when all others are done", cell, words)
+                    worker.cells.clear()
+                    starved.append(cell)
                 elif kind == "failed":
                     raise type(words)(f"{cell}: {words}")
                 else:
@@ -83,6 +89,8 @@ def at_once(
         raise KeyboardInterrupt("stopped; the same command goes on with the runs under way") from None
     finally:
         _end(workers, patience)
+    if starved:
+        yield from at_once(call, starved, 1, heard)
 
 
 def say(words: Any) -> None:
@@ -245,7 +253,9 @@ def _answer(call: Callable[[Any], Any], cell: Any) -> tuple[str, Any]:
     except SartorError as error:
         return "failed", error
     except (MemoryError, torch.cuda.OutOfMemoryError) as error:
-        return "failed", SartorError(f"memory ran out ({error}); take fewer jobs: {AGAIN}")
+        if working_at_once() > 1:
+            return "starved", f"memory ran out ({error})"
+        return "failed", SartorError(f"memory ran out by itself too ({error}); leave it out: {AGAIN}")
     except Exception as error:
         traceback.print_exc()
         return "failed", SartorError(f"{type(error).__name__}: {error}; {AGAIN}")
