@@ -262,11 +262,24 @@ def table_of(made: dict[str, Any], found: Cells) -> dict[tuple[str, str], Cell]:
 
 
 def code_of(made: dict[str, Any], results: Results) -> dict[str, str]:
-    """By method the code of its newest line; as the entry has it where there is none."""
+    """By method the code that its numbers are of: where several are, one that has changed since.
+
+    Of numbers without lines it is the one that the entry has.
+    """
     before = entry(made["name"]).measured.get(made["scale"])
     found = {} if before is None else dict(before.code)
+    newest: dict[tuple[str, str, int], Record] = {}
     for record in _by_date(results):
-        found |= dict.fromkeys(_rows(record), record.code)
+        for label, values in _rows(record).items():
+            newest |= dict.fromkeys(((label, column, record.numbers["seed"]) for column in values), record)
+    noted = {(label, column, seed) for label, column, seed, _ in results.about.get("before", [])}
+    without_lines = {label for label, *_ in noted - newest.keys()}
+    for label in {label: None for label, *_ in newest}:
+        records = [record for (own, *_), record in newest.items() if own == label]
+        now = method_code(records[0].method)
+        codes = [record.code for record in records]
+        codes += [found[label]] if label in without_lines and label in found else []
+        found[label] = next((code for code in codes if code != now), now)
     return found
 
 

@@ -359,15 +359,17 @@ def test_a_line_has_what_its_run_gave(kept: Kept) -> None:
         assert record.numbers.get("same") == same
 
 
+def without_values(record: Record) -> Record:
+    """As lines were written once."""
+    numbers = {key: value for key, value in record.numbers.items() if key not in ("values", "same")}
+    return dataclasses.replace(record, numbers=numbers)
+
+
 def test_a_single_seed_whose_lines_have_no_values_is_the_entrys(kept: Kept) -> None:
     table = kept.command([0])
     ours = table["values"]["separate"]
 
-    def before(record: Record) -> Record:
-        numbers = {key: value for key, value in record.numbers.items() if key not in ("values", "same")}
-        return dataclasses.replace(record, numbers=numbers)
-
-    kept.lines(before)
+    kept.lines(without_values)
     kept.put(
         kept.file.read_text()[kept.file.read_text().index("[measured.paper]") :].replace(str(ours[1]), "1.0")
     )
@@ -407,18 +409,30 @@ def test_settings_of_ones_own_are_in_no_mean(kept: Kept) -> None:
     assert table["values"]["fedavg"] == [kept.mean("fedavg", column, [0, 2]) for column in COLUMNS]
 
 
-def test_the_code_is_that_of_the_newest_line(kept: Kept) -> None:
-    kept.command([0])
+def test_the_code_is_an_old_one_while_a_number_is_of_it(kept: Kept) -> None:
+    now = {
+        "fedavg": method_code("fedavg"),
+        "twin": method_code("fedavg"),
+        "separate": method_code("separate"),
+    }
+    assert kept.command([0])["code"] == now
     kept.lines(lambda record: dataclasses.replace(record, code="b" * 12, date="2026-01-01"))
     table = kept.command([1], methods=["fedavg"])
-    assert table["code"] == {
-        "fedavg": method_code("fedavg"),
-        "twin": "b" * 12,
-        "separate": "b" * 12,
-    }
+    assert table["code"] == dict.fromkeys(METHODS, "b" * 12)
     assert table["values"]["fedavg"][0] == kept.mean("fedavg", "all alike", [0, 1])
-    kept.lines(lambda record: dataclasses.replace(record, code="c" * 12, date="2999-01-01"))
-    assert kept.command([2], methods=["fedavg"])["code"]["fedavg"] == "c" * 12
+    table = kept.command([0], methods=["fedavg", "twin"], columns=["all alike"])
+    assert table["code"]["fedavg"] == "b" * 12  # with two classes
+    assert kept.command([0])["code"] == now
+
+
+def test_numbers_without_lines_are_of_the_code_that_the_entry_had(kept: Kept) -> None:
+    kept.command([0])
+
+    kept.lines(without_values)
+    text = kept.file.read_text()
+    kept.put(text[text.index("[measured.paper]") :].replace(method_code("separate"), "b" * 12))
+    assert kept.command([0], methods=["separate"], columns=["two classes"])["code"]["separate"] == "b" * 12
+    assert kept.command([0], methods=["separate"])["code"]["separate"] == method_code("separate")
 
 
 def test_what_is_missing_can_be_asked_for(kept: Kept) -> None:
