@@ -9,7 +9,8 @@ device already. Every figure is the best of the repeats, which are interleaved s
 all of them alike. Where clients are drawn, rounds differ in how many samples they have: there the time is
 that of as many samples as a round has on average. Beside it stand the first round, all that comes before a
 steady pace (tracing, compiling, capturing), and how long an engine takes for its first 100 rounds on CUDA, or
-10 on a CPU.
+10 on a CPU. Where clients are unlike and drawn, equal ones take turns with them, and a line below the table
+says what a sample costs beside theirs.
 
 Workloads on MNIST and Fashion-MNIST read them from the folder that SARTOR_DATA names; where they are not
 there, random images stand in for them, and the table says so. Dirichlet's law then deals out other shares.
@@ -50,6 +51,8 @@ WARM_UP = {"cpu": 2, "cuda": 3}
 """Rounds before measuring of what has nothing to trace or capture."""
 DEALT = 3
 """The seed by which data sets are dealt out: the longest of 20 clients then takes 577 batches of 10."""
+EQUAL = "stacked, equal clients"
+"""What takes turns with unlike clients."""
 HUNDRED = {"cpu": 10, "cuda": 100}
 """First rounds of an engine that traces and captures, whose time is told."""
 
@@ -69,6 +72,8 @@ class Workload(NamedTuple):
     """The data set it is about, if that is at hand."""
     alpha: float = 0.0
     """Of Dirichlet's law, by which that is dealt out; 0: alike."""
+    beside: str = ""
+    """The workload whose equal clients are the measure of these."""
 
     @property
     def drawn(self) -> int:
@@ -98,7 +103,15 @@ WORKLOADS = (
     Workload("ragged", "cnn", (3, 32, 32), RAGGED, 32),
     Workload("cnn, 3 lanes", "cnn", (3, 32, 32), (500,) * 10, 32, lanes=3, large=True),
     # Ten of a hundred clients each round; equal ones are the measure of those that are not.
-    Workload("sampled mlp", "mlp", (1, 28, 28), unlike(100, 0.3, 60_000), 32, cohort=10),
+    Workload(
+        "sampled mlp",
+        "mlp",
+        (1, 28, 28),
+        unlike(100, 0.3, 60_000),
+        32,
+        cohort=10,
+        beside="sampled mlp, equal",
+    ),
     Workload("sampled mlp, equal", "mlp", (1, 28, 28), (600,) * 100, 32, cohort=10),
     Workload(
         "sampled cnn",
@@ -110,6 +123,7 @@ WORKLOADS = (
         large=True,
         source="mnist",
         alpha=0.3,
+        beside="sampled cnn, equal",
     ),
     Workload(
         "sampled cnn, equal", "cnn", (1, 28, 28), (600,) * 100, 32, cohort=10, large=True, source="mnist"
@@ -178,6 +192,12 @@ def make_data(workload: Workload) -> ClientData:
     split = Split(x, y, np.concatenate([[0], np.cumsum(count)[:-1]]), count)
     names = tuple(f"client {number}" for number in range(len(count)))
     return ClientData(names, split, split, None, x[:10], y[:10], 10, "random", workload.name)
+
+
+def with_data(workload: Workload) -> tuple[Workload, ClientData]:
+    """A workload with the sizes that its data have, and these."""
+    data = make_data(workload)
+    return workload._replace(sizes=tuple(data.train.count.tolist())), data
 
 
 def expert_round(workload: Workload, data: ClientData, device: str) -> Callable[[], None]:
@@ -263,8 +283,7 @@ def beginning(play: Rounds, rounds: int) -> dict[str, float]:
 def measure(
     workload: Workload, device: str, repeats: int, compiled: bool, ways: bool, slow: bool, method: str
 ) -> dict[str, Any]:
-    data = make_data(workload)
-    workload = workload._replace(sizes=tuple(data.train.count.tolist()))
+    workload, data = with_data(workload)
     alone = task_of(workload).why_not_stackable(data.train.x, data.train.y) is not None
     way = "apart" if alone else "together"
     settings: dict[str, Any] = {"lanes": workload.lanes, "way": way, "method": method}
@@ -285,6 +304,9 @@ def measure(
                 workload, data, device, "stacked", precision="tf32", **settings
             )
     runs = {name: Rounds(workload, one_round, device) for name, one_round in made.items()}
+    if workload.beside:
+        equal, equal_data = with_data(next(each for each in WORKLOADS if each.name == workload.beside))
+        runs[EQUAL] = Rounds(equal, engine_round(equal, equal_data, device, "stacked", **settings), device)
     figures: dict[str, list[float]] = {name: [] for name in runs}
     peaks, starts, each = {}, {}, {}
     for name, play in runs.items():
@@ -299,6 +321,9 @@ def measure(
     for _ in range(repeats):
         for name, play in runs.items():
             figures[name].append(play.milliseconds(each[name]))
+    if workload.beside:  # of a round with as many samples
+        scale = workload.samples / equal.samples
+        figures[EQUAL] = [scale * value for value in figures[EQUAL]]
     best = {name: min(values) for name, values in figures.items()}
     task = task_of(workload)
     return {
@@ -315,6 +340,9 @@ def measure(
         "ratio": {name: best.get("expert", np.nan) / value for name, value in best.items()},
         "peak_megabytes": peaks,
         "seconds_of_beginning": starts,
+        "sample_to_equal": float(np.median(figures["stacked"]) / np.median(figures[EQUAL]))
+        if workload.beside
+        else None,
         "samples_per_second": {name: workload.samples / value * 1e3 for name, value in best.items()},
     }
 
@@ -379,6 +407,12 @@ def main() -> None:
                 f"{result['samples_per_second'][name]:,.0f}",
             )
     Console(width=130).print(table)
+    for result in results:
+        if result["sample_to_equal"] is not None:
+            times = f"{result['sample_to_equal']:.3g} times"
+            print(
+                f"{result['workload']}: a sample costs {times} that of equal clients (medians of the repeats)"
+            )
     print(json.dumps(results))
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
