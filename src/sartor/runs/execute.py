@@ -66,8 +66,9 @@ def execute(
     check_trackers(experiment.tracking.loggers)
     check_observers(observers)
     setup = set_up_everywhere(experiment, data, task, own, load)
-    told: Any = {"progress": progress, "opened": opened, "observers": observers}
-    return execute_setup(setup, out=out, store=store, **told, kept=kept)
+    return execute_setup(
+        setup, out=out, store=store, progress=progress, opened=opened, observers=observers, kept=kept
+    )
 
 
 def execute_setup(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -90,8 +89,9 @@ def execute_together(
             return Federation(task, maker(task, data, settings), settings)
 
         shown = progress if setup is setups[0] else False  # one bar for all: they are in the same round
-        told: Any = {"progress": shown, "opened": opened, "interrupted": interrupted}
-        return execute_setup(setup, out=out, **told, kept=kept)
+        return execute_setup(
+            setup, out=out, progress=shown, opened=opened, interrupted=interrupted, kept=kept
+        )
 
     outcomes: list[Result | SartorError] = []
     try:

@@ -268,7 +268,9 @@ class Runs:
         setups = [set_up(inputs.experiment, data=inputs.data, task=inputs.task, load=self._load)]
         missing = ((other, place) for other in later if RunFolder.is_free(place := self._folder(other)))
         wanted = [(inputs, folder), *islice(missing, seeds_at_once(setups[0], self.together) - 1)]
-        setups += [set_up(each.experiment, data=each.data, task=each.task) for each, _ in wanted[1:]]
+        setups += [
+            set_up(each.experiment, data=each.data, task=each.task, load=self._load) for each, _ in wanted[1:]
+        ]
         if len(setups) == 1 or not fit_together([(setup.task, setup.data) for setup in setups]):
             execute_setup(setups[0], out=folder, progress=self._shown, kept=self.kept)
             return folder, None
