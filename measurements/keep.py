@@ -271,15 +271,17 @@ def code_of(made: dict[str, Any], results: Results) -> dict[str, str]:
     newest: dict[tuple[str, str, int], Record] = {}
     for record in _by_date(results):
         for label, values in _rows(record).items():
-            newest |= dict.fromkeys(((label, column, record.numbers["seed"]) for column in values), record)
+            columns = [column for column, value in values.items() if value is not None]
+            newest |= dict.fromkeys(((label, column, record.numbers["seed"]) for column in columns), record)
     noted = {(label, column, seed) for label, column, seed, _ in results.about.get("before", [])}
-    without_lines = {label for label, *_ in noted - newest.keys()}
-    for label in {label: None for label, *_ in newest}:
-        records = [record for (own, *_), record in newest.items() if own == label]
-        now = method_code(records[0].method)
-        codes = [record.code for record in records]
-        codes += [found[label]] if label in without_lines and label in found else []
-        found[label] = next((code for code in codes if code != now), now)
+    codes = {label: [found[label]] for label, *_ in noted - newest.keys() if label in found}
+    methods: dict[str, str] = {}
+    for (label, *_), record in newest.items():
+        methods[label] = record.method
+        codes.setdefault(label, []).append(record.code)
+    for label, method in methods.items():
+        now = method_code(method)
+        found[label] = next((code for code in codes[label] if code != now), now)
     return found
 
 

@@ -89,7 +89,7 @@ def test_they_stay_and_have_their_share(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("kill", SartorError, f"kill: its process was killed by SIGKILL, as where memory runs out; {AGAIN}"),
         ("leave", SartorError, f"leave: its process ended with status 3; {AGAIN}"),
-        ("memory", SartorError, f"memory: memory ran out by itself too (too much); leave it out: {AGAIN}"),
+        ("memory", SartorError, f"memory: memory ran out with no other beside it (too much); {AGAIN}"),
         ("mistake", SettingError, "mistake: rounds: too few"),
         ("fault", SartorError, f"fault: ZeroDivisionError: by 0; {AGAIN}"),
     ],
@@ -113,14 +113,21 @@ def greedy(folder: Path, number: int) -> int:
     until = time.monotonic() + PATIENCE
     while not (folder / "full").exists() and time.monotonic() < until:
         time.sleep(0.01)
+    say("at it")
     return working_at_once()
 
 
 def test_one_for_which_memory_runs_out_beside_others_is_tried_by_itself(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    *others, last_one = at_once(partial(greedy, tmp_path), [1, 2, 3], 2)
-    assert (sorted(others), last_one) == ([(2, 2), (3, 2)], (1, 1))
+    cells = [1, 2, 3]
+
+    def heard(cell: int, words: str) -> None:
+        if cell == 1:
+            cells.append(4)  # as a job leaves what it has not made
+
+    *others, starved, left = at_once(partial(greedy, tmp_path), cells, 2, heard)
+    assert (sorted(others), starved, left) == ([(2, 2), (3, 2)], (1, 1), (4, 1))
     told = "1: memory ran out (too much); it is tried by itself when all others are done"
     assert told in caplog.messages
     assert not multiprocessing.active_children()

@@ -90,7 +90,8 @@ def at_once(
     finally:
         _end(workers, patience)
     if starved:
-        yield from at_once(call, starved, 1, heard)
+        cells.extend(starved)
+        yield from at_once(call, cells, 1, heard)
 
 
 def say(words: Any) -> None:
@@ -255,7 +256,7 @@ def _answer(call: Callable[[Any], Any], cell: Any) -> tuple[str, Any]:
     except (MemoryError, torch.cuda.OutOfMemoryError) as error:
         if working_at_once() > 1:
             return "starved", f"memory ran out ({error})"
-        return "failed", SartorError(f"memory ran out by itself too ({error}); leave it out: {AGAIN}")
+        return "failed", SartorError(f"memory ran out with no other beside it ({error}); {AGAIN}")
     except Exception as error:
         traceback.print_exc()
         return "failed", SartorError(f"{type(error).__name__}: {error}; {AGAIN}")
