@@ -5,12 +5,13 @@ Triton needs a GPU; a module of the same form stands in for it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,13 @@ CUDA = torch.device("cuda", 0)
 class Kernel:
     """In place of Triton's ``JITFunction``: a pointer, a number, another that does not matter, a constant."""
 
+    folder: Path
+    """Where compiled kernels are kept, a file each with the process that compiled it."""
+
     def __init__(self, name: str = "_tried") -> None:
         self.__name__ = name
         self.launched: list[tuple[Any, ...]] = []
-        self.compiled: list[tuple[Any, ...]] = []
+        self.ready: list[tuple[Any, ...]] = []
         self.params = [
             SimpleNamespace(is_constexpr=constant, do_not_specialize=any_number)
             for constant, any_number in ((False, False), (False, False), (False, True), (True, False))
@@ -46,28 +50,34 @@ class Kernel:
         return lambda *arguments, **options: self.run(*arguments, grid=grid, warmup=False, **options)
 
     def run(self, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if warmup and arguments[-1] == 13:
-            raise ValueError("a kernel that cannot be compiled")
-        (self.compiled if warmup else self.launched).append(arguments)
-        if warmup:
-            Source(self.__name__, {"x": "*fp32", "size": arguments[-1]}).make_ir("options")
+        if not warmup:
+            self.launched.append(arguments)
+            return
+        assert DRIVER.active.get_current_device() == 0
+        x, *numbers = arguments
+        file = self.folder / f"{self.__name__} {x.data_ptr()} {numbers}"
+        if not file.exists():
+            Source(self.__name__, {"x": "*fp32", "size": numbers[-1]}).make_ir("options")
+            if numbers[-1] == 13:
+                raise ValueError("a kernel that cannot be compiled")
+            with file.open("x") as made:
+                made.write(f"{os.getpid()} {DRIVER.active.get_current_target()}")
+        self.ready.append(arguments)
+
+    @classmethod
+    def compiled(cls) -> dict[str, str]:
+        """What lies on disk, and who compiled it for what."""
+        return {file.name: file.read_text() for file in cls.folder.iterdir()}
 
 
 class Source:
     """In place of Triton's ``ASTSource``."""
 
-    read: ClassVar[list[str]] = []
-    reading: ClassVar[list[str]] = []
-
     def __init__(self, name: str, signature: dict[str, Any]) -> None:
         self.name, self.signature = name, signature
 
     def make_ir(self, options: str) -> None:
-        self.reading.append(self.name)
-        assert len(self.reading) == 1
         assert options == "options"
-        self.read.append(self.name)
-        self.reading.pop()
 
 
 LAUNCHERS: list[Any] = []
@@ -77,6 +87,25 @@ def launcher(source: Source, metadata: Any) -> None:
     """In place of Triton's ``CudaLauncher``."""
     assert metadata.num_ctas is None
     LAUNCHERS.append(source.signature["size"])
+
+
+class Driver:
+    """In place of Triton's, which asks a device that only one process may."""
+
+    def __init__(self) -> None:
+        self.here = os.getpid()
+        self.set_active(SimpleNamespace(launcher_cls=launcher, get_current_device=self.device))
+        self.active.get_current_target = lambda: f"target of {self.device()}"
+
+    def set_active(self, active: Any) -> None:
+        self.active = active
+
+    def device(self) -> int:
+        assert os.getpid() == self.here
+        return 0
+
+
+DRIVER = Driver()
 
 
 class Mock:
@@ -107,11 +136,10 @@ def _(x: Tensor, number: int, any_number: int, size: int) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     jit = SimpleNamespace(JITFunction=Kernel, MockTensor=Mock)
-    compiler = SimpleNamespace(
-        ASTSource=Source, driver=SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher))
-    )
+    compiler = SimpleNamespace(ASTSource=Source, driver=DRIVER)
+    monkeypatch.setattr(Kernel, "folder", tmp_path, raising=False)
     monkeypatch.setattr(ahead, "_triton", lambda: jit)
     monkeypatch.setattr(ahead, "_compiler", lambda: compiler)
     monkeypatch.setattr(ahead, "_key", lambda: None)
@@ -122,8 +150,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ahead, "_COMPILED", set())
     yield
     KERNEL.launched.clear()
-    KERNEL.compiled.clear()
-    Source.read.clear()
+    KERNEL.ready.clear()
     LAUNCHERS.clear()
 
 
@@ -165,23 +192,56 @@ def test_every_variant_is_compiled_once() -> None:
     compile_graph(graph, torch.ones(8))
     # 7 and 9 are alike, and so are all numbers that it is not compiled for.
     alike = {7: "any", 9: "any"}
-    known = [(x.data_ptr(), alike.get(number, number), size) for x, number, _, size in KERNEL.compiled]
+    known = [(x.data_ptr(), alike.get(number, number), size) for x, number, _, size in KERNEL.ready]
     assert set(known) == {(0, "any", 2), (0, "any", 3), (4, "any", 2), (0, 1, 2), (0, 32, 2)}
     compile_graph(graph, torch.ones(8))
-    assert len(KERNEL.compiled) == 5
+    assert len(KERNEL.ready) == len(Kernel.compiled()) == 5
     assert not KERNEL.launched
+
+
+def test_copies_of_the_process_compile_and_ask_no_device() -> None:
+    graph = graph_of(several, torch.ones(8))
+    compile_graph(graph, torch.ones(8))
+    compiled = [who.split(maxsplit=1) for who in Kernel.compiled().values()]
+    assert all(int(process) != os.getpid() for process, _ in compiled)
+    assert {target for _, target in compiled} == {"target of 0"}
+
+
+def test_nothing_is_copied_where_all_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(several, torch.ones(8))
+    compile_graph(graph, torch.ones(8))
+    before = Kernel.compiled()
+    monkeypatch.setattr(ahead, "_COMPILED", set())  # as in another process
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a copy is made"))
+    compile_graph(graph, torch.ones(8))
+    assert len(KERNEL.ready) == 10
+    assert Kernel.compiled() == before
+
+
+@pytest.mark.parametrize("how", ["a system without copies", "no room for one"])
+def test_without_copies_threads_compile(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> int:
+        raise OSError("no memory")
+
+    if how == "no room for one":
+        monkeypatch.setattr(os, "fork", full)
+    else:
+        monkeypatch.delattr(os, "fork")
+    compile_graph(graph_of(several, torch.ones(8)), torch.ones(8))
+    assert len(KERNEL.ready) == 5
+    assert {int(who.split()[0]) for who in Kernel.compiled().values()} == {os.getpid()}
 
 
 def test_one_alone_is_compiled_when_launched() -> None:
     graph = graph_of(lambda x: tried(x, 7, 5, 2), torch.ones(8))
     compile_graph(graph, torch.ones(8))
-    assert not KERNEL.compiled
+    assert not Kernel.compiled()
 
 
 def test_what_fails_leaves_the_others_and_the_graph_alone() -> None:
     graph = graph_of(lambda x: tried(tried(tried(x, 7, 5, 13), 7, 5, 2), 7, 5, 3), torch.ones(8))
     compile_graph(graph, torch.ones(8))
-    assert sorted(arguments[-1] for arguments in KERNEL.compiled) == [2, 3]
+    assert sorted(arguments[-1] for arguments in KERNEL.ready) == [2, 3]
     compile_graph(graph)  # which cannot run
     assert torch.equal(graph(torch.ones(8)), torch.full((8,), 8.0))
     assert len(KERNEL.launched) == 3
@@ -190,33 +250,28 @@ def test_what_fails_leaves_the_others_and_the_graph_alone() -> None:
 @pytest.mark.parametrize(("device", "wanted"), [("cpu", True), ("cuda:0", False)])
 def test_nothing_is_done_where_it_is_not_wanted(device: str, wanted: bool) -> None:
     Ahead(torch.device(device), wanted).compile(lambda: pytest.fail("a step is taken"))
-    assert not KERNEL.compiled
+    assert not Kernel.compiled()
     assert not ahead._BEGUN
 
 
-def test_the_longest_come_first_and_one_is_read_at_a_time() -> None:
+def test_the_longest_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = [Kernel(name) for name in ("_move", "_direct", "_multiply", "_descend")]
     launches = [ahead.Launch(kernel, (Mock(torch.float32), 7, 5, 2), {}) for kernel in kernels]
-    submitted: list[str] = []
+    begun: list[str] = []
 
-    class Pool(ThreadPoolExecutor):
-        def submit(self, work: Any, *arguments: Any) -> Any:
-            if hasattr(work, "__self__"):
-                submitted.append(work.__self__.kernel.__name__)
-            return super().submit(work, *arguments)
+    def noted(work: list[Any], copies: int) -> Any:
+        begun.extend(piece.args[0].kernel.__name__ for piece in work)
+        return nullcontext()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "ThreadPoolExecutor", Pool)
-        ahead.compile_all(launches, CUDA)
-    assert submitted == ["_direct", "_descend", "_move", "_multiply"]
-    assert sorted(Source.read) == sorted(submitted)
+    monkeypatch.setattr(ahead, "by_copies", noted)
+    ahead.compile_all(launches, CUDA)
+    assert begun == ["_direct", "_descend", "_move", "_multiply"]
 
 
 def test_what_launches_kernels_is_made_beside_them_once_for_a_signature() -> None:
     own = Source.make_ir
     graph = graph_of(several, torch.ones(8))
     compile_graph(graph, torch.ones(8))
-    assert len(Source.read) == 5
     assert sorted(LAUNCHERS) == [2, 3]
     assert Source.make_ir is own
 
@@ -224,17 +279,45 @@ def test_what_launches_kernels_is_made_beside_them_once_for_a_signature() -> Non
 def test_a_launcher_that_fails_is_left_to_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead._compiler().driver.active, "launcher_cls", lambda source, metadata: 1 / 0)
     compile_graph(graph_of(several, torch.ones(8)), torch.ones(8))
-    assert len(KERNEL.compiled) == 5
+    assert len(KERNEL.ready) == 5
 
 
-def test_the_shuffle_is_compiled_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    shuffle = Kernel("_shuffle")
-    found = ahead.Launch(shuffle, (Mock(torch.int64), 7, 5, 2), {})
-    monkeypatch.setattr(ahead, "shuffles", lambda samples, device: [found] * (samples == 600))
+def test_shuffles_are_compiled_before_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind what else goes on, as of an engine that is being made; who needs them waits."""
+    gate, shuffles = threading.Event(), [Kernel("_shuffle"), Kernel("_batches")]
+
+    def found(samples: int, device: torch.device) -> list[ahead.Launch]:
+        gate.wait(PATIENCE)
+        return [ahead.Launch(kernel, (Mock(torch.int64), 7, 5, samples), {}) for kernel in shuffles]
+
+    monkeypatch.setattr(ahead, "shuffles", found)
     compiler = Ahead(CUDA, wanted=True, samples=600)
+    assert not Kernel.compiled()
+    gate.set()
     for _ in range(2):
-        compiler.compile(lambda: tried(torch.ones(8), 7, 5, 2))
-    assert len(shuffle.compiled) == len(KERNEL.compiled) == 1
+        compiler.wait()
+        assert [len(kernel.ready) for kernel in shuffles] == [1, 1]
+    Ahead(CUDA, wanted=True, samples=600).compile(lambda: tried(torch.ones(8), 7, 5, 2))
+    assert [len(kernel.ready) for kernel in shuffles] == [1, 1]
+
+
+def test_what_another_thread_compiles_meanwhile_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look what is on disk is this thread's alone."""
+    here, elsewhere = Kernel("_here"), Kernel("_elsewhere")
+    own = Kernel.run
+
+    def run(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
+        if kernel is here and not elsewhere.ready:
+            other = threading.Thread(target=ahead.Launch(elsewhere, arguments, {}).run)
+            other.start()
+            other.join(PATIENCE)
+            assert elsewhere.ready
+        return own(kernel, *arguments, **options)
+
+    monkeypatch.setattr(Kernel, "run", run)
+    launch = ahead.Launch(here, (Mock(torch.float32), 7, 5, 2), {})
+    assert [found for found, _ in ahead.not_on_disk([launch], CUDA)] == [launch]
+    assert [*Kernel.compiled()] == ["_elsewhere 0 [7, 5, 2]"]
 
 
 def test_triton_is_made_ready_once_and_only_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,14 +343,14 @@ def test_triton_is_made_ready_once_and_only_for_kernels(monkeypatch: pytest.Monk
     gate.set()
     compiler.compile(lambda: (tried(torch.ones(8), 7, 5, 2), tried(torch.ones(8), 7, 5, 3)))
     assert sorted(made) == ["driver", "key"]
-    assert len(KERNEL.compiled) == 2
+    assert len(KERNEL.ready) == 2
 
 
 def test_a_step_as_it_stands_launches_nothing_and_draws_nothing() -> None:
     x, before = torch.ones(3, 8), torch.get_rng_state()
     compiler = Ahead(CUDA, wanted=True)
     compiler.compile(lambda: (tried(x, 7, 5, 2), tried(x, 7, 5, 3)))
-    assert len(KERNEL.compiled) == 2
+    assert len(KERNEL.ready) == 2
     assert not KERNEL.launched
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(x, torch.ones(3, 8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -36,14 +35,12 @@ def test_a_traced_step_compiles_nothing_when_it_runs(
     from triton.runtime.jit import JITFunction
 
     compile, plain = JITFunction._do_compile, trace._plain
-    where: Counter[str] = Counter()
+    compiled: list[str] = []
     late: list[str] = []
     running = threading.Event()
 
     def noted(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        where["here" if threading.current_thread() is threading.main_thread() else "ahead"] += 1
-        if running.is_set():
-            late.append(kernel.__name__)
+        (late if running.is_set() else compiled).append(kernel.__name__)
         return compile(kernel, *arguments, **options)
 
     def seen(graph: fx.GraphModule) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -66,8 +63,7 @@ def test_a_traced_step_compiles_nothing_when_it_runs(
     made = federation_of("stacked", task, data, local={"batch": 16}, device="cuda")
     play(method("fedavg", made), made, [range(6)] * 2)
     assert not late
-    assert where["ahead"] > 10
-    assert where["ahead"] > 5 * where["here"]
+    assert len(compiled) > 10
 
 
 def test_a_run_is_the_same_without() -> None:

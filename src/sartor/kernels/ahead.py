@@ -2,7 +2,8 @@
 
 Triton compiles a kernel when it is first launched, for the shapes that it is launched with, and keeps it on
 disk. A step launches dozens of such variants, and on a machine that has none of them it would wait for one
-after the other. Here a step is gone through once: what it would launch is noted, and threads compile it.
+after the other. Here a step is gone through once: what it would launch is noted, and copies of this process
+compile it at once, as kernels are read by Python, of which a process runs one thread at a time.
 
 Nothing depends on it. A kernel that was not compiled here, or could not be, is when it is launched.
 """
@@ -14,8 +15,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from sartor.kernels.copies import by_copies
 from sartor.kernels.gpu import HAS_TRITON, coming
 
 T = TypeVar("T")
@@ -65,11 +69,11 @@ def _driver() -> Any:
     return _compiler().driver.active
 
 
-def _quietly(work: Callable[[], Any]) -> None:
+def _quietly(work: Callable[..., Any], *arguments: Any) -> None:
     try:
-        work()
-    except Exception as error:  # which the first kernel will show
-        log.debug("Triton is not made ready: %s", error)
+        work(*arguments)
+    except Exception as error:  # which the first kernel will show, or the one that it is about
+        log.debug("not made ready: %s", error)
 
 
 class Launch(NamedTuple):
@@ -89,7 +93,11 @@ class Launch(NamedTuple):
     def compile(self, device: torch.device) -> Any:
         """The kernel compiled for this device."""
         with torch.cuda.device(device):
-            return self.kernel.run(*self.arguments, grid=(1,), warmup=True, **self.options)
+            return self.run()
+
+    def run(self) -> Any:
+        """The kernel compiled for the device that Triton finds."""
+        return self.kernel.run(*self.arguments, grid=(1,), warmup=True, **self.options)
 
 
 def _kind(parameter: Any, value: Any) -> Any:
@@ -110,7 +118,21 @@ class Ahead:
         self.wanted = wanted and device.type == "cuda" and HAS_TRITON
         if self.wanted and str(device) == "cuda":  # threads would take the first
             device = torch.device("cuda", torch.cuda.current_device())
-        self.device, self.samples = device, samples
+        self.device = device
+        self._begun: threading.Thread | None = None
+        if self.wanted:
+            self._begun = threading.Thread(target=_quietly, args=(self._shuffles, samples))
+            self._begun.start()
+
+    def _shuffles(self, samples: int) -> None:
+        """Compile the shuffles of so many samples, which come before any step."""
+        self._compile(shuffles(samples, self.device))
+
+    def wait(self) -> None:
+        """Wait for what comes before any step."""
+        if self._begun is not None:
+            self._begun.join()
+            self._begun = None
 
     def traced(self, trace: Callable[[], T]) -> T:
         """What tracing gives, for which numbers do not matter: kernels that rewriting replaces need not run.
@@ -126,60 +148,78 @@ class Ahead:
         return trace()
 
     def compile(self, step: Callable[[], Any], widths: Iterable[int] = ()) -> None:
-        """Compile what a step launches, and the shuffle of samples; it is taken, without its kernels.
+        """Compile what a step launches; it is taken, without its kernels.
 
         Steps of other ``widths`` will follow, some of whose kernels have other tiles.
         """
         if not self.wanted:
             return
+        self.wait()
         try:
-            launches = [*shuffles(self.samples, self.device), *launches_of(step, widths)]
-            every = {(self.device, *launch.variant): launch for launch in launches}
-            for thread in _BEGUN:
-                thread.join()
-            with _COMPILING:  # runs that train together need the same
-                new = [launch for variant, launch in every.items() if variant not in _COMPILED]
-                _COMPILED.update(every)
-                if len(new) > 1:
-                    compile_all(new, self.device)
+            self._compile(launches_of(step, widths))
         except Exception as error:  # which the step itself will show
             log.debug("kernels are not compiled ahead: %s", error)
+
+    def _compile(self, launches: Iterable[Launch]) -> None:
+        every = {(self.device, *launch.variant): launch for launch in launches}
+        for thread in _BEGUN:
+            thread.join()
+        with _COMPILING:  # runs that train together need the same
+            new = [launch for variant, launch in every.items() if variant not in _COMPILED]
+            _COMPILED.update(every)
+            if len(new) > 1:
+                compile_all(new, self.device)
 
 
 def compile_all(launches: Sequence[Launch], device: torch.device) -> None:
     """Compile all of these at once; one that fails will fail again where it is launched."""
-    threads = 2 * min(len(launches), os.cpu_count() or 1)  # some wait for their turn, or for a compiler of C
-    with ThreadPoolExecutor(threads) as pool, _in_turn(pool):
-        longest_first = sorted(launches, key=lambda launch: launch.kernel.__name__ not in LONGEST)
-        for done in [pool.submit(launch.compile, device) for launch in longest_first]:
-            if (error := done.exception()) is not None:
-                log.debug("a kernel is not compiled ahead: %s", error)
+    longest_first = sorted(launches, key=lambda launch: launch.kernel.__name__ not in LONGEST)
+    missing = not_on_disk(longest_first, device)
+    with torch.cuda.device(device):
+        target = _compiler().driver.active.get_current_target()
+    work = [partial(_compile_onto_disk, launch, device, target) for launch, _ in missing]
+    signatures = {tuple(source.signature.values()): source for _, source in missing}
+    processors = os.cpu_count() or 1
+    with ThreadPoolExecutor(2 * processors) as pool:  # some wait for a compiler of C
+        with by_copies(work, min(len(work), processors)):
+            list(pool.map(partial(_quietly, _make_launcher), signatures.values()))
+        list(pool.map(lambda pair: _quietly(pair[0].compile, device), missing))
 
 
-@contextmanager
-def _in_turn(pool: Executor) -> Iterator[None]:
-    """Have one kernel read at a time, and what launches it made meanwhile.
-
-    Kernels are read by Python, which runs one thread at a time: those that take turns with twenty others
-    would begin late with the rest, which is not Python's. What launches a kernel is a module in C for its
-    signature, which Triton makes once it is compiled, unless it lies on disk already.
-    """
-    compiler, turn, made = _compiler(), threading.Lock(), set()
-    own = compiler.ASTSource.make_ir
+def not_on_disk(launches: Iterable[Launch], device: torch.device) -> list[tuple[Launch, Any]]:
+    """Those that are not compiled, with what Triton would read; all others are made ready."""
+    kind, missing, here = _compiler().ASTSource, [], threading.get_ident()
+    own = kind.make_ir
 
     def make_ir(source: Any, *arguments: Any, **options: Any) -> Any:
-        with turn:
-            signature = tuple(source.signature.values())
-            if signature not in made:
-                made.add(signature)
-                pool.submit(lambda: compiler.driver.active.launcher_cls(source, _Unknown()))
+        if threading.get_ident() != here:  # what is launched meanwhile
             return own(source, *arguments, **options)
+        missing.append((launch, source))
+        raise LookupError(f"{launch.kernel.__name__} is not on disk")
 
-    compiler.ASTSource.make_ir = make_ir
+    kind.make_ir = make_ir
     try:
-        yield
+        for launch in launches:
+            _quietly(launch.compile, device)
     finally:
-        compiler.ASTSource.make_ir = own
+        kind.make_ir = own
+    return missing
+
+
+def _compile_onto_disk(launch: Launch, device: torch.device, target: Any) -> None:
+    """In a copy of the process that has the device, of which nothing is asked."""
+    known = {
+        "get_current_target": lambda: target,
+        "get_current_device": lambda: device.index,
+        "get_current_stream": lambda _: 0,
+    }
+    _compiler().driver.set_active(SimpleNamespace(**known))
+    launch.run()
+
+
+def _make_launcher(source: Any) -> None:
+    """What launches a kernel is a module in C for its signature, which Triton keeps on disk too."""
+    _compiler().driver.active.launcher_cls(source, _Unknown())
 
 
 class _Unknown:
