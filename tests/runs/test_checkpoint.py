@@ -13,6 +13,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -872,20 +873,29 @@ def test_the_bytes_foretold_are_the_bytes_sent(
     assert cost["seconds"] > 0
 
 
-@pytest.mark.parametrize(("long", "rounds"), [(100.0, [1, 2]), (0.0, [1])])
-def test_long_rounds_are_measured_without_others_before_them(
-    long: float, rounds: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("long", "patience", "rounds"),
+    [(100.0, 100.0, [1, 2, 3, 4, 5, 6]), (100.0, 0.0, [1, 2]), (0.0, 100.0, [1])],
+    ids=["until no quicker", "until patience ends", "long rounds once"],
+)
+def test_rounds_are_measured_until_they_become_no_quicker(
+    long: float, patience: float, rounds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As those that compile and capture; long ones on a CPU, and such as take all patience, fewer times."""
     monkeypatch.setattr("sartor.runs.cost.LONG", long)
+    monkeypatch.setattr("sartor.runs.cost.PATIENCE", patience)
     played, play = [], FedAvg.round
 
     def told(self: FedAvg, server: Any, federation: Federation, cohort: Any) -> Any:
         played.append(federation.round)
+        time.sleep({1: 1.6, 2: 0.8, 3: 0.8}.get(federation.round, 0.3))
         return play(self, server, federation, cohort)
 
     monkeypatch.setattr(FedAvg, "round", told)
     cost = estimate(from_mapping({"data": {"clients": 2}, "engine": {"name": "loop"}, "rounds": 3}))
     assert played == rounds
+    least = {6: 0.3, 2: 0.8, 1: 1.6}[len(rounds)]
+    assert least <= cost["seconds_per_round"] < 2 * least
     assert cost["bytes"]["down"] == 3 * 2 * 4 * cost["parameters"]
     assert cost["seconds"] > 0
 

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from sartor.algorithms import registered
 from sartor.commands.main import app
 from sartor.errors import SartorError
+from sartor.runs import cost
+from sartor.runs.experiment import Experiment
 from sartor.runs.inputs import gather
 from sartor.runs.record import RunFolder
 from sartor.studies import library
@@ -79,6 +81,22 @@ def test_trials_may_have_fewer_rounds_than_runs(monkeypatch: pytest.MonkeyPatch)
     assert (trials, runs) == ({1}, {2})
     shown = reproduce(NAME, **FEW, out="made", only_made=True)
     assert [number.ours for number in shown.numbers] == [number.ours for number in result.numbers]
+
+
+def test_a_forecast_needs_no_rate_that_does_not_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are tried may be others than the one it is measured with."""
+    rates: list[float] = []
+    estimate = cost.estimate
+
+    def noted(experiment: Experiment, **given: Any) -> dict[str, Any]:
+        rates.append(experiment.hyper.lr)
+        return estimate(experiment, **given)
+
+    monkeypatch.setattr(cost, "estimate", noted)
+    settings = {**FEW["settings"], "hyper": {"lr": 1e30}}
+    expected = forecast("comfed/table4", methods=["fedavg"], settings=settings)
+    assert set(rates) == {1e30}
+    assert expected.seconds > 0
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

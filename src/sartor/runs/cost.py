@@ -1,12 +1,15 @@
 """Cost before the run: what an experiment will take, measured on as many of its clients as is quick.
 
-One round is played with a few of the clients, then with four times as many, and so on until all take part or
-the next would take longer than a few seconds. Where all took part the figures are measured; else they are
-drawn out from the last two in proportion to the work.
+A round is played with a few of the clients, then with four times as many, and so on until all take part or
+the next would take longer than a few seconds. It is played again until it becomes no quicker, as the first
+ones compile, trace and capture. Where all took part the figures are measured; else they are drawn out from
+the last two in proportion to the work.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +33,8 @@ from sartor.runs.setup import Setup, open_federation, set_up
 
 PATIENCE = 3.0
 """Seconds that one more measurement may take."""
+QUICKER = 0.9
+"""Of the time of the quickest before it: a round that takes less says that the next may take less still."""
 LONG = 5.0
 """Seconds of a round with its evaluation on a CPU that leave nothing of how its beginning is slower."""
 
@@ -153,7 +158,7 @@ def _measure(setup: Setup, cohort: int) -> tuple[_Measured, _Measured | None]:
 
 
 def _play(setup: Setup, count: int, share: int) -> _Measured:
-    """One round and one evaluation with some of the clients, after short ones that warm up."""
+    """The quickest of some rounds, and of evaluations, with some of the clients; the first ones warm up."""
     experiment, algorithm = setup.experiment, setup.algorithm
     chosen = _some(setup.data, count)
     data, task = setup.data.some(chosen), regrouped(setup.task, lambda of: of[chosen])
@@ -161,20 +166,25 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
     federation = open_federation(tried, task, data)
     server = algorithm.start(federation)
     cohort = np.arange(count - share, count)  # the largest: a round waits for them
-    seconds = evaluating = 0.0
-    for round in (1, 2):
+    seconds = evaluating = math.inf
+    level, first = 0, time.perf_counter()
+    for round in itertools.count(1):
         begin, traffic = time.perf_counter(), replace(federation.traffic)
         federation.round = round
         with suppress(NobodyAnswered):
             server = algorithm.round(server, federation, cohort)
         federation.engine.wait()
-        seconds, after = time.perf_counter() - begin, replace(federation.traffic)
+        took, after = time.perf_counter() - begin, replace(federation.traffic)
         with suppress(NobodyAnswered):
             server = algorithm.ready(server, federation)
         evaluate(algorithm, server, federation, experiment.evaluate)
         federation.engine.wait()
-        evaluating = time.perf_counter() - begin - seconds
+        level = 0 if took < QUICKER * seconds else level + 1
+        seconds = min(seconds, took)
+        evaluating = min(evaluating, time.perf_counter() - begin - took)
         if experiment.engine.device == "cpu" and seconds + evaluating > LONG:
+            break
+        if round > 1 and (level > 1 or time.perf_counter() - first > PATIENCE):
             break
     return _Measured(
         clients=count,

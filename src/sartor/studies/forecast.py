@@ -8,11 +8,11 @@ takes time. Data are read once for all methods in a row that have the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
 from sartor.data.clients import ClientData
-from sartor.errors import SettingError
+from sartor.errors import Diverged, SettingError
 from sartor.runs import cost
 from sartor.runs.experiment import Experiment, to_mapping
 from sartor.runs.record import RunFolder
@@ -108,8 +108,13 @@ class _Measured:
         kind = _kind(experiment)
         if kind not in self._known:
             data, normalise = self._read(experiment), experiment.data.normalise
-            whole = cost.estimate(experiment, data=data, normalise=normalise)["seconds"]
-            self._known[kind] = whole / max(1, experiment.rounds)
+            try:
+                whole = cost.estimate(experiment, data=data, normalise=normalise)
+            except Diverged:  # with a rate that will not be chosen, or one that is tried; it takes as long
+                replies = replace(experiment.replies, on_bad_reply="drop")
+                tried = replace(experiment, replies=replies)
+                whole = cost.estimate(tried, data=data, normalise=normalise)
+            self._known[kind] = whole["seconds"] / max(1, experiment.rounds)
         return self._known[kind]
 
     def _read(self, experiment: Experiment) -> ClientData:
