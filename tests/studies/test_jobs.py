@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from typer.testing import CliRunner
 
 from sartor.commands.main import app
 from sartor.errors import SettingError
+from sartor.runs.inputs import gather
 from sartor.studies import forecast
-from sartor.studies.jobs import Job, Study, make
-from sartor.studies.library import Failure, Runs
+from sartor.studies.jobs import Job, Made, Study, make
+from sartor.studies.library import Failure, Runs, key_of
 from sartor.studies.progress import Tally
 from sartor.studies.reproduction import Reproduction, planned, reproduce
 
@@ -122,6 +125,41 @@ def test_the_longest_run_is_made_first() -> None:
         study.want(runs, plan, [(method.label, method) for method in methods], [0, 1], f"{rounds}")
     assert [job.place for job in study._waiting] == ["4", "4", "3", "3", "2", "2"]
     assert [len(job.titles) for job in study._waiting] == [2] * 6
+
+
+@pytest.mark.parametrize(
+    ("rounds", "order"),
+    [
+        ((1, 4), "fedavg, fedavg!, fedprox, fedprox!, fednova, fednova!"),
+        # What fedprox took says that its run is longer than what is known of the others.
+        ((10, 4), "fedavg, fedprox, fednova, fedprox!, fednova!, fedavg!"),
+    ],
+)
+def test_runs_that_follow_from_others_wait_for_these_alone(
+    rounds: tuple[int, int], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took = {"fedavg": 1.0, "fedprox": 9.0, "fednova": 1.5}
+    made: list[str] = []
+
+    def at_once(call: Any, cells: list[Job], jobs: int, heard: Any) -> Iterator[Any]:
+        while cells:
+            job = cells.pop(0)
+            made.append(f"{job.label}{'!' * (job.out.name == 'runs')}")
+            key = key_of(gather({"experiment": job.settings[0]}).inputs())
+            yield job, ([Made(key, job.out / "run", "done", None)], took[job.label])
+
+    monkeypatch.setattr("sartor.studies.jobs.at_once", at_once)
+    study = Study(2, Tally(6, 0, shown=False))
+
+    def want(name: str, out: str, rounds: int, then: Callable[[], None] | None = None) -> None:
+        asked = {**FEW, "methods": [name], "settings": {**FEW["settings"], "rounds": rounds}}
+        plan, (method,), _ = planned("comfed/table4", **asked).groups[0].planned("cpu")
+        study.want(Runs(Path(out)), plan, [(name, method)], [0], "", then)
+
+    for name in took:
+        want(name, "trials", rounds[0], partial(want, name, "runs", rounds[1]))
+    study.make()
+    assert ", ".join(made) == order
 
 
 def invoke(*words: str, clients: int = 6) -> Any:

@@ -1,5 +1,8 @@
 """Runs of a study that several processes make at once, the longest first.
 
+How long one takes is reckoned from what was made before: by its method's other runs, or by all. Runs that
+follow from others, as those with the best of several rates, are begun when these are there.
+
 A job is a method's seeds that are missing. A process makes the first of them, with as many others as it would
 train in one batch (:mod:`sartor.runs.together`), and what it leaves is a job again. So every run is made as
 one process would make it, one after the other. Runs that are there already are found, and no run is made
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +90,15 @@ class Made:
     failed: str | None
 
 
+@dataclass
+class Awaited:
+    """Runs of a folder, by their keys, after which there is something to do."""
+
+    out: Path
+    keys: set[str]
+    then: Callable[[], None]
+
+
 class Telling(Tally):
     """The tally of a process that is started for a study: it tells who started it."""
 
@@ -124,21 +136,22 @@ class Telling(Tally):
         self._said, self._told = played, time.monotonic()
 
 
-def make(job: Job) -> list[Made]:
-    """Make the first run of a job, and those that go with it."""
-    tally = Telling()
+def make(job: Job) -> tuple[list[Made], float]:
+    """Make the first run of a job, and those that go with it; and how many seconds that took."""
+    tally, begin = Telling(), time.monotonic()
     runs = Runs(job.out, tally, job.together, kept=job.kept, load=_LOAD)
     inputs = [gather({"experiment": settings}).inputs() for settings in job.settings]
     if inputs[0].experiment.engine.device == "cuda" and torch.cuda.is_available():
         share_device(working_at_once())
     found = [runs.attempt(inputs[0], job.label, inputs[1:])]
     found += [runs.attempt(each, job.label) for each in inputs[1 : tally.taken]]
-    return [
+    made = [
         Made(key_of(each), job.out, run.outcome, run.message)
         if isinstance(run, Failure)
         else Made(key_of(each), run.folder, run.outcome, None)
         for each, run in zip(inputs, found, strict=False)
     ]
+    return made, time.monotonic() - begin
 
 
 class Study:
@@ -151,28 +164,42 @@ class Study:
         self.jobs, self.tally = jobs, tally
         self._runs: dict[Path, Runs] = {}
         self._waiting: list[Job] = []
+        self._wanted: set[tuple[Path, str]] = set()
+        self._awaited: list[Awaited] = []
+        self._took: dict[tuple[str, str], tuple[float, int]] = {}
+        """Seconds and rounds of a method's jobs in a place."""
         self._devices: set[str] = set()
-        self._hinted = False
 
     def want(
-        self, runs: Runs, plan: Plan, methods: Iterable[tuple[str, Method]], seeds: Sequence[int], place: str
+        self,
+        runs: Runs,
+        plan: Plan,
+        methods: Iterable[tuple[str, Method]],
+        seeds: Sequence[int],
+        place: str,
+        then: Callable[[], None] | None = None,
     ) -> None:
-        """Methods, each with what it is called, will be asked for with these seeds."""
+        """Methods, each with what it is called, will be asked for with these seeds.
+
+        When all these runs are there, ``then`` may want others.
+        """
         self._runs[runs.out] = runs
-        seen: set[str] = set()
+        awaited: set[str] = set()
         for title, method in methods:
             free: list[tuple[str, Mapping[str, Any]]] = []
             for seed in seeds:
                 inputs, named = plan.inputs(method, seed), f"{title}, seed {seed}"
                 experiment = inputs.experiment
                 stored = runs.stored(inputs)
-                made = stored is not None and has_ended(stored)
-                if made or key_of(inputs) in seen:
+                made, key = stored is not None and has_ended(stored), key_of(inputs)
+                if not made:
+                    awaited.add(key)
+                if made or (runs.out, key) in self._wanted:
                     self.tally.found(experiment.rounds)
                     self.tally.place = place
                     self.tally.tell(named, "reused")
                     continue
-                seen.add(key_of(inputs))
+                self._wanted.add((runs.out, key))
                 self._devices.add(experiment.engine.device)
                 one = (named, plan.mapping(method, seed))
                 if stored is None:
@@ -181,6 +208,16 @@ class Study:
                     self._add(runs, method.label, [one], place, experiment.rounds)
             if free:
                 self._add(runs, method.label, free, place, experiment.rounds)
+        if then is not None:
+            self._awaited.append(Awaited(runs.out, awaited, then))
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Do what was put off until runs are there that are there now."""
+        due = [each for each in self._awaited if not each.keys]
+        self._awaited = [each for each in self._awaited if each.keys]
+        for each in due:
+            each.then()
 
     def _add(
         self, runs: Runs, label: str, some: Sequence[tuple[str, Mapping[str, Any]]], place: str, rounds: int
@@ -192,13 +229,30 @@ class Study:
         """Add a job where it is its turn."""
         if job.titles:
             self._waiting.append(job)
-            self._waiting.sort(key=lambda job: -job.size)
+            self._order()
+
+    def _order(self) -> None:
+        """The longest first, as far as is known."""
+        seconds, rounds = map(sum, zip((1e-9, 1), *self._took.values(), strict=True))
+
+        def expected(job: Job) -> float:
+            took, played = self._took.get((job.place, job.label), (seconds, rounds))
+            return took / played * job.size
+
+        self._waiting.sort(key=lambda job: -expected(job))
+
+    def _learn(self, job: Job, made: Sequence[Made], seconds: float) -> None:
+        """So long a job took, of which that was made; one that failed says nothing of others."""
+        if any(run.failed is not None for run in made):
+            return
+        took, rounds = self._took.get((job.place, job.label), (0.0, 0))
+        self._took[job.place, job.label] = took + seconds, rounds + len(made) * job.rounds
+        self._order()
 
     def make(self) -> None:
-        """Make all that is wanted."""
-        jobs = min(self.jobs, sum(len(job.titles) for job in self._waiting))
-        if jobs > 1 and self._devices != {"cpu"} and not self._hinted:
-            self._hinted = True
+        """Make all that is wanted, and what is wanted then."""
+        jobs = self.jobs if self._awaited else min(self.jobs, sum(len(job.titles) for job in self._waiting))
+        if jobs > 1 and self._devices != {"cpu"}:
             hint = hint_of_sharing(jobs)
             if hint is not None:
                 log.warning(hint)
@@ -217,7 +271,7 @@ class Study:
                 self.tally.played(words)
 
         with self.tally.making(0), closing(at_once(make, self._waiting, jobs, heard)) as all_made:
-            for job, made in all_made:
+            for job, (made, seconds) in all_made:
                 if job not in counted:  # it was over before it began
                     self._put(job.after(len(made)))
                 self.tally.found(len(made) * job.rounds - counted.pop(job, 0))
@@ -226,3 +280,8 @@ class Study:
                     error = None if run.failed is None else SartorError(run.failed)
                     self._runs[job.out].note(run.key, run.folder, error)
                     self.tally.tell(title, run.outcome)
+                    for awaited in self._awaited:
+                        if awaited.out == job.out:
+                            awaited.keys.discard(run.key)
+                self._learn(job, made, seconds)
+                self._go_on()

@@ -214,6 +214,12 @@ class Runs:
         if self.kept is not Kept.ALL:
             forget_after(run, -1)
 
+    def aside(self) -> Runs:
+        """The same runs, for who looks at what was made before it is asked for; nobody is told."""
+        runs = Runs(self.out, kept=self.kept)
+        runs._made = dict(self._made)
+        return runs
+
     def note(self, key: str, folder: Path, error: SartorError | None) -> None:
         """Another process has made a run, or has failed to."""
         self._made[key] = (folder, error)

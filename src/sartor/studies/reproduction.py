@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -43,7 +44,7 @@ from sartor.studies.entries import Column, Entry, Setting, Tuning, entry, merged
 from sartor.studies.jobs import Study
 from sartor.studies.library import Failure, Runs
 from sartor.studies.progress import Tally
-from sartor.studies.tuning import Trials, planned_trials, search
+from sartor.studies.tuning import Trials, Tuned, planned_trials, search, tune
 
 FILE = "reproduction.json"
 SEARCH = "search"
@@ -317,25 +318,37 @@ def _made_at_once(
 ) -> dict[str, tuple[dict[str, dict[str, Any]], Runs]]:
     """By comparison its methods and its runs, which several processes have made."""
     study = Study(jobs, tally)
-    tables = {group.name: group.tables for group in work.groups}
-    if work.at.tuning is not None:
-        searched = {
-            group.name: Runs(work.out / group.name / SEARCH, kept=Kept.RESULTS) for group in work.groups
-        }
-        for group in work.groups:
-            wanted = _planned_trials(group, work.at.tuning, device)
-            study.want(searched[group.name], wanted.plan, wanted.trials, wanted.seeds, group.words)
-        study.make()
-        for group in work.groups:
-            tables[group.name] = _tuned(group, work, device, searched[group.name], failed)
-    runs = {}
-    for group in work.groups:
-        plan, methods, options = group.planned(device, together, tables[group.name])
-        runs[group.name] = Runs(work.out / group.name, together=options.together, kept=Kept.MODELS)
+    made: dict[str, tuple[dict[str, dict[str, Any]], Runs]] = {}
+    searched: dict[str, Runs] = {}
+
+    def want(group: Group, tables: dict[str, dict[str, Any]]) -> None:
+        plan, methods, _ = group.planned(device, together, tables)
         named = [(method.label, method) for method in methods]
-        study.want(runs[group.name], plan, named, plan.seeds(work.seeds, "compare"), group.words)
+        study.want(made[group.name][1], plan, named, plan.seeds(work.seeds, "compare"), group.words)
+
+    def want_tuned(group: Group, wanted: Trials, method: Method) -> None:
+        """A method's runs, as soon as its trials are there."""
+        found, _ = tune(wanted, method, searched[group.name].aside())
+        if found.chosen is not None:
+            want(group, {method.label: _chosen(found)})
+
+    for group in work.groups:
+        _, _, options = group.planned(device, together)
+        runs = Runs(work.out / group.name, together=options.together, kept=Kept.MODELS)
+        made[group.name] = group.tables, runs
+        if work.at.tuning is None:
+            want(group, group.tables)
+            continue
+        searched[group.name] = Runs(work.out / group.name / SEARCH, kept=Kept.RESULTS)
+        wanted = _planned_trials(group, work.at.tuning, device)
+        for method in wanted.methods:
+            trials = [(title, trial) for title, trial in wanted.trials if trial.label == method.label]
+            then = partial(want_tuned, group, wanted, method)
+            study.want(searched[group.name], wanted.plan, trials, wanted.seeds, group.words, then)
     study.make()
-    return {name: (tables[name], runs[name]) for name in runs}
+    for group in work.groups if searched else ():
+        made[group.name] = _tuned(group, work, device, searched[group.name], failed), made[group.name][1]
+    return made
 
 
 def row_seconds(row: Mapping[str, Any]) -> float:
@@ -508,11 +521,16 @@ def _tuned(
     chosen = {}
     for method in found.methods:
         if method.chosen is not None:
-            chosen[method.label] = {"algorithm": method.algorithm, **method.best}
+            chosen[method.label] = _chosen(method)
         else:
             message = str(method.trials[0].failed)
             failed.append(Failure(method.label, method.algorithm, tuning.seeds[0], message))
     return chosen
+
+
+def _chosen(method: Tuned) -> dict[str, Any]:
+    """A method with the hyper-parameters that were best."""
+    return {"algorithm": method.algorithm, **method.best}
 
 
 def _planned_trials(group: Group, tuning: Tuning, device: str | None) -> Trials:

@@ -195,16 +195,11 @@ def search(
         folder = Runs(Path(folder), tally, options.together, observers, kept=Kept.RESULTS)
     runs = folder
     tuned: list[Tuned] = []
-    score, sign = "accuracy", 1.0
+    score = "accuracy"
     for each in wanted.methods:
-        done = []
-        for number, point in enumerate(wanted.points[each.label]):
-            trial, some = _try(plan, each, number, point, wanted.seeds, runs)
-            done.append(trial)
-            score, sign = (score, sign) if some is None else (some.score, some.sign)
-        known = wanted.spaces[each.label]
-        space = {key: asdict(v) if isinstance(v, Range) else list(v) for key, v in known.items()}
-        tuned.append(Tuned(each.label, each.algorithm, space, tuple(done), _best(done, sign)))
+        done, some = tune(wanted, each, runs)
+        tuned.append(done)
+        score = score if some is None else some.score
     result = Search(
         out=runs.out,
         experiment=shared_settings(base),
@@ -471,6 +466,20 @@ def _require_validation(plan: Plan, method: Method, seed: int) -> None:
 
 
 # What came out ----------------------------------------------------------------------------------------------
+
+
+def tune(wanted: Trials, method: Method, runs: Runs) -> tuple[Tuned, KeptRun | None]:
+    """All trials of a method, and one of their runs, if one has not failed."""
+    done: list[Trial] = []
+    some: KeptRun | None = None
+    for number, point in enumerate(wanted.points[method.label]):
+        trial, run = _try(wanted.plan, method, number, point, wanted.seeds, runs)
+        done.append(trial)
+        some = some if run is None else run
+    known = wanted.spaces[method.label]
+    space = {key: asdict(v) if isinstance(v, Range) else list(v) for key, v in known.items()}
+    best = _best(done, 1.0 if some is None else some.sign)
+    return Tuned(method.label, method.algorithm, space, tuple(done), best), some
 
 
 def _try(
