@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +57,8 @@ class Job:
     together: str
     kept: Kept
     """What they keep when they are finished."""
+    behind: int = 0
+    """Rounds of a run that waits for them."""
 
     def __str__(self) -> str:
         return f"{self.titles[0]}, {self.place}" if self.place else self.titles[0]
@@ -90,9 +92,18 @@ class Made:
     failed: str | None
 
 
+class After(NamedTuple):
+    """What is to be done when runs are there."""
+
+    then: Callable[[], None]
+    """Wants others, which follow from these."""
+    rounds: int
+    """Of each of them."""
+
+
 @dataclass
 class Awaited:
-    """Runs of a folder, by their keys, after which there is something to do."""
+    """Runs of a folder, by their keys, and what is to be done then."""
 
     out: Path
     keys: set[str]
@@ -177,13 +188,11 @@ class Study:
         methods: Iterable[tuple[str, Method]],
         seeds: Sequence[int],
         place: str,
-        then: Callable[[], None] | None = None,
+        after: After | None = None,
     ) -> None:
-        """Methods, each with what it is called, will be asked for with these seeds.
-
-        When all these runs are there, ``then`` may want others.
-        """
+        """Methods, each with what it is called, will be asked for with these seeds, and others after them."""
         self._runs[runs.out] = runs
+        behind = 0 if after is None else after.rounds
         awaited: set[str] = set()
         for title, method in methods:
             free: list[tuple[str, Mapping[str, Any]]] = []
@@ -205,11 +214,11 @@ class Study:
                 if stored is None:
                     free.append(one)
                 else:
-                    self._add(runs, method.label, [one], place, experiment.rounds)
+                    self._add(runs, method.label, [one], place, experiment.rounds, behind)
             if free:
-                self._add(runs, method.label, free, place, experiment.rounds)
-        if then is not None:
-            self._awaited.append(Awaited(runs.out, awaited, then))
+                self._add(runs, method.label, free, place, experiment.rounds, behind)
+        if after is not None:
+            self._awaited.append(Awaited(runs.out, awaited, after.then))
             self._go_on()
 
     def _go_on(self) -> None:
@@ -220,10 +229,16 @@ class Study:
             each.then()
 
     def _add(
-        self, runs: Runs, label: str, some: Sequence[tuple[str, Mapping[str, Any]]], place: str, rounds: int
+        self,
+        runs: Runs,
+        label: str,
+        some: Sequence[tuple[str, Mapping[str, Any]]],
+        place: str,
+        rounds: int,
+        behind: int,
     ) -> None:
         titles, settings = zip(*some, strict=True)
-        self._put(Job(runs.out, label, titles, place, settings, rounds, runs.together, runs.kept))
+        self._put(Job(runs.out, label, titles, place, settings, rounds, runs.together, runs.kept, behind))
 
     def _put(self, job: Job) -> None:
         """Add a job where it is its turn."""
@@ -232,12 +247,13 @@ class Study:
             self._order()
 
     def _order(self) -> None:
-        """The longest first, as far as is known."""
-        seconds, rounds = map(sum, zip((1e-9, 1), *self._took.values(), strict=True))
+        """Those first after which it takes longest until all is there, as far as is known."""
+        known = [*self._took.values()] or [(1.0, 1)]
+        every = sum(took for took, _ in known), sum(played for _, played in known)
 
         def expected(job: Job) -> float:
-            took, played = self._took.get((job.place, job.label), (seconds, rounds))
-            return took / played * job.size
+            took, played = self._took.get((job.place, job.label), every)
+            return took / played * (job.size + job.behind)
 
         self._waiting.sort(key=lambda job: -expected(job))
 

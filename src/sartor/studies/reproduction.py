@@ -41,7 +41,7 @@ from sartor.studies.comparison import (
 )
 from sartor.studies.computed import computed
 from sartor.studies.entries import Column, Entry, Setting, Tuning, entry, merged, seeds_of
-from sartor.studies.jobs import Study
+from sartor.studies.jobs import After, Study
 from sartor.studies.library import Failure, Runs
 from sartor.studies.progress import Tally
 from sartor.studies.tuning import Trials, Tuned, planned_trials, search, tune
@@ -343,8 +343,8 @@ def _made_at_once(
         wanted = _planned_trials(group, work.at.tuning, device)
         for method in wanted.methods:
             trials = [(title, trial) for title, trial in wanted.trials if trial.label == method.label]
-            then = partial(want_tuned, group, wanted, method)
-            study.want(searched[group.name], wanted.plan, trials, wanted.seeds, group.words, then)
+            after = After(partial(want_tuned, group, wanted, method), group.rounds)
+            study.want(searched[group.name], wanted.plan, trials, wanted.seeds, group.words, after)
     study.make()
     for group in work.groups if searched else ():
         made[group.name] = _tuned(group, work, device, searched[group.name], failed), made[group.name][1]
