@@ -10,7 +10,7 @@ all of them alike. Where clients are drawn, rounds differ in how many samples th
 that of as many samples as a round has on average. Beside it stand the first round, all that comes before a
 steady pace (tracing, compiling, capturing), and how long an engine takes for its first 100 rounds on CUDA, or
 10 on a CPU. Where clients are unlike and drawn, equal ones take turns with them, and a line below the table
-says what a sample costs beside theirs: by the best of the repeats, and by their medians.
+says what a sample costs beside theirs, turn by turn: the median, and the middle half of all turns.
 
 Workloads on MNIST and Fashion-MNIST read them from the folder that SARTOR_DATA names; where they are not
 there, random images stand in for them, and the table says so. Dirichlet's law then deals out other shares.
@@ -340,7 +340,9 @@ def measure(
         "ratio": {name: best.get("expert", np.nan) / value for name, value in best.items()},
         "peak_megabytes": peaks,
         "seconds_of_beginning": starts,
-        "sample_to_equal": [float(of(figures["stacked"]) / of(figures[EQUAL])) for of in (min, np.median)]
+        "sample_to_equal": np.quantile(
+            np.divide(figures["stacked"], figures[EQUAL]), (0.25, 0.5, 0.75)
+        ).tolist()
         if workload.beside
         else None,
         "samples_per_second": {name: workload.samples / value * 1e3 for name, value in best.items()},
@@ -409,8 +411,8 @@ def main() -> None:
     Console(width=130).print(table)
     for result in results:
         if result["sample_to_equal"] is not None:
-            best, median = result["sample_to_equal"]
-            times = f"{best:.3g} times that of equal clients ({median:.3g} by medians)"
+            low, median, high = result["sample_to_equal"]
+            times = f"{median:.3g} times that of equal clients ({low:.3g} to {high:.3g})"
             print(f"{result['workload']}: a sample costs {times}")
     print(json.dumps(results))
     if arguments.json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import PATIENCE, wait_until
 from sartor.kernels import copies
 from sartor.kernels.copies import by_copies
 
@@ -84,3 +87,36 @@ def test_nothing_to_do_makes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("a copy is made"))
     with by_copies([], 4):
         pass
+
+
+def test_copies_of_a_process_that_was_killed_end_by_themselves(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from sartor.kernels import copies\n"
+        "copies.PATIENCE = 1.0\n"
+        "def hang():\n"
+        "    Path('made').write_text(str(os.getpid()))\n"
+        "    Path('made').rename('pid')\n"
+        "    time.sleep(1000)\n"
+        "with copies.by_copies([hang], 1):\n"
+        "    time.sleep(1000)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, text=True)
+    try:
+        wait_until((tmp_path / "pid").exists, process)
+    finally:
+        process.kill()
+        process.wait()
+    end = time.monotonic() + PATIENCE
+    while alive((tmp_path / "pid").read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def alive(process: str) -> bool:
+    """Whether a process is there; one that has ended may be, until somebody looks how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

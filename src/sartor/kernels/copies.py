@@ -63,6 +63,7 @@ def _work(work: Sequence[Callable[[], Any]], copies: int, places: int, told: int
     """
     made: list[int] = []
     try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         with suppress(OSError):
             os.setpgid(0, 0)
         with suppress(OSError):  # where there is no room for more, these do
@@ -71,9 +72,11 @@ def _work(work: Sequence[Callable[[], Any]], copies: int, places: int, told: int
                 copy = os.fork()
                 made, copies = ([*made, copy], copies - others) if copy else ([], others)
         while place := os.read(places, _PLACE):
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE)  # ends it, also where nobody is left to do so
             with suppress(Exception):
                 work[int.from_bytes(place, "big")]()
             os.write(told, b".")
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for copy in made:
             os.waitpid(copy, 0)
     finally:
