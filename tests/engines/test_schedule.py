@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sartor import random
 from sartor.client.local import Batches
-from sartor.engines.schedule import alike, bucket, pack, pieces, plan, sample_order, sample_table
+from sartor.engines.schedule import bucket, pack, pieces, plan, sample_table
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 COUNTS = st.lists(st.integers(0, 15), min_size=1, max_size=10)
@@ -214,23 +213,3 @@ def test_exact_plans_take_every_batch_as_wide_as_it_is(
         first += steps * lanes
     assert taken.tolist() == np.asarray(batches.count(held)).tolist()
     assert first == len(made.rows) == len(made.turns)
-
-
-@pytest.mark.parametrize("batches", [Batches(size=32, epochs=2), Batches(size=32, steps=300)])
-def test_clients_shuffled_in_groups_visit_the_same_samples(batches: Batches) -> None:
-    held = np.array([40, 9000, 700, 0, 3, 8999, 2000])
-    made = plan(batches, held, lanes=3)
-    assert made.needed is not None
-    groups = alike(made.needed)
-    assert len(groups) > 1
-    assert sorted(np.concatenate(groups)) == list(range(len(held)))
-    assert all(made.needed[group[0]] == made.needed[group].max() for group in groups)
-    keys, sizes = torch.arange(1, 1 + len(held)) * 7919, torch.from_numpy(held)
-    places = torch.arange(made.shape.places)
-    order = sample_order(keys, sizes, places, made.needed)
-    for client, whole in enumerate(random.shuffled(keys, sizes, places)):
-        read = int(made.needed[client])
-        steps = int(batches.count(int(held[client])))
-        passes = -(-steps // max(1, int(batches.in_turn(int(held[client]), made.shape.width))))
-        assert read == passes * held[client]
-        assert torch.equal(order[client, :read], whole[:read])

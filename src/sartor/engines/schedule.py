@@ -39,8 +39,6 @@ WIDTHS = 4
 """Numbers of lanes per power of two where there are fewer and fewer."""
 NARROWEST = 16
 """Samples of a piece at least."""
-FEW_PLACES = 1024
-"""Places of samples that a CPU shuffles in the time that it takes to begin."""
 
 
 def bucket(number: int, grain: int = 8) -> int:
@@ -101,8 +99,6 @@ class Plan:
     """From the first to the last step."""
     order: np.ndarray | None = None
     """Whose lanes they are, where every client has its own."""
-    needed: np.ndarray | None = None
-    """How many places of its samples every client goes through, where a lane takes several clients."""
 
     @cached_property
     def table(self) -> np.ndarray | None:
@@ -212,8 +208,8 @@ def plan(
     width = batches.width(most)
     counts = np.asarray(batches.count(sizes, epochs), dtype=np.int64)
     longest = int(counts.max(initial=0))
-    needed = -(-counts // np.maximum(batches.in_turn(sizes, width), 1)) * sizes
-    places = max(1, int(needed.max(initial=0)))
+    passes = -(-counts // np.maximum(batches.in_turn(sizes, width), 1))
+    places = max(1, int((passes * sizes).max(initial=0)))
     if rounded:
         places = bucket(places)
     if exact:
@@ -234,8 +230,7 @@ def plan(
     widths = narrowed(rows < clients) if narrows else np.full(len(rows), lanes)
     kept = np.arange(lanes) < widths[:, None]
     shape = Shape(lanes, len(rows), width, places, packed=True, full=False)
-    parts = stretches(rows, widths, width)
-    return Plan(batches, sizes, shape, rows[kept], turns[kept], parts, needed=needed)
+    return Plan(batches, sizes, shape, rows[kept], turns[kept], stretches(rows, widths, width))
 
 
 def exactly(
@@ -380,43 +375,14 @@ def pieces(batches: Batches, size: int, epochs: int | None = None) -> list[slice
     return [slice(begin, begin + min(width, left)) for begin, left in begins]
 
 
-def sample_order(
-    keys: Tensor | None, sizes: Tensor, places: Tensor, needed: np.ndarray | None = None
-) -> Tensor:
+def sample_order(keys: Tensor | None, sizes: Tensor, places: Tensor) -> Tensor:
     """Every client's samples in the order a scan visits them, [clients, places].
 
-    ``places`` counts 0, 1, 2, …; shuffled ones have a key for every client. Past what a client has ``needed``
-    there is no order.
+    ``places`` counts 0, 1, 2, …; shuffled ones have a key for every client.
     """
-    if keys is None:
-        return places[None, :] % sizes[:, None].clamp(min=1)
-    if needed is None or keys.is_cuda:
+    if keys is not None:
         return random.shuffled(keys, sizes, places)
-    order = keys.new_zeros((len(keys), len(places)))
-    for group in alike(needed):
-        who, few = torch.from_numpy(group), places[: int(needed[group[0]])]
-        order[who, : len(few)] = random.shuffled(keys[who], sizes[who], few)
-    return order
-
-
-def alike(needed: np.ndarray) -> list[np.ndarray]:
-    """Clients in groups, the longest first, who are shuffled together, as if all were a group's longest.
-
-    >>> [group.tolist() for group in alike(np.array([700, 9000, 650, 10]))]
-    [[1], [0, 2, 3]]
-    """
-    order = np.argsort(-needed, kind="stable")
-    groups, left = [], [order]
-    while left:
-        group = left.pop()
-        longest, cuts = needed[group[0]], np.arange(1, len(group))
-        saved = (longest - needed[group[1:]]) * (len(group) - cuts)
-        if saved.max(initial=0) < FEW_PLACES:
-            groups.append(group)
-        else:
-            cut = int(saved.argmax()) + 1
-            left += [group[cut:], group[:cut]]
-    return groups
+    return places[None, :] % sizes[:, None].clamp(min=1)
 
 
 def turn_table(

@@ -43,7 +43,6 @@ from sartor.engines.schedule import (
     usual,
 )
 from sartor.engines.stacked.graphs import Graphs
-from sartor.engines.stacked.row import Row
 from sartor.engines.stacked.told import OfRounds, Told, parted
 from sartor.engines.stacked.trace import TURN, Checked, Fixed, Folded, Kind, Onward, Program, Rows, Tracer
 from sartor.errors import NotStackable
@@ -462,7 +461,7 @@ class StackedEngine(LocalEngine):
                 drawn = (*drawn, _folded(keys[LAYERS], turns))
             return self._steps(program, key, plan, given, carry, drawn)
         lanes, turns, begin, real, start = table.turns[0]
-        order = sample_order(shuffled, size, places, plan.needed)
+        order = sample_order(shuffled, size, places)
         drawn = (samples_at(order, begin, real, start, self._counting(shape.width)), real)
         if LAYERS in keys:
             # For all steps at once, as a key takes many small operations.
@@ -507,38 +506,29 @@ class StackedEngine(LocalEngine):
         lanes = max(stretch.lanes for stretch in plan.stretches)
         ended = [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves]
         held = [leaf.new_zeros((lanes, *leaf.shape[1:])) for leaf in leaves]
-        columns, begin, done = [*turns, turns[-1]][:TURN], 0, 0
+        columns, begin = [*turns, turns[-1]][:TURN], 0
         beforehand = self._tracer.beforehand(program, key, fixed) if plan.even else None
         if beforehand is not None:
             columns += beforehand(common, columns)
-        wide = [stretch.lanes for stretch in plan.stretches for _ in range(stretch.steps)]
-        every = [torch.split_with_sizes(column, wide) for column in columns]
-        stays: dict[Row, list[Tensor]] = {}
         for stretch, (going, coming) in zip(plan.stretches, plan.moves, strict=True):
             _move(held, coming, ended)
-            turn = [steps[done : done + stretch.steps] for steps in every]
-            if not plan.even:
-                turn[0] = tuple(index[:, : stretch.width].contiguous() for index in turn[0])
+            turn = _laid_out((columns[0][:, : stretch.width], *columns[1:]), begin, stretch)
+            client = whose[begin : begin + stretch.lanes].clamp(max=len(plan.sizes) - 1)
             kind = (key[0], stretch.lanes, stretch.width, *key[3:])
             start, traced = [leaf[: stretch.lanes] for leaf in held], program.steps.get(kind)
-            client = whose[begin : begin + stretch.lanes].clamp(max=len(plan.sizes) - 1)
             if traced is not None and traced.parts is not None:
-                read = traced.reads[len(common) : len(common) + len(own)]
-                rows = (
-                    leaf.index_select(0, client) if wanted else leaf
-                    for leaf, wanted in zip(own, read, strict=True)
-                )
-                kept = None if any(read) else stays
-                after = traced.in_a_row([*common, *rows], start, turn, beforehand, kept)
+                read = zip(own, traced.reads[len(common) :], strict=False)
+                rows = (leaf.index_select(0, client) if wanted else leaf for leaf, wanted in read)
+                after = traced.in_a_row([*common, *rows], start, turn, beforehand)
             else:
                 some = self._tracer.some(program, kind, fixed, others, client)
                 step = partial(self._tracer.steps, program, kind, plan.batches, plan, (fixed, *some))
-                after = tree_leaves(step(tree_unflatten(start, form), [*map(torch.stack, turn[:TURN])]))
+                after = tree_leaves(step(tree_unflatten(start, form), turn[:TURN]))
             for leaf, result in zip(start, after, strict=True):
                 if result is not leaf:
                     leaf.copy_(result)
             _move(ended, going, held)
-            begin, done = begin + stretch.steps * stretch.lanes, done + stretch.steps
+            begin += stretch.steps * stretch.lanes
         return tree_unflatten(ended, form)
 
     def _in_pieces(

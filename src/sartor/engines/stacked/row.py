@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -212,24 +212,12 @@ class Row:
                 body.erase_node(place)
         self._once, self._body = _quick(module, once), _quick(module, body)
 
-    def once(self, given: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-        """What is the same in all steps, also in later ones that go on where these leaves lie."""
+    def __call__(self, given: list[Tensor], leaves: list[Tensor], turns: Sequence[Tensor]) -> list[Tensor]:
+        """What comes of the leaves after these turns, [steps, lanes, …]; some are written over."""
         with torch.inference_mode():
-            found: list[Tensor] = self._once(*given, *leaves)
-        return found
-
-    def __call__(
-        self,
-        given: list[Tensor],
-        leaves: list[Tensor],
-        turns: Sequence[Iterable[Tensor]],
-        stays: list[Tensor] | None = None,
-    ) -> list[Tensor]:
-        """What comes of the leaves after these turns, [steps][lanes, …]; some are written over."""
-        stays = self.once(given, leaves) if stays is None else stays
-        on = [leaves[number] for number in self._on]
-        with torch.inference_mode():
-            for turn in zip(*turns[: self._columns], strict=True):
+            stays = self._once(*given, *leaves)
+            on = [leaves[number] for number in self._on]
+            for turn in zip(*(column.unbind(0) for column in turns[: self._columns]), strict=True):
                 on = self._body(*stays, *on, *turn)
         found = dict(zip(self._on, on, strict=True))
         return [found[number].clone() if number in found else leaf for number, leaf in enumerate(leaves)]

@@ -125,31 +125,20 @@ class Traced:
         self,
         given: list[Tensor],
         leaves: list[Tensor],
-        turns: Sequence[Sequence[Tensor]],
+        turns: Sequence[Tensor],
         beforehand: Beforehand | None = None,
-        stays: dict[Row, list[Tensor]] | None = None,
     ) -> list[Tensor]:
-        """The same for turns of [steps][lanes, …], and behind them what was computed beforehand.
+        """The same for turns of [steps, lanes, …], and behind them what was computed beforehand.
 
-        It may be written over the leaves. What ``stays`` the same is kept there, for who comes again with the
-        same inputs and leaves.
+        It may be written over the leaves.
         """
         known = beforehand is not None
         if known not in self.rows:
             self.rows[known] = self._row(given, leaves, [turn[:1] for turn in turns], beforehand)
-        row = self.rows[known]
-        if stays is None:
-            return row(given, leaves, turns)
-        if row not in stays:
-            stays[row] = row.once(given, leaves)
-        return row(given, leaves, turns, stays[row])
+        return self.rows[known](given, leaves, turns)
 
     def _row(
-        self,
-        given: list[Tensor],
-        leaves: list[Tensor],
-        turn: list[Sequence[Tensor]],
-        beforehand: Beforehand | None,
+        self, given: list[Tensor], leaves: list[Tensor], turn: list[Tensor], beforehand: Beforehand | None
     ) -> Row:
         """The step parted, if it gives to the bit what the graph gives for a turn; else as a whole."""
         made = partial(Row, self.graph, len(given), len(leaves))
@@ -374,9 +363,7 @@ class Tracer:
             leaves = tree_leaves(carry)
             if not over:
                 leaves = [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves]
-            return tree_unflatten(
-                traced.in_a_row(inputs, leaves, [turn.unbind() for turn in left]), traced.result
-            )
+            return tree_unflatten(traced.in_a_row(inputs, leaves, left), traced.result)
 
         if not self.apart:
             return taken(given, carry, turns)
