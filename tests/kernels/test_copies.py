@@ -40,6 +40,20 @@ def test_every_piece_is_done_once_and_elsewhere(tmp_path: Path) -> None:
     assert children() == before
 
 
+def test_threads_have_copies_too(tmp_path: Path) -> None:
+    """As the one that has shuffles compiled while an engine is made."""
+    file = tmp_path / "done"
+
+    def work() -> None:
+        with by_copies([partial(leave, file)], 1):
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(PATIENCE)
+    assert int(file.read_text()) != os.getpid()
+
+
 def test_what_goes_on_here_meanwhile_is_not_waited_for(tmp_path: Path) -> None:
     """A copy waits for what this process does after it was made."""
     file, go = tmp_path / "done", tmp_path / "go"
