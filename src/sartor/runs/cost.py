@@ -167,7 +167,7 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
     server = algorithm.start(federation)
     cohort = np.arange(count - share, count)  # the largest: a round waits for them
     seconds = evaluating = math.inf
-    level, first = 0, time.perf_counter()
+    steady, start = 0, time.perf_counter()
     for round in itertools.count(1):
         begin, traffic = time.perf_counter(), replace(federation.traffic)
         federation.round = round
@@ -179,12 +179,12 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
             server = algorithm.ready(server, federation)
         evaluate(algorithm, server, federation, experiment.evaluate)
         federation.engine.wait()
-        level = 0 if took < QUICKER * seconds else level + 1
+        steady = 0 if took < QUICKER * seconds else steady + 1
         seconds = min(seconds, took)
         evaluating = min(evaluating, time.perf_counter() - begin - took)
         if experiment.engine.device == "cpu" and seconds + evaluating > LONG:
             break
-        if round > 1 and (level > 1 or time.perf_counter() - first > PATIENCE):
+        if round > 1 and (steady > 1 or time.perf_counter() - start > PATIENCE):
             break
     return _Measured(
         clients=count,

@@ -346,8 +346,10 @@ def _made_at_once(
             after = After(partial(want_tuned, group, wanted, method), group.rounds)
             study.want(searched[group.name], wanted.plan, trials, wanted.seeds, group.words, after)
     study.make()
-    for group in work.groups if searched else ():
-        made[group.name] = _tuned(group, work, device, searched[group.name], failed), made[group.name][1]
+    for group in work.groups:
+        if group.name in searched:
+            tables = _tuned(group, work, device, searched[group.name], failed)
+            made[group.name] = tables, made[group.name][1]
     return made
 
 
