@@ -154,17 +154,22 @@ class Listener(socket.socket):
         for node in list(self._nodes):
             if now > node.heard + LONGEST:
                 self._drop(node)
-        if self._crowded and now > self._told + REMIND:
-            log.warning(
-                "too many connections: %d were dropped for others, those of no node first", self._crowded
-            )
-            self._crowded, self._told = 0, now
+        if now > self._told + REMIND:
+            self._tell()
 
     def close(self) -> None:
-        """Listen no more, and do not wait for strangers."""
+        """Listen no more, do not wait for strangers, and say what has not been said of them."""
         super().close()
         for stranger in list(self._strangers):
             stranger.drop()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._crowded:
+            log.warning(
+                "too many connections: %d were dropped for others, those of no node first", self._crowded
+            )
+            self._crowded, self._told = 0, time.monotonic()
 
     def _make_room(self) -> bool:
         """Drop the oldest stranger, or else the node that was heard of longest ago."""
