@@ -11,7 +11,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 # Many processes are started: what the first of them has compiled serves all others.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install run test test-fast suite nightly soak fuzz lint docs bench clean
+.PHONY: install run test test-fast suite nightly kernels soak fuzz lint docs bench clean
 
 install: $(STAMP)
 
@@ -39,6 +39,11 @@ suite: install
 
 nightly: install
 	$(BIN)/python -m pytest -n auto -m nightly
+
+# What the kernels for GPUs compute, by Triton's interpreter, and how they compile; Triton is 300 MB, so only here.
+kernels: install
+	$(PIP) triton==3.9.0
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/kernels tests/test_random.py
 
 # A federation among strangers, for a long while: ROUNDS=60 for a short one.
 ROUNDS ?= 1000

@@ -1,4 +1,4 @@
-"""Kernels that come to the device early touch no memory before it is their turn."""
+"""As kernels are compiled, they touch no memory before it is their turn, and store numbers by fours."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 import sartor.kernels
 from helpers import ENVIRONMENT, completed
 
+triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 SOURCES = sorted(Path(sartor.kernels.__file__).parent.glob("*_triton.py"))
 TOUCHES = re.compile(r"\b(ld\.global|st\.global|cp\.async|atom\.|red\.)")
 
@@ -44,22 +46,37 @@ def test_every_kernel_waits_for_its_turn_first_and_every_launch_says_so() -> Non
     assert kernels >= 24
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("capability", [80, 90])
-def test_compiled_kernels_wait_before_they_touch_memory_where_a_device_can(capability: int) -> None:
+@cache
+def compiled(capability: int) -> dict[str, str]:
+    """Every kernel in PTX."""
     program = Path(__file__).with_name("offline.py")
     environment = {key: value for key, value in ENVIRONMENT.items() if key != "TRITON_INTERPRET"}
     path = os.pathsep.join(filter(None, sys.path))
     done = completed([sys.executable, str(program), str(capability)], env={**environment, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
-    every = json.loads(done.stdout)
+    every: dict[str, str] = json.loads(done.stdout)
+    return every
+
+
+@pytest.mark.slow
+@triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled_kernels_wait_before_they_touch_memory_where_a_device_can(capability: int) -> None:
+    every = compiled(capability)
     assert len(every) == 1 + sum(len(kernels_of(path)) for path in SOURCES)
     for name, code in every.items():
         touched = TOUCHES.search(code)
         assert touched, name
         assert ("griddepcontrol.wait" in code[: touched.start()]) is (capability >= 90), name
         assert code.count("griddepcontrol") == (capability >= 90), name  # nobody is let in before
+
+
+@pytest.mark.slow
+@triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_gradients_of_weights_are_stored_by_fours(capability: int) -> None:
+    """They lie one after the other, which the compiler must see: single stores cost a tenth of a round."""
+    assert "st.global.v4" in compiled(capability)["convolution_triton._correlate"]
 
 
 def kernels_of(path: Path) -> set[str]:

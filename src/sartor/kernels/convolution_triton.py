@@ -114,7 +114,10 @@ def _correlate(
         total = tl.dot(tl.trans(gradients), pixels, total, input_precision=PRECISION)
     result += (split * lanes + lane) * (OUT * SIZE)
     kept = (row < LEFT)[:, None] & (k < RIGHT)[None, :]
-    place = (known // RISES * SIZE + rise * KERNEL_WIDTH)[:, None] + (channel * TAPS + tap)[None, :]
+    if RISEN:
+        place = (known // RISES * SIZE + rise * KERNEL_WIDTH)[:, None] + (channel * TAPS + tap)[None, :]
+    else:  # the same, and seen to be one after the other: stored by fours
+        place = row[:, None] * SIZE + k[None, :]
     tl.store(result + place, total, mask=kept)
 
 
