@@ -38,6 +38,7 @@ from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation
 from sartor.model.task import Task
 from sartor.runs import checkpoint
+from sartor.runs import cost as costs
 from sartor.runs.checkpoint import latest, pack, paths, save, unpack
 from sartor.runs.cost import estimate
 from sartor.runs.execute import execute
@@ -48,6 +49,7 @@ from sartor.runs.record import RunFolder, environment, hash_of
 from sartor.runs.result import Result
 from sartor.runs.resume import resume
 from sartor.runs.run import Run
+from sartor.runs.setup import Setup, set_up
 
 CPU = torch.device("cpu")
 cli = CliRunner()
@@ -898,6 +900,55 @@ def test_rounds_are_measured_until_they_become_no_quicker(
     assert least <= cost["seconds_per_round"] < 2 * least
     assert cost["bytes"]["down"] == 3 * 2 * 4 * cost["parameters"]
     assert cost["seconds"] > 0
+
+
+@pytest.mark.parametrize("afforded", [0.0, 100.0], ids=["drawn out", "played whole"])
+@pytest.mark.parametrize(
+    ("local", "part"), [({"epochs": 4}, 4), ({"epochs": 20}, 13), ({"steps": 250}, 200), ({"steps": 90}, 90)]
+)
+def test_of_long_rounds_a_part_is_played(
+    local: dict[str, int], part: int, afforded: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And drawn out, unless all of it will not take too long: 30 samples by two are 15 steps of an epoch."""
+    monkeypatch.setattr(costs, "AFFORDED", afforded)
+    seen: set[int] = set()
+
+    def told(self: FedAvg, server: Any, federation: Federation, cohort: Any) -> Any:
+        seen.add(getattr(federation.settings.local, *local))
+        time.sleep(0.05)
+        return server
+
+    monkeypatch.setattr(FedAvg, "round", told)
+    words = {"rounds": 3, "model": {"name": "softmax"}, "engine": {"name": "loop"}}
+    experiment = from_mapping({**words, "local": {"batch": 2, **local}})
+    cost = estimate(experiment, data=classification((30, 24)))
+    (whole,) = local.values()
+    assert seen == ({part, whole} if afforded else {part})
+    played = max(seen)
+    assert cost["steps_per_client"]["most"] == local.get("steps", 15 * whole)
+    assert 0.05 <= cost["seconds_per_round"] * played / whole < 0.1
+
+
+@pytest.mark.parametrize(
+    ("device", "counts"), [("cpu", [(2, 1), (8, 2), (32, 6), (40, 8)]), ("cuda", [(16, 8), (40, 8)])]
+)
+def test_a_gpu_is_measured_with_the_whole_cohort(
+    device: str, counts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each number of clients is captured anew, and a few take as long as many."""
+    played: list[tuple[int, int]] = []
+
+    def play(setup: Setup, count: int, share: int) -> tuple[int, int]:
+        played.append((count, share))
+        return count, share
+
+    monkeypatch.setattr(costs, "AT_ONCE", 16)
+    monkeypatch.setattr(costs, "_play", play)
+    setup = set_up(from_mapping({"data": {"clients": 40}, "model": {"name": "softmax"}}))
+    engine = dataclasses.replace(setup.experiment.engine, device=device)
+    experiment = dataclasses.replace(setup.experiment, engine=engine)
+    costs._measure(dataclasses.replace(setup, experiment=experiment), 8)
+    assert played == counts
 
 
 def test_a_server_that_keeps_something_for_every_client_is_drawn_out(

@@ -3,11 +3,14 @@
 A round is played with a few of the clients, then with four times as many, and so on until all take part or
 the next would take longer than a few seconds. It is played again until it becomes no quicker, as the first
 ones compile, trace and capture. Where all took part the figures are measured; else they are drawn out from
-the last two in proportion to the work.
+the last two in proportion to the work, and so are rounds of many steps, of which a part is played where the
+whole might take too long. On a GPU a round is hardly quicker for fewer clients, and each number of them is
+captured anew: there the whole cohort takes part from the first, and in whole rounds.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -16,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from sartor.client.local import Batches
 from sartor.data.clients import ClientData
@@ -35,6 +39,20 @@ PATIENCE = 3.0
 """Seconds that one more measurement may take."""
 QUICKER = 0.9
 """Of the time of the quickest before it: a round that takes less says that the next may take less still."""
+CAPTURING = 15.0
+"""Seconds that a GPU may take beyond that, until its steps are compiled and captured."""
+STEADY = {"cpu": 2, "cuda": 8}
+"""Rounds in a row that are no quicker than those before, after which none is expected to be: a GPU's steps
+are captured when they have come a few times.
+"""
+AT_ONCE = 256
+"""Clients of a federation whom a GPU evaluates in hardly more time than a few of them."""
+MANY = 200
+"""Steps of a client in a round beyond which a CPU takes about so many at first."""
+AFFORDED = 30.0
+"""Seconds of a round, drawn out from those, up to which it is played as it is: where steps are quick it takes
+far less than that, as what a round takes besides was drawn out too.
+"""
 LONG = 5.0
 """Seconds of a round with its evaluation on a CPU that leave nothing of how its beginning is slower."""
 
@@ -72,6 +90,9 @@ def estimate(
     clients, size = data.clients, max(task.size for task in tasks_of(setup.task))
     cohort = experiment.cohort.size(clients)
     steps = _steps(experiment, data.train.count)
+    if experiment.engine.device != "cpu":
+        gc.collect()  # captured graphs of what was measured before hold the memory of a GPU
+        torch.cuda.empty_cache()
     whole = float(steps.mean()) * cohort
     last, before = _measure(setup, cohort)
     rounds = experiment.rounds
@@ -136,16 +157,16 @@ def _steps(experiment: Experiment, counts: np.ndarray) -> np.ndarray:
 
 def _measure(setup: Setup, cohort: int) -> tuple[_Measured, _Measured | None]:
     """The measurement with the most clients and the one before it."""
-    clients = setup.data.clients
+    clients, on_gpu = setup.data.clients, setup.experiment.engine.device != "cpu"
     last: _Measured | None = None
     before: _Measured | None = None
-    count = 2
+    count, tried = max(cohort, AT_ONCE) if on_gpu else 2, _shortened(setup)
     while True:
         count = min(count, clients)
-        share = max(1, round(cohort * count / clients))
+        share = cohort if on_gpu else max(1, round(cohort * count / clients))
         begin = time.perf_counter()
         try:
-            last, before = _play(setup, count, share), last
+            last, before = _play(tried, count, share), last
         except SartorError:
             if count == clients:  # with fewer a method may have too few, with all of them it may not
                 raise
@@ -154,6 +175,9 @@ def _measure(setup: Setup, cohort: int) -> tuple[_Measured, _Measured | None]:
             break
         count *= 4
     assert last is not None
+    whole, part = (float(_steps(each.experiment, setup.data.train.count).sum()) for each in (setup, tried))
+    if tried is not setup and last.round_seconds * whole / part <= AFFORDED:
+        last = _play(setup, last.clients, last.cohort)
     return last, before
 
 
@@ -167,6 +191,8 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
     server = algorithm.start(federation)
     cohort = np.arange(count - share, count)  # the largest: a round waits for them
     seconds = evaluating = math.inf
+    device = experiment.engine.device
+    patience = PATIENCE + (0.0 if device == "cpu" else CAPTURING)
     steady, start = 0, time.perf_counter()
     for round in itertools.count(1):
         begin, traffic = time.perf_counter(), replace(federation.traffic)
@@ -182,9 +208,9 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         steady = 0 if took < QUICKER * seconds else steady + 1
         seconds = min(seconds, took)
         evaluating = min(evaluating, time.perf_counter() - begin - took)
-        if experiment.engine.device == "cpu" and seconds + evaluating > LONG:
+        if device == "cpu" and seconds + evaluating > LONG:
             break
-        if round > 1 and (steady > 1 or time.perf_counter() - start > PATIENCE):
+        if round > 1 and (steady == STEADY[device] or time.perf_counter() - start > patience):
             break
     return _Measured(
         clients=count,
@@ -197,6 +223,17 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         state_bytes=federation.states.bytes_per_client,
         server_bytes=sum(int(value.nbytes) for _, value in tensors_of(server)) + federation.bytes_kept,
     )
+
+
+def _shortened(setup: Setup) -> Setup:
+    """With fewer steps in a round, where there are many and they take a CPU's time."""
+    experiment, local = setup.experiment, setup.experiment.local
+    most = int(_steps(experiment, setup.data.train.count).max(initial=0))
+    if experiment.engine.device != "cpu" or isinstance(local.epochs, tuple) or local.law or most <= MANY:
+        return setup
+    epochs = max(1, local.epochs * MANY // most)
+    fewer = replace(local, steps=MANY) if local.steps else replace(local, epochs=epochs)
+    return replace(setup, experiment=replace(experiment, local=fewer))
 
 
 def _some(data: ClientData, count: int) -> np.ndarray:
