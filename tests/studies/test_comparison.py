@@ -612,13 +612,14 @@ def test_the_command_prints_what_it_stores(tmp_path: Path) -> None:
 
 def test_the_command_ends_in_an_error_where_runs_failed(tmp_path: Path) -> None:
     words = ("--algorithms", "fedavg,wild", "wild.algorithm=fedavg", "wild.lr=1e30", "--no-references")
-    shown = call(*words, *SMALL, "--seeds", "0,", "--out", str(tmp_path / "out"))
+    shown = call(*words, *SMALL, "--seeds", "0,,", "--out", str(tmp_path / "out"))
     assert shown.exit_code == 2
-    assert shown.stderr == "sartor: --seeds: expected a number or a list such as 0,1,5, got '0,'\n"
-    shown = call(*words, *SMALL, "--seeds", "1", "--out", str(tmp_path / "out"))
+    expected = "how many, or a list such as 0,1,5 (of seed 5 alone: 5,)"
+    assert shown.stderr == f"sartor: --seeds: expected {expected}, got '0,,'\n"
+    shown = call(*words, *SMALL, "--seeds", "1,", "--out", str(tmp_path / "out"))
     assert shown.exit_code == 2
     last = shown.stderr.splitlines()[-1]
-    assert last.startswith("sartor: left out, as runs failed: wild; the first, wild with seed 0: ")
+    assert last.startswith("sartor: left out, as runs failed: wild; the first, wild with seed 1: ")
     assert "fedavg" in shown.stdout
 
 
@@ -633,7 +634,7 @@ def test_the_command_ends_in_an_error_where_runs_failed(tmp_path: Path) -> None:
         (["nowhere.toml"], "nowhere.toml: no such experiment file"),
         (["--algorithms", "fedprox", "fedporx.mu=1"], "fedporx: unknown key; did you mean fedprox?"),
         (["--algorithms", "fedavg", "dta.clients=1"], "dta: unknown key; did you mean data?"),
-        (["--algorithms", "fedavg", "--seeds", "x"], "--seeds: expected a number or a list"),
+        (["--algorithms", "fedavg", "--seeds", "x"], "--seeds: expected how many, or a list"),
         (["rounds=3"], "compare: name the algorithms, as in --algorithms fedavg,ditto"),
         (["--algorithms", "fedavg", "--rounds", "3", "rounds=4"], "rounds: given twice, as 4 and as 3"),
     ],

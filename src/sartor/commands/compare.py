@@ -39,7 +39,10 @@ Algorithms = Annotated[
     typer.Option(help="The methods, as in fedavg,ditto; left out: the file's.", show_default=False),
 ]
 Seeds = Annotated[
-    str | None, typer.Option(help="A number of seeds, or a list such as 0,1,5.", show_default=False)
+    str | None,
+    typer.Option(
+        help="A number of seeds, or a list such as 0,1,5; `3,` is seed 3 alone.", show_default=False
+    ),
 ]
 Together = Annotated[
     str | None,
@@ -153,9 +156,11 @@ def _seeds(given: str | None) -> int | list[int] | None:
     if given is None:
         return None
     try:
-        seeds = [int(part) for part in given.split(",")]
+        seeds = [int(part) for part in given.removesuffix(",").split(",")]
     except ValueError:
-        raise SettingError(f"--seeds: expected a number or a list such as 0,1,5, got {given!r}") from None
+        raise SettingError(
+            f"--seeds: expected how many, or a list such as 0,1,5 (of seed 5 alone: 5,), got {given!r}"
+        ) from None
     return seeds if "," in given else seeds[0]
 
 
