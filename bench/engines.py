@@ -1,17 +1,17 @@
 """Milliseconds per round of FedAvg: an expert's sequential PyTorch loop, the loop engine and the stacked
 engine, side by side.
 
-    python bench/engines.py [--device cuda] [--repeats 5] [--only cnn] [--compile] [--ways] [--json FILE]
+    python bench/engines.py [--device cuda] [--repeats 5] [--only cnn] [--tf32] [--ways] [--json FILE]
     python bench/engines.py --engine-only --method fedpac     # another method's rounds, on the stacked engine
 
 The expert's loop is what one would write by hand for one workload: a module, its optimizer, the data on the
 device already. Every figure is the best of the repeats, which are interleaved so that a busy machine slows
 all of them alike. Where clients are drawn, rounds differ in how many samples they have: there the time is
 that of as many samples as a round has on average. Beside it stand the first round, all that comes before a
-steady pace (tracing, compiling, capturing), and how long an engine takes for its first 100 rounds on CUDA, or
-10 on a CPU. Where clients are unlike and drawn, equal ones take turns with them, and a line below the table
-says what a sample costs beside theirs: by the best of the repeats, and in the median turn. On a CPU the same
-cohorts come again in every repeat.
+steady pace (tracing, compiling kernels, capturing), and how long an engine takes for its first 100 rounds
+on CUDA, or 10 on a CPU. Where clients are unlike and drawn, equal ones take turns with them, and a line below
+the table says what a sample costs beside theirs: by the best of the repeats, and in the median turn. On a CPU
+the same cohorts come again in every repeat.
 
 Workloads on MNIST and Fashion-MNIST read them from the folder that SARTOR_DATA names; where they are not
 there, random images stand in for them, and the table says so. Dirichlet's law then deals out other shares.
@@ -286,7 +286,7 @@ def beginning(play: Rounds, rounds: int) -> dict[str, float]:
 
 
 def measure(
-    workload: Workload, device: str, repeats: int, compiled: bool, ways: bool, slow: bool, method: str
+    workload: Workload, device: str, repeats: int, tf32: bool, ways: bool, slow: bool, method: str
 ) -> dict[str, Any]:
     workload, data = with_data(workload)
     alone = task_of(workload).why_not_stackable(data.train.x, data.train.y) is not None
@@ -301,13 +301,8 @@ def measure(
         del made["expert"], made["loop"]
     if ways:
         made["apart"] = engine_round(workload, data, device, "stacked", **settings | {"way": "apart"})
-    if compiled:
-        settings["compile"] = True
-        made["compiled"] = engine_round(workload, data, device, "stacked", **settings)
-        if device == "cuda":
-            made["compiled, tf32"] = engine_round(
-                workload, data, device, "stacked", precision="tf32", **settings
-            )
+    if tf32:
+        made["tf32"] = engine_round(workload, data, device, "stacked", precision="tf32", **settings)
     runs = {name: Rounds(workload, one_round, device) for name, one_round in made.items()}
     if workload.beside:
         equal, equal_data = with_data(next(each for each in WORKLOADS if each.name == workload.beside))
@@ -362,7 +357,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="names of workloads")
-    parser.add_argument("--compile", action="store_true", help="measure the compiled step too")
+    parser.add_argument("--tf32", action="store_true", help="on CUDA: measure products in tf32 too")
     parser.add_argument("--ways", action="store_true", help="measure steps of clients apart too")
     parser.add_argument("--engine-only", action="store_true", help="leave out the expert and the loop engine")
     parser.add_argument("--method", default="fedavg", help="with --engine-only: whose rounds")
@@ -372,6 +367,8 @@ def main() -> None:
         parser.error("--method: the expert's loop is FedAvg's; add --engine-only")
     if arguments.method not in registered():
         parser.error(f"--method: {arguments.method!r} is no method; `sartor algorithms` lists them")
+    if arguments.tf32 and arguments.device == "cpu":
+        parser.error("--tf32: a CPU has none; add --device cuda")
     results = []
     table = Table(title=f"{arguments.method}, milliseconds per round (ratio to the expert's loop)")
     for column in (
@@ -395,7 +392,7 @@ def main() -> None:
             workload,
             arguments.device,
             arguments.repeats,
-            arguments.compile,
+            arguments.tf32,
             arguments.ways,
             not arguments.engine_only,
             arguments.method,

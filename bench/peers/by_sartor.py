@@ -1,6 +1,6 @@
 """Sartor as a user runs it: ``sartor.run`` with an observer that looks at the clock.
 
-PYTHONPATH=bench:src python -m peers.by_sartor mlp --engine stacked [--compile]
+PYTHONPATH=bench:src python -m peers.by_sartor mlp --engine stacked
 """
 
 from __future__ import annotations
@@ -63,15 +63,13 @@ def train(
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--engine", default="stacked", choices=("stacked", "loop"))
-    parser.add_argument("--compile", action="store_true")
     asked = parser.parse_args()
     workload = WORKLOADS[asked.workload]
     clock, data = Clock(waiter(asked.device)), samples(workload)
-    engine = {"name": asked.engine, "compile": "yes" if asked.compile else "no"}
-    model = train(workload, data, asked.warm_up + asked.rounds, asked.device, clock, **engine)
-    who = f"Sartor, {asked.engine}" + (", compiled" if asked.compile else "")
+    rounds = asked.warm_up + asked.rounds
+    model = train(workload, data, rounds, asked.device, clock, name=asked.engine)
     packages = {"sartor": sartor.__version__, **versions("torch")}
-    report(who, clock, asked, accuracy(model, data), packages)
+    report(f"Sartor, {asked.engine}", clock, asked, accuracy(model, data), packages)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ RUNNERS = {
     "fedjax": Runner("by_fedjax", (), "fedjax", ("cpu",)),
     "flower": Runner("by_flower", (), "flower", ("cpu",)),
     "jax-map": Runner("by_jax", ("--over", "map"), "jax", ("cpu",)),
-    "sartor-compiled": Runner("by_sartor", ("--engine", "stacked", "--compile"), devices=("cuda",)),
     "sartor-loop": Runner("by_sartor", ("--engine", "loop")),
 }
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, TypeAlias, cast
 
@@ -164,10 +163,11 @@ def shuffled(keys: Tensor, sizes: Tensor, places: Tensor) -> Tensor:
     key, so one stable sort serves all clients and epochs. ``places`` counts 0, 1, 2, …; entries past the
     last whole epoch that fits have no meaning.
     """
-    if keys.is_cuda and places.numel() <= FEW and HAS_TRITON:
-        # A compiler must know it by name; else that takes longer than to start it.
-        count: Callable[..., Tensor] = few_shuffled if torch.compiler.is_compiling() else _counted
-        return count(keys, sizes, places.numel())
+    if keys.is_cuda and places.numel() <= FEW and HAS_TRITON:  # quicker to count than to sort
+        from sartor.kernels import shuffle_triton
+
+        found: Tensor = shuffle_triton.shuffled(keys, sizes, places.numel())
+        return found
     place = places[None, :]
     size = sizes[:, None].clamp(min=1)
     epoch = place // size
@@ -183,8 +183,7 @@ def in_batches(
 
     ``start`` is that of all clients and ``numbers`` says which these are.
     """
-    few = places.numel() <= FEW and HAS_TRITON and not torch.compiler.is_compiling()
-    if keys.is_cuda and few:
+    if keys.is_cuda and places.numel() <= FEW and HAS_TRITON:
         from sartor.kernels import shuffle_triton
 
         found: Tensor = shuffle_triton.in_batches(keys, sizes, places.numel(), start, numbers, batches, width)
@@ -196,23 +195,3 @@ def batched(order: Tensor, batches: int, width: int) -> Tensor:
     """Of every client's order, [clients, places], so many batches one after the other."""
     first = order[:, : batches * width]
     return first.reshape(len(order), batches, width).transpose(0, 1).contiguous()
-
-
-def _counted(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
-    from sartor.kernels import shuffle_triton
-
-    result: Tensor = shuffle_triton.shuffled(keys, sizes, places)
-    return result
-
-
-@torch.library.custom_op(
-    "sartor::few_shuffled", mutates_args=(), schema="(Tensor keys, Tensor sizes, int places) -> Tensor"
-)
-def few_shuffled(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
-    """What :func:`shuffled` gives for so few places that a GPU is quicker to count than to sort."""
-    return _counted(keys, sizes, places)
-
-
-@few_shuffled.register_fake
-def _(keys: Tensor, sizes: Tensor, places: int) -> Tensor:
-    return keys.new_empty(len(keys), places)

@@ -1,4 +1,4 @@
-"""The stacked engine on CUDA: captured and compiled calls give what the plain loop gives on a CPU."""
+"""The stacked engine on CUDA: captured calls give what the plain loop gives on a CPU."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def test_the_streams_give_the_same_integers() -> None:
     for places in (index, torch.arange(random.FEW + 100)):
         here = random.shuffled(keys, sizes, places)
         there = [value.cuda() for value in (keys, sizes, places)]
-        for shuffled in (random.shuffled, torch.compile(random.shuffled, dynamic=False)):
-            assert torch.equal(here, shuffled(*there).cpu())
+        assert torch.equal(here, random.shuffled(*there).cpu())
 
 
 @pytest.mark.parametrize("name", sorted(name for name, kind in registered().items() if not kind.public))
@@ -54,18 +53,13 @@ def test_graphs_equal_the_loop(name: str) -> None:
     assert_close(left["cpu"], left["cuda"], 1e-8)
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"), [("fedavg", False), ("fedavg", True), ("scaffold", False), ("diversifed", False)]
-)
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "diversifed"])
 @pytest.mark.parametrize("sizes", [RAGGED, (32,) * 6])
-def test_convolutions_equal_the_loop(name: str, compiled: bool, sizes: tuple[int, ...]) -> None:
+def test_convolutions_equal_the_loop(name: str, sizes: tuple[int, ...]) -> None:
     data = classification(sizes, shape=(3, 16, 16), seed=1)  # seed 0 has a unit on the edge of being active
     left = {}
     for device, engine in (("cpu", "loop"), ("cuda", "stacked")):
-        settings = {"compile": compiled} if engine == "stacked" else {}
-        federation = federation_of(
-            engine, model_task("lenet", data), data, local={"batch": 8}, device=device, **settings
-        )
+        federation = federation_of(engine, model_task("lenet", data), data, local={"batch": 8}, device=device)
         everyone = [[0, 1, 2, 3, 4, 5]]
         ended_with = ended(name, federation, everyone * 5)
         left[device] = {key: value.cpu() for key, value in ended_with.items()}

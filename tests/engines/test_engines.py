@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -786,16 +785,3 @@ def test_the_loop_lays_channels_last(channels: int) -> None:
     assert {strides[1] for strides in seen} == {1}
     assert isinstance(federation.engine, LoopEngine)
     assert torch.equal(federation.engine.samples["train"].x, data.train.x)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles for a CPU with g++")
-def test_a_compiled_run_equals_the_loop() -> None:
-    """Steps, and what lies before, between and after them: a client of FedRep scans twice."""
-    small = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.2), nn.Linear(8, 4)).double()
-    data, task, cohorts = vectors(), Task(small, classes=4, head="2"), [[0, 1, 2, 3, 4, 5]] * 2
-    expected = ended("fedrep", federation_of("loop", task, data, local={"batch": 8}), cohorts)
-    federation = federation_of("stacked", task, data, local={"batch": 8}, compile=True)
-    assert_close(expected, ended("fedrep", federation, cohorts), 1e-8)
-    assert isinstance(federation.engine, StackedEngine)
-    assert any(program.parts for program in federation.engine.programs.values())

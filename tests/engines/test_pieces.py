@@ -242,52 +242,6 @@ def test_a_function_that_cannot_be_stacked_runs_on_the_loop_if_nobody_asked(
         federation().map(branching, [1, 2, 3], {"w": w})
 
 
-def test_a_step_that_cannot_be_compiled_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def compiler(function: Any, **options: Any) -> Any:
-        def failing(*arguments: Any) -> Any:
-            raise RuntimeError("InductorError: no such kernel")
-
-        return failing if isinstance(function, torch.fx.GraphModule) else function
-
-    monkeypatch.setattr(torch, "compile", compiler)
-    with caplog.at_level(logging.WARNING):
-        found = weights(federation(compile=True))
-    torch.testing.assert_close(found, weights(federation("loop")), rtol=1e-9, atol=1e-9)
-    assert "not compiled (InductorError: no such kernel)" in caplog.text
-
-
-def test_other_cohorts_are_not_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled function is for the sizes it is first called with: those of a step are the same for all."""
-    compiled: list[Any] = []
-
-    def compiler(function: Any, **options: Any) -> Any:
-        known: set[Any] = set()
-
-        def run(*arguments: Any, **named: Any) -> Any:
-            given = tree_leaves((arguments, named))
-            sizes = tuple(value.shape if isinstance(value, Tensor) else value for value in given)
-            if sizes not in known:
-                known.add(sizes)
-                compiled.append(sizes)
-            return function(*arguments, **named)
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", compiler)
-    made = federation(compile=True)
-    algorithm = method("fedavg", made)
-    server, counts = algorithm.start(made), []
-    for round in range(24):
-        made.round = round + 1
-        cohort = np.random.default_rng(round).choice(len(SIZES), 4, replace=False)
-        server = algorithm.round(server, made, np.sort(cohort))
-        counts.append(len(compiled))
-    assert counts[-1] == counts[5]
-    assert counts[-1] <= 4
-
-
 # The way ---------------------------------------------------------------------------------------------------
 
 

@@ -17,15 +17,13 @@ from test_task import Branching, Drawing, Remembering, spectral
 from torch import Tensor, nn
 
 import sartor
-from helpers import classification, federation_of, method
+from helpers import classification, federation_of
 from sartor.data.clients import ClientData
 from sartor.engines import choose_engine, ways
 from sartor.engines.stacked.recording import recorded
 from sartor.engines.stacked.trace import Tracer
 from sartor.errors import NotStackable
 from sartor.model.task import Task
-from sartor.runs import setup
-from sartor.runs.experiment import from_mapping
 
 CLASSES = 3
 SIZES = (0, 1, 9, 40, 7, 24, 16)
@@ -187,14 +185,6 @@ def test_what_captured_steps_fail_on_the_loop_does(
     assert "runs on the loop engine: operation not permitted" in caplog.text
     with pytest.raises(RuntimeError, match="not permitted"):
         ended("fedavg", federation_of("stacked", task_of(StraightThrough), data(), way="apart"), COHORTS)
-
-
-def test_its_long_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "choose_engine", lambda *given: "stacked")
-    experiment = from_mapping({"algorithm": "fedavg", "rounds": 10**6, "engine": {"device": "cuda"}})
-    task = task_of(StraightThrough)
-    decided = setup.resolve(experiment, method("fedavg", federation_of("loop", task, data())), task, data())
-    assert (decided.engine.compile, decided.engine.way) == ("no", "apart")
 
 
 def test_the_trial_leaves_a_module_as_it_was() -> None:

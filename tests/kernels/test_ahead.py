@@ -154,8 +154,8 @@ def triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     LAUNCHERS.clear()
 
 
-def compile_graph(graph: fx.GraphModule, *inputs: Tensor, wanted: bool = True) -> None:
-    Ahead(CUDA, wanted).compile(lambda: graph.forward(*inputs))
+def compile_graph(graph: fx.GraphModule, *inputs: Tensor) -> None:
+    Ahead(CUDA).compile(lambda: graph.forward(*inputs))
 
 
 def graph_of(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
@@ -247,9 +247,8 @@ def test_what_fails_leaves_the_others_and_the_graph_alone() -> None:
     assert len(KERNEL.launched) == 3
 
 
-@pytest.mark.parametrize(("device", "wanted"), [("cpu", True), ("cuda:0", False)])
-def test_nothing_is_done_where_it_is_not_wanted(device: str, wanted: bool) -> None:
-    Ahead(torch.device(device), wanted).compile(lambda: pytest.fail("a step is taken"))
+def test_nothing_is_done_on_a_cpu() -> None:
+    Ahead(torch.device("cpu")).compile(lambda: pytest.fail("a step is taken"))
     assert not Kernel.compiled()
     assert not ahead._BEGUN
 
@@ -291,13 +290,13 @@ def test_shuffles_are_compiled_before_any_step(monkeypatch: pytest.MonkeyPatch) 
         return [ahead.Launch(kernel, (Mock(torch.int64), 7, 5, samples), {}) for kernel in shuffles]
 
     monkeypatch.setattr(ahead, "shuffles", found)
-    compiler = Ahead(CUDA, wanted=True, samples=600)
+    compiler = Ahead(CUDA, samples=600)
     assert not Kernel.compiled()
     gate.set()
     for _ in range(2):
         compiler.wait()
         assert [len(kernel.ready) for kernel in shuffles] == [1, 1]
-    Ahead(CUDA, wanted=True, samples=600).compile(lambda: tried(torch.ones(8), 7, 5, 2))
+    Ahead(CUDA, samples=600).compile(lambda: tried(torch.ones(8), 7, 5, 2))
     assert [len(kernel.ready) for kernel in shuffles] == [1, 1]
 
 
@@ -337,7 +336,7 @@ def test_triton_is_made_ready_once_and_only_for_kernels(monkeypatch: pytest.Monk
     monkeypatch.setattr(ahead, "HAS_TRITON", True)
     for _ in range(2):
         ahead.begin(CUDA)
-    compiler = Ahead(CUDA, wanted=True)
+    compiler = Ahead(CUDA)
     assert len(ahead._BEGUN) == 2
     assert "key" not in made  # nobody waits for it
     gate.set()
@@ -348,7 +347,7 @@ def test_triton_is_made_ready_once_and_only_for_kernels(monkeypatch: pytest.Monk
 
 def test_a_step_as_it_stands_launches_nothing_and_draws_nothing() -> None:
     x, before = torch.ones(3, 8), torch.get_rng_state()
-    compiler = Ahead(CUDA, wanted=True)
+    compiler = Ahead(CUDA)
     compiler.compile(lambda: (tried(x, 7, 5, 2), tried(x, 7, 5, 3)))
     assert len(KERNEL.ready) == 2
     assert not KERNEL.launched
@@ -376,7 +375,8 @@ def test_tracing_sees_the_operations_and_launches_nothing(monkeypatch: pytest.Mo
     graphs = []
     for wanted in (False, True):
         KERNEL.launched.clear()
-        compiler = Ahead(CUDA, wanted)
+        compiler = Ahead(CUDA)
+        compiler.wanted = wanted
         graphs.append(compiler.traced(lambda: recorded(lambda values: [step(*values)], inputs)))
         assert bool(KERNEL.launched) is not wanted
     for graph in graphs:
@@ -394,9 +394,9 @@ def test_tracing_that_fails_without_numbers_has_them() -> None:
             raise ValueError("not these numbers")
         return len(KERNEL.launched)
 
-    assert Ahead(CUDA, wanted=True).traced(picky) == 1
+    assert Ahead(CUDA).traced(picky) == 1
     with pytest.raises(ZeroDivisionError):
-        Ahead(CUDA, wanted=True).traced(lambda: 1 / 0)
+        Ahead(CUDA).traced(lambda: 1 / 0)
 
 
 def test_what_has_memory_is_launched_meanwhile() -> None:

@@ -354,13 +354,11 @@ def test_one_client_on_cuda_is_torch_to_the_bit() -> None:
 
 @cuda
 @kernels
-@pytest.mark.parametrize("compiled", [False, True], ids=["traced", "compiled"])
-def test_a_captured_step_is_the_step(compiled: bool) -> None:
+def test_a_captured_step_is_the_step() -> None:
     leaves = operands("cnn, second", device="cuda", dtype=torch.float32)[:3]
     step = vmap(grad(lambda *leaves: conv2d(*leaves, 1, 2).sin().sum(), (0, 1, 2)))
     expected = step(*leaves)
-    graph = make_fx(step)(*leaves)
-    run = torch.compile(graph, dynamic=False) if compiled else graph
+    run = make_fx(step)(*leaves)
     given = [torch.zeros_like(leaf) for leaf in leaves]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -374,7 +372,4 @@ def test_a_captured_step_is_the_step(compiled: bool) -> None:
         place.copy_(leaf)
     captured.replay()
     for ours, theirs in zip(results, expected, strict=True):
-        if compiled:  # the sine is another one
-            assert distance(ours, theirs.double().cpu()) < 1e-3
-        else:
-            assert torch.equal(ours, theirs)
+        assert torch.equal(ours, theirs)

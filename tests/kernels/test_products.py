@@ -229,18 +229,14 @@ def test_it_is_as_exact_as_float32_on_cuda() -> None:
 
 
 @cuda
-@pytest.mark.parametrize("compiled", [False, True], ids=["graphs", "compiled"])
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "diversifed", "fedrep"])
 @pytest.mark.parametrize("sizes", [RAGGED, (32,) * 6])
-def test_a_run_equals_the_loop_on_cuda(name: str, compiled: bool, sizes: tuple[int, ...]) -> None:
+def test_a_run_equals_the_loop_on_cuda(name: str, sizes: tuple[int, ...]) -> None:
     """In single precision: that is when the products are the kernel's."""
     data = classification(sizes, shape=(1, 20, 20))
     left = {}
     for device, engine in (("cpu", "loop"), ("cuda", "stacked")):
-        settings = {"compile": compiled} if engine == "stacked" else {}
-        federation = federation_of(
-            engine, model_task("mlp", data), data, local={"batch": 8}, device=device, **settings
-        )
+        federation = federation_of(engine, model_task("mlp", data), data, local={"batch": 8}, device=device)
         ended_with = ended(name, federation, [[0, 1, 2, 3, 4, 5]] * 5)
         left[device] = {key: value.cpu() for key, value in ended_with.items()}
     assert_close(left["cpu"], left["cuda"], 1e-3)

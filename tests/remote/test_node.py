@@ -550,7 +550,6 @@ def test_a_node_goes_by_all_of_the_experiments_engine_settings() -> None:
         "precision": "full",
         "chunk": 1,
         "lanes": 3,
-        "compile": "yes",
         "states": "disk",
     }
     experiment = experiment_of("scaffold", engine=engine, evaluate={"batch": 7})
@@ -569,7 +568,7 @@ def test_a_node_goes_by_all_of_the_experiments_engine_settings() -> None:
     made, states = node._hosted.engine, node._hosted.states
     assert isinstance(made, StackedEngine)
     found = made.settings
-    assert (found.precision, found.chunk, found.lanes, found.compile) == ("full", 1, 3, True)
+    assert (found.precision, found.chunk, found.lanes) == ("full", 1, 3)
     assert (states.where, found.evaluation_batch, found.method) == ("disk", 7, "scaffold")
     assert made.names == ("client 1", "client 4")  # nothing here is as wide as the federation
     assert states.clients == 2

@@ -27,11 +27,6 @@ def test_only_an_engine_that_nobody_asked_for_gives_way(asked: dict[str, str], o
     assert (engine.name, engine.otherwise, engine.way) == ("stacked", otherwise, "together")
 
 
-@pytest.mark.parametrize(("asked", "compiled"), [({}, "no"), ({"compile": "yes"}, "yes")])
-def test_steps_are_compiled_where_that_was_asked_for(asked: dict[str, str], compiled: str) -> None:
-    assert decided(**asked).compile == compiled
-
-
 def test_a_way_that_was_asked_for_is_taken() -> None:
     assert decided(way="apart").way == "apart"
 

@@ -99,7 +99,7 @@ class Samples:
 class LazySamples(Samples):
     """A window on a split whose samples are fetched: ``x`` and ``y`` hold those of the clients asked last.
 
-    The window only grows, so that what was captured or compiled for its tensors serves for many cohorts.
+    The window only grows, so that what was captured for its tensors serves for many cohorts.
     """
 
     def __init__(self, split: LazySplit, device: torch.device) -> None:

@@ -18,11 +18,6 @@ class Engine:
     chunk: int = setting(0, "clients held on the device at once; 0: as memory allows", low=0)
     lanes: int = setting(0, "clients of a chunk stepped at once; 0: as many as stay busy", low=0)
     workers: int = setting(0, "clients trained at once by the loop engine on a CPU; 0: one per core", low=0)
-    compile: str = setting(
-        "auto",
-        "whether the training step goes through PyTorch's compiler; auto: no, steps are faster as they are",
-        choices=("auto", "yes", "no"),
-    )
     way: str = setting(
         "auto",
         "how a step of many clients is computed: by kernels for all of them, or apart, side by side on a "

@@ -95,7 +95,7 @@ def measured(task: Task, data: ClientData, settings: FederationSettings, lanes: 
     some, figures = data.some(np.sort(largest)), {}
     local = Local(batch=settings.local.batch, steps=STEPS)
     for way in WAYS:
-        tried = replace(settings, way=way, local=local, compile=False, chunk=0, lanes=0)
+        tried = replace(settings, way=way, local=local, chunk=0, lanes=0)
         try:
             figures[way] = _milliseconds(StackedEngine(task, some, tried), task)
         except (SartorError, RuntimeError) as error:  # out of memory, say

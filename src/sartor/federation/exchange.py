@@ -489,17 +489,12 @@ def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=device)
 
 
-def norms_of(
-    sent: dict[str, Tensor], kept: dict[str, Tensor], of_rows: Callable[[Tensor], Tensor] = lengths
-) -> dict[str, Tensor]:
-    """The norm of each reply and new state, by what an error would call it; a row each of ``[clients]``.
-
-    ``of_rows`` gives the norms of the rows of a matrix.
-    """
+def norms_of(sent: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The norm of each reply and new state, by what an error would call it; a row each of ``[clients]``."""
     named = {f"{name!r}": value for name, value in sent.items()}
     named.update({f"{STATE}{name!r}": value for name, value in kept.items()})
     return {
-        name: of_rows(value[:, None].flatten(1)) for name, value in named.items() if value.is_floating_point()
+        name: lengths(value[:, None].flatten(1)) for name, value in named.items() if value.is_floating_point()
     }
 
 

@@ -122,7 +122,6 @@ class FederationSettings:
     workers: int = 0
     chunk: int = 0
     lanes: int = 0
-    compile: bool = False
     way: str = "together"
     """How the stacked engine has a step's clients computed: ``together`` or ``apart``."""
     otherwise: str = "error"

@@ -112,10 +112,10 @@ def _kind(parameter: Any, value: Any) -> Any:
 
 
 class Ahead:
-    """Compiles what steps on a device need; does nothing where that is not ``wanted``, or without Triton."""
+    """Compiles what steps on a device need; does nothing on a CPU, or without Triton."""
 
-    def __init__(self, device: torch.device, wanted: bool, samples: int = 0) -> None:
-        self.wanted = wanted and device.type == "cuda" and HAS_TRITON
+    def __init__(self, device: torch.device, samples: int = 0) -> None:
+        self.wanted = device.type == "cuda" and HAS_TRITON
         if self.wanted and str(device) == "cuda":  # threads would take the first
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device

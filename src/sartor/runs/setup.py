@@ -364,7 +364,6 @@ def resolve(
     otherwise = engine.otherwise
     if otherwise == "auto":
         otherwise = "loop" if engine.name == "auto" else "error"
-    compiled = "no" if engine.compile == "auto" else engine.compile  # of all that was measured none gained
     what = measured(
         task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline, _largest(data)
     )
@@ -377,7 +376,7 @@ def resolve(
         experiment,
         data=replace(experiment.data, labels=data.labels, feature_columns=features),
         columns=data.columns or (),
-        engine=replace(engine, name=name, compile=compiled, otherwise=otherwise),
+        engine=replace(engine, name=name, otherwise=otherwise),
         local=local,
         evaluate=replace(experiment.evaluate, headline=what.headline, every=_every(experiment)),
         model=replace(experiment.model, buffers=buffers),
@@ -447,7 +446,6 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         workers=engine.workers,
         chunk=engine.chunk,
         lanes=engine.lanes,
-        compile=engine.compile == "yes",
         way=engine.way,
         otherwise=engine.otherwise,
         transforms=experiment.transforms,

@@ -399,7 +399,7 @@ def _decided(asked: Experiment, stored: Experiment) -> Experiment:
     engine, model = asked.engine, asked.model
     decided = {
         name: getattr(stored.engine, name)
-        for name in ("name", "compile", "way", "otherwise")
+        for name in ("name", "way", "otherwise")
         if getattr(engine, name) == "auto"
     }
     engine = replace(engine, **decided)

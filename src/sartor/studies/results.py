@@ -8,7 +8,8 @@ key          what was measured, in the words of the script that did
 method       the method
 code         a hash of the method's source when it ran: see :func:`~sartor.algorithms.source.method_code`
 fingerprint  of the experiment (:func:`sartor.runs.experiment.fingerprint`), of its first seed where there are
-             several; null where the experiment cannot be written as settings alone
+             several, with the settings of the version that ran it: one that has come or gone since makes
+             another; null where the experiment cannot be written as settings alone
 sartor       the version that ran it
 date         the day it was measured
 numbers      what came out

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -122,9 +121,8 @@ class StackedEngine(LocalEngine):
     """Runs client functions for many clients at once, in chunks that fit into memory.
 
     Of its settings, ``chunk`` and ``lanes`` limit how many clients are held and stepped at once (0: as many
-    as fit), ``compile`` puts the traced step through ``torch.compile``, ``graphs`` captures calls on CUDA,
-    ``way`` has a step's clients computed together or apart, and ``otherwise`` says what becomes of a function
-    that turns out not to be stackable.
+    as fit), ``graphs`` captures calls on CUDA, ``way`` has a step's clients computed together or apart, and
+    ``otherwise`` says what becomes of a function that turns out not to be stackable.
     """
 
     name = "stacked"
@@ -149,9 +147,6 @@ class StackedEngine(LocalEngine):
         self._known: tuple[Any, str] | None = None
         self._prepared: dict[int, Prepared] = {}
         """By program."""
-        self._samples = torch.compile(scan_table, dynamic=False) if settings.compile else scan_table
-        if settings.compile:  # PyTorch's default precision is meant; its hint at a coarser one is no news
-            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
         train = self.samples["train"]
         self.task.require_stackable(train.x, train.y, self._tracer.apart)
         self._alone = self.task.why_not_stackable(train.x, train.y) is not None
@@ -161,13 +156,13 @@ class StackedEngine(LocalEngine):
 
     @property
     def narrows(self) -> bool:
-        """Whether lanes without a client are dropped: each width is compiled, or captured, by itself."""
-        return self.device.type == "cpu" and not (self.settings.compile or self.graphs.wanted)
+        """Whether lanes without a client are dropped: each width is captured by itself."""
+        return self.device.type == "cpu" and not self.graphs.wanted
 
     @property
     def keeps_lanes(self) -> bool:
         """Whether every client has a lane of its own: steps are captured for a few widths."""
-        return self.graphs.wanted and not (self.settings.compile or self._tracer.apart)
+        return self.graphs.wanted and not self._tracer.apart
 
     # A call, chunk by chunk -----------------------------------------------------------------------
 
@@ -454,7 +449,7 @@ class StackedEngine(LocalEngine):
             turns = self._counting(shape.steps)[:, None].expand(shape.steps, clients)
             start = self.samples[batches.split].start
             full = self._everywhere(shape.width, turns) if shape.full else None
-            drawn: tuple[Tensor, ...] = self._samples(
+            drawn: tuple[Tensor, ...] = scan_table(
                 batches, shuffled, shape.width, places, rows.number, start, size, lanes, turns, full
             )
             if LAYERS in keys:

@@ -8,9 +8,9 @@ client function has only vector algebra, which costs nothing to repeat.
 
 A step of a scan is the body of the suspended function for one lane each (see ``schedule.py``). It is traced
 once into a plain graph of tensor operations, which removes Python, vmap and autograd from every later step;
-it may be compiled, and so may what lies between scans. Tracing takes as long as some sixteen steps, so two
-widths are traced for all others (:mod:`~sartor.engines.stacked.widths`), and on the CPU the first steps are
-taken as they stand, by the same operations.
+on a CPU so is what lies between scans, if that comes often. Tracing takes as long as some sixteen steps, so
+two widths are traced for all others (:mod:`~sartor.engines.stacked.widths`), and on the CPU the first steps
+are taken as they stand, by the same operations.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ from sartor.kernels import (
 from sartor.kernels.ahead import Ahead
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.in_place import in_place
-from sartor.kernels.lengths import lengths
 from sartor.kernels.views import quicken, straighten
 from sartor.model.task import Batch, Task
 from sartor.nests import Nest
@@ -261,7 +260,7 @@ class Tracer:
         self.task, self.settings, self.most, self.norms = task, settings, most, norms
         self.device = torch.device(settings.device)
         self.apart = settings.way == "apart"
-        self.ahead = Ahead(self.device, wanted=not settings.compile, samples=min(most.get("train", 0), FEW))
+        self.ahead = Ahead(self.device, samples=min(most.get("train", 0), FEW))
 
     def advance(
         self, program: Program, fixed: Fixed, rows: Rows, memo: list[Any]
@@ -279,10 +278,8 @@ class Tracer:
         def clients(fixed: Fixed, rows: Rows, memo: list[Any]) -> Any:
             result = torch.vmap(partial(client, fixed=fixed))(rows, memo)
             if not suspended:
-                # A compiler puts them together with what they are the norms of.
-                of_rows = partial(torch.linalg.vector_norm, dim=1) if self.settings.compile else lengths
-                return *result, norms_of(result[0], result[1], of_rows) if self.norms else {}
-            if self.device.type == "cuda":  # one layout for all steps: a compiled step is for one layout only
+                return *result, norms_of(result[0], result[1]) if self.norms else {}
+            if self.device.type == "cuda":  # one layout for all steps
                 result = tree_map(lambda value: value.contiguous(), result)
             return result
 
@@ -295,16 +292,13 @@ class Tracer:
 
         place = len(memo)
         program.advanced[place] += 1
-        if program.scans is None or not (self.settings.compile or self._repeats(program, place)):
+        if program.scans is None or not self._repeats(program, place):
             return as_it_stands()
         inputs, spec = tree_flatten((fixed._replace(data={}), rows, memo))
         if place not in program.parts:
-            if not self.settings.compile:
-                found = as_it_stands()
-                program.parts[place] = self._part(program, clients, inputs, spec, found)
-                return found
-            traced = self._traced(program, clients, inputs, spec, step=False)
-            program.parts[place] = next(iter(suspended), None), traced
+            found = as_it_stands()
+            program.parts[place] = self._part(program, clients, inputs, spec, found)
+            return found
         part = program.parts[place]
         return as_it_stands() if part is None else (part[0], part[1](inputs))
 
@@ -346,7 +340,7 @@ class Tracer:
         together, or apart: one after the other, and side by side in a graph. ``over`` allows them to write
         over the carry that is given.
         """
-        step, over = self._step_of(program, batches, plan), over and not (self.settings.compile or self.apart)
+        step, over = self._step_of(program, batches, plan), over and not self.apart
         program.lanes, program.widths = plan.shape.lanes, frozenset(part.lanes for part in plan.stretches)
         turns = [*turns, turns[-1]][:TURN]  # a key that is not read
 
@@ -381,7 +375,7 @@ class Tracer:
         program.taken[key] += 1
         like = [kind for kind in program.taken if _but_lanes(kind) == _but_lanes(key)]
         traced = [kind for kind in like if kind in program.steps and kind[1] > 1]
-        if len(traced) > 1 and key not in program.unlike and not (self.settings.compile or self.apart):
+        if len(traced) > 1 and key not in program.unlike and not self.apart:
             if self.device.type == "cpu":
                 result = self._as_it_stands(program, step, arguments)
                 self._widened(program, key, traced, arguments, partial(_gives, tree_leaves(result)))
@@ -390,7 +384,7 @@ class Tracer:
             agrees = partial(_agrees, arguments, program.steps[widest].run, widest[1])
             if self._widened(program, key, traced, arguments, agrees):
                 return program.steps[key](tree_leaves(arguments))
-        if self.device.type == "cpu" and not self.settings.compile:
+        if self.device.type == "cpu":
             # Steps of all widths count until two are traced, by which the others are known.
             counted = like if key[1] > 1 and len(traced) < 2 else [key]
             if sum(program.taken[kind] for kind in counted) <= UNTRACED:
@@ -530,7 +524,7 @@ class Tracer:
         rewritten: bool = True,
         step: bool = True,
     ) -> Traced:
-        """The function as a plain graph of tensor operations for such arguments; compiled if wanted.
+        """The function as a plain graph of tensor operations for such arguments.
 
         For a GPU it is ``rewritten``: into operations with kernels of ours.
         """
@@ -554,7 +548,7 @@ class Tracer:
             self._rewrite(program, graph)
         reads = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
         parts = None
-        if self.device.type == "cpu" and not self.settings.compile:
+        if self.device.type == "cpu":
             # As a test has it, to see steps of a GPU; or what is no step.
             if self.apart or has_tensor_cores(self.device) or not step:
                 quicken(graph)
@@ -563,14 +557,13 @@ class Tracer:
                 parts = parts_of(graph, len(inputs) - TURN - carried, carried)
         graph.recompile()
         self.ahead.compile(lambda: graph.forward(*inputs), program.widths)
-        run = self._compiled(graph) if self.settings.compile else _plain(graph)
-        return Traced(run, result_spec[-1], reads, graph, parts=parts)
+        return Traced(_plain(graph), result_spec[-1], reads, graph, parts=parts)
 
     def _rewrite(self, program: Program, graph: fx.GraphModule) -> None:
         """Have a step computed by operations for which a GPU has kernels of ours."""
-        if self.for_gpu and not self.apart:
-            rectified.specialise(graph)
-        if self.for_gpu and not self.settings.compile:  # which finds these by itself
+        if self.for_gpu:
+            if not self.apart:
+                rectified.specialise(graph)
             if HAS_TRITON:
                 fused.specialise(graph)
             layouts.gather(graph)
@@ -579,7 +572,7 @@ class Tracer:
         if has_tensor_cores(self.device) and not self.apart:
             attention.specialise(graph)
             products.specialise(graph, program.lanes)
-        if self.for_gpu and HAS_TRITON and not self.settings.compile:
+        if self.for_gpu and HAS_TRITON:
             pooling.specialise(graph)
             merge(graph)
         if self.for_gpu:
@@ -589,35 +582,6 @@ class Tracer:
     def for_gpu(self) -> bool:
         """Whether steps are rewritten into operations for which a GPU has kernels of ours."""
         return self.device.type == "cuda"
-
-    @property
-    def _draws(self) -> bool:
-        """Whether anything is drawn in a step or on the way up."""
-        settings = self.settings
-        drawn = self.task.draws or settings.local.augment or settings.transforms
-        return bool(drawn or settings.sample_noise is not None)
-
-    def _compiled(self, graph: fx.GraphModule) -> Callable[[list[Tensor]], list[Tensor]]:
-        """The graph compiled; as it stands if the compiler, which only makes it faster, fails."""
-        # Keyed draws are products of numbers that wrap, of which the compiler's algebra knows nothing.
-        wrapping: dict[str, Any] = {"constant_and_index_propagation": False}
-        run = torch.compile(graph, dynamic=False, options=wrapping if self._draws else None)
-        plain = False
-
-        def either(inputs: list[Tensor]) -> list[Tensor]:
-            nonlocal plain
-            if not plain:
-                try:
-                    result: list[Tensor] = run(*inputs)
-                    return result
-                except (torch.OutOfMemoryError, MemoryError):
-                    raise
-                except Exception as error:  # what is wrong with the step itself shows when it runs plainly
-                    log.warning("model %s: a step is not compiled (%s)", self.task.name, _first_line(error))
-                    plain = True
-            return _plain(graph)(inputs)
-
-        return either
 
     def _explained(self, program: Program, error: Exception) -> Exception:
         """An error of vmap or tracing in a user's words.
