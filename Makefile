@@ -11,7 +11,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 # Many processes are started: what the first of them has compiled serves all others.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install run test test-fast suite nightly kernels soak fuzz lint docs bench clean
+.PHONY: install run test test-fast suite nightly cuda kernels soak fuzz lint docs bench clean
 
 install: $(STAMP)
 
@@ -39,6 +39,10 @@ suite: install
 
 nightly: install
 	$(BIN)/python -m pytest -n auto -m nightly
+
+# All that a GPU computes, on one; processes share its memory.
+cuda: install
+	$(BIN)/python -m pytest -n 8 -k 'cuda or kernels'
 
 # What the kernels for GPUs compute, by Triton's interpreter, and how they compile; Triton is 300 MB, so only here.
 kernels: install

@@ -49,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_turn)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What is marked ``cuda`` needs such a device."""
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
 def _turn(item: pytest.Item) -> int:
     """What one worker runs one after the other begins first, and then what takes long."""
     if _file(item.nodeid) in TOGETHER:

@@ -23,7 +23,7 @@ from sartor.federation import Federation
 from sartor.model.task import Task
 from sartor.runs.result import Result
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.cuda
 
 
 def test_the_streams_give_the_same_integers() -> None:

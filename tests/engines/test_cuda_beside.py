@@ -11,7 +11,7 @@ from sartor.engines.stacked import graphs
 from sartor.kernels import beside
 from sartor.kernels.gpu import HAS_TRITON
 
-pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() and HAS_TRITON), reason="no CUDA device")
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
 
 SIZES = (5, 170, 33, 640, 70, 160, 900, 20, 410, 200)
 COHORTS = [[0, 3, 5, 6], [1, 2, 4, 9], [3, 6, 7, 8], [0, 1, 2, 7], [4, 5, 8, 9], [2, 3, 6, 9], [1, 3, 5, 8]]

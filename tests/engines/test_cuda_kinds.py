@@ -19,7 +19,7 @@ import sartor
 from sartor.model.adapters import with_adapters
 from sartor.model.networks import seeded
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.cuda
 DEVICE = "cuda"
 
 FULL: dict[str, Any] = {

@@ -14,7 +14,7 @@ from sartor.client.local import Client
 from sartor.federation import Reply
 from sartor.model.task import Task
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.cuda
 
 LOCAL: dict[str, Any] = {
     "batch": 4,

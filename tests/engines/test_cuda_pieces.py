@@ -20,7 +20,7 @@ from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate
 from sartor.runs.settings import Evaluate
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.cuda
 
 SIZES = (5, 17, 33, 64, 7, 16, 90, 2, 41, 20)
 COHORTS = [[0, 3, 5, 6], [1, 2, 4, 9], [3, 6, 7, 8], [0, 1, 2, 7], [4, 5, 8, 9], [2, 3, 6, 9]]

@@ -22,7 +22,7 @@ from sartor.engines.loop import LoopEngine
 from sartor.federation.settings import FederationSettings
 from sartor.model.task import Task
 
-DEVICES = [pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
+DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 def trained(name: str, seed: int, device: str, make: Maker) -> Tensor:

@@ -97,7 +97,7 @@ def test_fetched_clients_train_and_evaluate_as_those_in_memory(
     assert_close(found[0], found[1], 0 if engine == "loop" else 1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 def test_captured_calls_see_the_samples_fetched_last() -> None:
     """Shapes come again, so calls are captured; the third cohort has more samples than those before."""
     cohorts = [[0, 5, 6], [5, 0, 6], [0, 5, 6], [3, 4, 1], [1, 3, 4], [4, 1, 3], [0, 5, 6], [6, 5, 0]]

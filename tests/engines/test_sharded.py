@@ -321,7 +321,7 @@ def test_a_process_that_has_ended_is_missed_at_once(together: Path) -> None:
     assert "`sartor resume` continues from the last checkpoint" in lost
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 def test_on_a_device_two_processes_are_left_with_what_one_is(nursery: Nursery, tmp_path: Path) -> None:
     assert start(nursery, cuda_worker, tmp_path) == [0, 0]
     found = [load_file(tmp_path / f"left-{rank}.safetensors") for rank in range(RANKS)]

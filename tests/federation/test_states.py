@@ -114,7 +114,7 @@ def test_declaring_a_large_state_for_a_million_clients_costs_nothing(where: str)
     assert store.rows("c", numbers(5, 4)).sum(1).tolist() == [5770, 0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 def test_states_on_a_device_are_read_and_written_without_waiting_for_it() -> None:
     device = torch.device("cuda")
     store, expected = StateStore(1000, device), StateStore(1000, CPU)
@@ -136,7 +136,7 @@ def test_states_on_a_device_are_read_and_written_without_waiting_for_it() -> Non
     assert torch.equal(store["c"].cpu(), expected["c"])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_states_too_large_for_a_device_lie_on_the_host(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "ON_DEVICE_BYTES", 0)

@@ -24,7 +24,7 @@ from helpers import ALL_CHECKS, SHAPE_CHECKS
 from sartor.kernels import convolution
 from sartor.kernels.convolution import conv2d
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+cuda = pytest.mark.cuda
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 kernels = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from sartor.kernels import ahead
 from sartor.kernels.gpu import HAS_TRITON
 from sartor.model.task import Task
 
-pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() and HAS_TRITON), reason="no CUDA device")
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
 
 
 def network(channels: int = 11) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sartor.kernels import laid
 from sartor.kernels.device import Computing
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.cuda
 CHANNELS = (1, 3, 6, 8, 12, 16, 20, 32, 48, 64, 96)
 
 

@@ -11,7 +11,7 @@ from sartor.kernels import pooling
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")),
+    pytest.param("cuda", marks=pytest.mark.cuda),
 ]
 
 

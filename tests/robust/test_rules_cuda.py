@@ -13,7 +13,7 @@ import sartor.robust  # noqa: F401  # registers its rules
 from sartor.federation.exchange import Replies
 from sartor.federation.reduction import AGGREGATES, Reducer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.cuda
 
 ASKS = {"geometric-median"}
 """Those that ask the device how far they have come."""

@@ -314,7 +314,7 @@ def test_running_statistics_go_on(
     assert without_seconds(resume(tmp_path / "cut", data=data, task=task)) == without_seconds(whole)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", sorted({"scaffold", "separate", "ma-fsvrg", "fedasync"} & set(registered())))
 def test_on_a_gpu_too(data: ClientData, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"rounds": 4, "model": "mlp", "engine": "stacked", "device": "cuda"}

@@ -12,7 +12,7 @@ from sartor.algorithms import make, registered
 from sartor.runs.experiment import from_mapping
 from sartor.runs.run import tensors_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.cuda
 
 FIRST: list[dict[str, Any]] = [
     {"name": "difference"},
