@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sartor.runs.resume import resume
     from sartor.settings import setting
     from sartor.studies.comparison import compare
-    from sartor.studies.reproduction import reproduce
+    from sartor.studies.reproduction import reproduce, reproduce_all
     from sartor.studies.tuning import search
 
 # Threads that wait for each other spin, by default for milliseconds, which makes two runs on one machine
@@ -49,6 +49,7 @@ _HOMES = {
     "search": "sartor.studies.tuning",
     "write_report": "sartor.report",
     "reproduce": "sartor.studies.reproduction",
+    "reproduce_all": "sartor.studies.reproduction",
     "Experiment": "sartor.runs.experiment",
     "Task": "sartor.model.task",
     "Algorithm": "sartor.algorithms",
@@ -108,6 +109,7 @@ __all__ = [
     "register_objective",
     "register_transform",
     "reproduce",
+    "reproduce_all",
     "resume",
     "run",
     "search",

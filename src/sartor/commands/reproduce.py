@@ -18,6 +18,7 @@ from sartor.errors import SartorError, SettingError
 if TYPE_CHECKING:
     from sartor.studies.entries import Column, Entry
     from sartor.studies.forecast import Forecast
+    from sartor.studies.library import Failure
     from sartor.studies.reproduction import Reproduction
 
 
@@ -34,33 +35,34 @@ def reproduce(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME] [KEY=VALUE]...",
-            help="A table or figure such as comfed/table4, left out: list them; settings that win over it.",
+            metavar="[NAME]... [KEY=VALUE]...",
+            help="Tables or figures such as comfed/table4, left out: list them; settings that win over them.",
             show_default=False,
         ),
     ] = None,
     scale: Annotated[Scale, typer.Option(help="The paper's setting, or one of a few minutes.")] = Scale.small,
     seeds: Seeds = None,
     methods: Annotated[
-        str | None, typer.Option(help="Some of its methods, as in fedavg,fedprox.", show_default=False)
+        str | None, typer.Option(help="Some of the methods, as in fedavg,fedprox.", show_default=False)
     ] = None,
     columns: Annotated[
-        str | None, typer.Option(help="Some of its columns, as in 100,200.", show_default=False)
+        str | None, typer.Option(help="Some of the columns, as in 100,200.", show_default=False)
     ] = None,
     together: Together = None,
-    jobs: Annotated[int, typer.Option(help="Processes that make its runs at once.", min=1)] = 1,
+    jobs: Annotated[int, typer.Option(help="Processes that make the runs at once.", min=1)] = 1,
     device: Device = None,
     imports: Imports = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the runs, where earlier ones are found; left out: one in reproductions/.",
+            help="Folder of the runs, where earlier ones are found; left out: one in reproductions/. "
+            "Of several tables it has a folder for each.",
             show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Say how many runs it has and how long they would take; run nothing."),
+        typer.Option("--dry-run", help="Say how many runs there are and what they would take; run nothing."),
     ] = False,
     only_made: Annotated[
         bool,
@@ -76,7 +78,7 @@ def reproduce(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a paper's table or figure, and print our numbers beside the paper's.
+    """Run papers' tables or figures, and print our numbers beside the papers'.
 
     sartor reproduce
 
@@ -92,11 +94,11 @@ def reproduce(
 
     sartor reproduce diversifed/table1 --scale paper --device cuda --missing --seeds 1
 
+    sartor reproduce comfed/table4 pfllib/fashion-mnist --scale paper --device cuda --jobs 6
+
     What was run before is found again, and a run that was interrupted goes on.
     """
     words, overrides = split_words(arguments or ())
-    if len(words) > 1:
-        raise SettingError(f"{words[1]!r}: expected one table or figure, and key=value")
     refuse_unused(overrides, dict.fromkeys(("compare", "search", "algorithm"), "the entry says it"))
     from sartor.runs.experiment import collect
     from sartor.runs.record import to_json
@@ -120,28 +122,43 @@ def reproduce(
     if dry_run and only_made:
         raise SettingError("--dry-run and --only-made: either runs nothing; give one of them")
     if dry_run:
-        from sartor.studies.forecast import forecast
+        from sartor.studies.forecast import forecast_all
 
-        expected = forecast(words[0], **asked, jobs=jobs)
-        print(to_json(expected.to_mapping())) if as_json else _print_forecast(expected, jobs)
+        expected = forecast_all(words, **asked, jobs=jobs)
+        if as_json:
+            print(to_json(_alone(words, [each.to_mapping() for each in expected])))
+        else:
+            _print_forecasts(expected, jobs)
         return
     how: dict[str, Any] = {"together": together, "jobs": jobs, "only_made": only_made}
-    result = reproduction.reproduce(words[0], **asked, **how, progress=True)
-    figures = _drawn(result)
-    if as_json:
-        print(to_json({**result.to_mapping(), "figures": [str(path) for path in figures]}))
-    else:
-        _print_reproduction(entries.entry(result.name), result)
-        for path in figures:
-            print(f"figure: {path}")
-        print(f"reproduction: {result.out / reproduction.FILE}")
-    if result.failed:
-        first = result.failed[0]
-        left_out = ", ".join(dict.fromkeys(failure.label for failure in result.failed))
+    failed: list[Failure] = []
+    made = []
+    try:
+        for result in reproduction.reproduce_all(words, **asked, **how, progress=True):
+            figures = _drawn(result)
+            made.append({**result.to_mapping(), "figures": [str(path) for path in figures]})
+            failed += result.failed
+            if not as_json:
+                print(end="\n" * (len(made) > 1))
+                _print_reproduction(entries.entry(result.name), result)
+                for path in figures:
+                    print(f"figure: {path}")
+                print(f"reproduction: {result.out / reproduction.FILE}")
+    finally:  # also where nothing came of another one
+        if as_json and made:
+            print(to_json(_alone(words, made)))
+    if failed:
+        first = failed[0]
+        left_out = ", ".join(dict.fromkeys(failure.label for failure in failed))
         raise SartorError(
             f"left out, as runs failed: {left_out}; the first, {first.label} with seed {first.seed}: "
             f"{first.message}"
         )
+
+
+def _alone(words: Sequence[str], made: list[dict[str, Any]]) -> Any:
+    """A list where several were asked for."""
+    return made if len(words) > 1 else made[0]
 
 
 def _drawn(result: Reproduction) -> list[Path]:
@@ -239,6 +256,17 @@ def _cut(columns: Sequence[Column], label: str, settings: Mapping[str, Any]) -> 
     round = next(column.round for column in columns if column.label == label)
     end = settings.get("rounds")
     return f" (the runs end after round {end})" if isinstance(end, int) and end < round else ""
+
+
+def _print_forecasts(expected: Sequence[Forecast], jobs: int) -> None:
+    """What each entry takes, and all of them."""
+    from sartor.runs.durations import duration
+
+    for each in expected:
+        _print_forecast(each, jobs)
+    if len(expected) > 1:
+        runs, seconds = sum(each.runs for each in expected), sum(each.seconds for each in expected)
+        print(f"in all {runs} runs, about {duration(seconds)} left to do")
 
 
 def _print_forecast(expected: Forecast, jobs: int) -> None:

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
 from sartor.data.clients import ClientData
-from sartor.errors import Diverged, SettingError
+from sartor.errors import Diverged
 from sartor.runs import cost
 from sartor.runs.experiment import Experiment, to_mapping
 from sartor.runs.record import RunFolder
 from sartor.runs.setup import load_data
 from sartor.studies.library import Runs, has_ended
-from sartor.studies.reproduction import Asked, Group, Work, planned, row_seconds
+from sartor.studies.reproduction import Asked, Group, Work, planned_all, row_seconds
 from sartor.studies.workers import processors, threads_of
 
 
@@ -70,15 +70,23 @@ def forecast(name: str, *, jobs: int = 1, **asked: Unpack[Asked]) -> Forecast:
     >>> expected.runs, expected.there, expected.rounds, expected.seconds > 0
     (3, 0, 30, True)
     """
-    work, device = planned(name, **asked), asked.get("device")
+    (expected,) = forecast_all([name], jobs=jobs, **asked)
+    return expected
+
+
+def forecast_all(names: Sequence[str], *, jobs: int = 1, **asked: Unpack[Asked]) -> list[Forecast]:
+    """The same of several entries, each as by itself."""
     measured = _Measured()
-    parts: list[Part] = []
+    works = planned_all(names, **asked)
     with threads_of(jobs):  # as each of them has
+        return [_forecast(work, asked.get("device"), jobs, measured) for work in works]
+
+
+def _forecast(work: Work, device: str | None, jobs: int, measured: _Measured) -> Forecast:
+    parts: list[Part] = []
+    with work.named():
         for group in work.trained:
-            try:
-                parts += _parts(group, work, device, measured)
-            except SettingError as error:
-                raise SettingError(f"{name}, {work.scale}: {error}") from None
+            parts += _parts(group, work, device, measured)
     there = sum(part.there for part in parts)
     where = device or work.settings.get("engine", {}).get("device", "cpu")
     at_once = min(jobs, processors(), max(1, work.runs - there)) if where == "cpu" else 1

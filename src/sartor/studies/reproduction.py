@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +58,16 @@ COMPUTED = "computed"
 """The cell of an entry that is no training."""
 LEAST_BAND = 0.005
 """Half the width of the narrowest band: numbers are printed with few digits, and of few seeds."""
+
+
+Queued = dict[Path, tuple[dict[str, dict[str, Any]], Runs]]
+"""By a comparison's folder its methods and its runs, which several processes have made."""
+
+log = logging.getLogger(__name__)
+
+
+class NothingLeft(SartorError):
+    """Of an entry nothing is asked for that is there to be run or shown."""
 
 
 @dataclass(frozen=True)
@@ -200,21 +212,67 @@ def reproduce(
     >>> [(number.method, number.column) for number in result.numbers]
     [('fedavg', '5')]
     """
+    (made,) = reproduce_all(
+        [name], together=together, jobs=jobs, only_made=only_made, progress=progress, **asked
+    )
+    return made
+
+
+def reproduce_all(
+    names: Sequence[str],
+    *,
+    together: str | None = None,
+    jobs: int = 1,
+    only_made: bool = False,
+    progress: bool = False,
+    **asked: Unpack[Asked],
+) -> Iterator[Reproduction]:
+    """Several tables or figures, each as :func:`reproduce` makes it, with the same keywords for all.
+
+    With several ``jobs`` the runs of all of them stand in one queue, so that no process waits for the last
+    runs of one entry before those of the next. ``out`` is then the folder of a folder for each. Of
+    ``methods`` and ``columns`` each entry takes those it has. One of which nothing is ``missing``, or with
+    ``only_made`` nothing made, is left out, unless all are.
+
+    >>> from tempfile import mkdtemp
+    >>> some = {"methods": ["fedavg"], "columns": ["5", "IID"], "settings": {"rounds": 5}}
+    >>> for result in reproduce_all(["comfed/table4", "spfl/table6"], **some, out=mkdtemp()):
+    ...     print(result.out.name, [(number.method, number.column) for number in result.numbers])
+    comfed-table4-small [('fedavg', '5')]
+    spfl-table6-small [('fedavg', 'IID')]
+    """
     if jobs < 1:
         raise SettingError(f"jobs: must be at least 1, got {jobs}")
-    work, device = planned(name, **asked), asked.get("device")
+    device = asked.get("device")
+    works = planned_all(names, **asked)
+    if only_made:
+        works = _unless_all([partial(_finished, work, device) for work in works])
+    tally = Tally(sum(work.runs for work in works), sum(work.rounds for work in works), shown=progress)
+    queued: Queued = {}
+    failed: dict[Path, list[Failure]] = {work.out: [] for work in works}
+    if jobs > 1:
+        queued = _made_at_once(works, device, together, jobs, tally, failed)
+    nothing: list[NothingFinished] = []
+    for work in works:
+        try:
+            yield _reproduced(work, device, together, tally, queued, failed[work.out])
+        except NothingFinished as error:  # the other entries go on
+            nothing.append(error)
+    if nothing:
+        raise NothingFinished([failure for error in nothing for failure in error.failed])
+
+
+def _reproduced(
+    work: Work, device: str | None, together: str | None, tally: Tally, queued: Queued, failed: list[Failure]
+) -> Reproduction:
+    """The result of an entry, stored."""
     chosen, at, scale = work.entry, work.at, work.scale
     compared: dict[str, Comparison] = {}
-    failed: list[Failure] = []
     if chosen.cell == COMPUTED:
         found = _computed(work, device)
     else:
-        try:
-            if only_made:
-                work = _finished(work, device)
-            compared, failed = _trained(work, device, together, jobs, progress)
-        except SettingError as error:
-            raise SettingError(f"{name}, {scale}: {error}") from None
+        with work.named():
+            compared = _trained(work, device, together, tally, queued, failed)
         found = {}
         for group in work.groups:
             if group.name in compared:
@@ -228,7 +286,7 @@ def reproduce(
     runs = [RunFolder.open(work.out / each) for each in dict.fromkeys(run for n in made for run in n.runs)]
     reproduction = Reproduction(
         name=chosen.name,
-        asked=name,
+        asked=work.asked,
         scale=scale,
         percent=chosen.percent,
         seeds=next((result.seeds for result in compared.values()), work.numbered),
@@ -246,18 +304,20 @@ def reproduce(
 
 
 def _trained(
-    work: Work, device: str | None, together: str | None, jobs: int, progress: bool
-) -> tuple[dict[str, Comparison], list[Failure]]:
-    """The comparisons of an entry by their names, and the runs that failed."""
-    tally = Tally(work.runs, work.rounds, shown=progress)
+    work: Work,
+    device: str | None,
+    together: str | None,
+    tally: Tally,
+    queued: Queued,
+    failed: list[Failure],
+) -> dict[str, Comparison]:
+    """The comparisons of an entry by their names; runs that failed are noted."""
     compared: dict[str, Comparison] = {}
-    failed: list[Failure] = []
-    made = _made_at_once(work, device, together, jobs, tally, failed) if jobs > 1 else {}
     for group in work.groups:
-        tally.place = group.words
+        tally.place = work.place(group)
         out = work.out / group.name
-        if group.name in made:
-            tables, runs = made[group.name]
+        if out in queued:
+            tables, runs = queued[out]
         else:
             tables = _tuned(group, work, device, Runs(out / SEARCH, tally, kept=Kept.RESULTS), failed)
             runs = Runs(out, tally, together or "auto", kept=Kept.MODELS)
@@ -277,14 +337,19 @@ def _trained(
             failed += error.failed
     if not compared:
         raise NothingFinished(failed)
-    return compared, failed
+    return compared
 
 
 def _finished(work: Work, device: str | None) -> Work:
     """The work without all that has a run to be made."""
-    groups = tuple(group for each in work.groups if (group := _finished_methods(each, work, device)).tables)
+    if not work.trained:
+        return work
+    with work.named():
+        groups = tuple(
+            group for each in work.groups if (group := _finished_methods(each, work, device)).tables
+        )
     if not groups:
-        raise SartorError(
+        raise NothingLeft(
             f"{work.out}: no method has all its runs there; ask for fewer seeds, or make some first"
         )
     return replace(work, groups=groups)
@@ -314,42 +379,51 @@ def _finished_methods(group: Group, work: Work, device: str | None) -> Group:
 
 
 def _made_at_once(
-    work: Work, device: str | None, together: str | None, jobs: int, tally: Tally, failed: list[Failure]
-) -> dict[str, tuple[dict[str, dict[str, Any]], Runs]]:
-    """By comparison its methods and its runs, which several processes have made."""
+    works: Sequence[Work],
+    device: str | None,
+    together: str | None,
+    jobs: int,
+    tally: Tally,
+    failed: Mapping[Path, list[Failure]],
+) -> Queued:
+    """What several processes have made for some entries."""
     study = Study(jobs, tally)
-    made: dict[str, tuple[dict[str, dict[str, Any]], Runs]] = {}
-    searched: dict[str, Runs] = {}
+    made: Queued = {}
+    searched: dict[Path, Runs] = {}
 
-    def want(group: Group, tables: dict[str, dict[str, Any]]) -> None:
+    def want(work: Work, group: Group, tables: dict[str, dict[str, Any]]) -> None:
         plan, methods, _ = group.planned(device, together, tables)
         named = [(method.label, method) for method in methods]
-        study.want(made[group.name][1], plan, named, plan.seeds(work.seeds, "compare"), group.words)
+        runs = made[work.out / group.name][1]
+        study.want(runs, plan, named, plan.seeds(work.seeds, "compare"), work.place(group))
 
-    def want_tuned(group: Group, wanted: Trials, method: Method) -> None:
+    def want_tuned(work: Work, group: Group, wanted: Trials, method: Method) -> None:
         """A method's runs, as soon as its trials are there."""
-        found, _ = tune(wanted, method, searched[group.name].aside())
+        found, _ = tune(wanted, method, searched[work.out / group.name].aside())
         if found.chosen is not None:
-            want(group, {method.label: _chosen(found)})
+            want(work, group, {method.label: _chosen(found)})
 
-    for group in work.groups:
-        _, _, options = group.planned(device, together)
-        runs = Runs(work.out / group.name, together=options.together, kept=Kept.MODELS)
-        made[group.name] = group.tables, runs
-        if work.at.tuning is None:
-            want(group, group.tables)
-            continue
-        searched[group.name] = Runs(work.out / group.name / SEARCH, kept=Kept.RESULTS)
-        wanted = _planned_trials(group, work.at.tuning, device)
-        for method in wanted.methods:
-            trials = [(title, trial) for title, trial in wanted.trials if trial.label == method.label]
-            after = After(partial(want_tuned, group, wanted, method), group.rounds)
-            study.want(searched[group.name], wanted.plan, trials, wanted.seeds, group.words, after)
+    for work in works:
+        with work.named():
+            for group in work.trained:
+                _, _, options = group.planned(device, together)
+                out = work.out / group.name
+                made[out] = group.tables, Runs(out, together=options.together, kept=Kept.MODELS)
+                if work.at.tuning is None:
+                    want(work, group, group.tables)
+                    continue
+                searched[out] = Runs(out / SEARCH, kept=Kept.RESULTS)
+                wanted = _planned_trials(group, work.at.tuning, device)
+                for method in wanted.methods:
+                    trials = [(title, trial) for title, trial in wanted.trials if trial.label == method.label]
+                    after = After(partial(want_tuned, work, group, wanted, method), group.rounds)
+                    study.want(searched[out], wanted.plan, trials, wanted.seeds, work.place(group), after)
     study.make()
-    for group in work.groups:
-        if group.name in searched:
-            tables = _tuned(group, work, device, searched[group.name], failed)
-            made[group.name] = tables, made[group.name][1]
+    for work in works:
+        for group in work.trained:
+            out = work.out / group.name
+            if out in searched:
+                made[out] = _tuned(group, work, device, searched[out], failed[work.out]), made[out][1]
     return made
 
 
@@ -363,12 +437,33 @@ class Work:
     """What an entry comes to with what was asked for: the comparisons to be made."""
 
     entry: Entry
+    asked: str
+    """The name that was given."""
     scale: str
     at: Setting
     groups: tuple[Group, ...]
     seeds: int | tuple[int, ...]
     settings: dict[str, Any]
-    out: Path
+    out: Path = Path()
+    among: bool = False
+    """Whether it is one of several that were asked for."""
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """What is wrong with settings within is said of this entry."""
+        try:
+            yield
+        except SettingError as error:
+            raise SettingError(f"{self.asked}, {self.scale}: {error}") from None
+
+    def place(self, group: Group) -> str:
+        """Where a run is, in a few words."""
+        return f"{self.entry.name}, {group.words}" if self.among else group.words
+
+    @property
+    def folder(self) -> str:
+        """What a folder of its runs is called."""
+        return f"{self.entry.name.replace('/', '-')}-{self.scale}"
 
     @property
     def trained(self) -> tuple[Group, ...]:
@@ -431,15 +526,80 @@ def planned(name: str, **asked: Unpack[Asked]) -> Work:
     seeds, out = asked.get("seeds"), asked.get("out")
     if seeds is None:
         seeds = 1 if scale == "small" else max(1, chosen.seeds)
-    folder = Path("reproductions") / f"{chosen.name.replace('/', '-')}-{scale}" if out is None else Path(out)
     given = dict(asked.get("settings") or {})
     if chosen.cell == COMPUTED:
         keys = {key for group in _groups(at, {}) for key in group.settings}
         for key in given.keys() - keys:
             raise unknown(name, key, keys)
     counted = seeds if isinstance(seeds, int) else tuple(seeds)
-    work = Work(chosen, scale, at, tuple(_groups(at, given)), counted, given, folder)
+    work = Work(chosen, name, scale, at, tuple(_groups(at, given)), counted, given)
+    work = replace(work, out=Path("reproductions") / work.folder if out is None else Path(out))
     return _unmeasured(work) if asked.get("missing") else work
+
+
+def planned_all(names: Sequence[str], **asked: Unpack[Asked]) -> list[Work]:
+    """What :func:`reproduce_all` would run for the same words.
+
+    >>> [(work.entry.name, work.runs) for work in planned_all(["comfed/table4", "spfl/fig4"], seeds=1)]
+    [('comfed/table4', 16), ('spfl/fig4', 2)]
+    """
+    if not names:
+        raise SettingError("names: name at least one table or figure")
+    if len(names) == 1:
+        return [planned(names[0], **asked)]
+    folder = Path(asked.get("out") or "reproductions")
+    works = _unless_all([partial(planned, name, **own) for name, own in _each_asked(names, asked)])
+    works = [replace(work, out=folder / work.folder, among=True) for work in works]
+    for place, work in enumerate(works):
+        for other in works[:place]:
+            if work.out == other.out:
+                raise SettingError(f"{work.asked}: is the same as {other.asked}; name one of them")
+    return works
+
+
+def _each_asked(names: Sequence[str], asked: Asked) -> Iterator[tuple[str, Asked]]:
+    """What is asked of each of several entries: those of the methods and columns that it has."""
+    at = {name: planned(name, scale=asked.get("scale", "small")).at for name in names}
+    methods = _divided("method", asked.get("methods"), {name: [*at[name].methods] for name in names})
+    labels = {name: [column.label for column in at[name].columns] for name in names}
+    columns = _divided("column", asked.get("columns"), labels)
+    for name in names:
+        own = asked.copy()
+        own["methods"], own["columns"] = methods[name], columns[name]
+        yield name, own
+
+
+def _divided(
+    kind: str, words: Iterable[str] | None, has: Mapping[str, Sequence[str]]
+) -> Mapping[str, list[str] | None]:
+    """Each entry's of some words; it has one at least, and each word is one's."""
+    if words is None:
+        return dict.fromkeys(has)
+    words, every = list(words), dict.fromkeys(label for labels in has.values() for label in labels)
+    for word in words:
+        if word not in every:
+            raise unknown(kind, word, every, what="name")
+    own = {name: [word for word in words if word in labels] for name, labels in has.items()}
+    for name, some in own.items():
+        if not some:
+            raise SettingError(f"{name}: has none of these {kind}s, but {', '.join(has[name])}")
+    return {**own}
+
+
+def _unless_all(works: Sequence[Callable[[], Work]]) -> list[Work]:
+    """Those of some works of which something is left, if there is one."""
+    found: list[Work] = []
+    empty: list[NothingLeft] = []
+    for work in works:
+        try:
+            found.append(work())
+        except NothingLeft as error:
+            empty.append(error)
+    if not found:
+        raise empty[0]
+    for left_out in empty:
+        log.warning("left out, %s", left_out)
+    return found
 
 
 def _unmeasured(work: Work) -> Work:
@@ -462,7 +622,7 @@ def _unmeasured(work: Work) -> Work:
         if left:
             groups.append(replace(group, tables={label: group.tables[label] for label in left}))
     if not groups:
-        raise SartorError(f"{work.entry.name}, {work.scale}: no number is missing; leave that word out")
+        raise NothingLeft(f"{work.entry.name}, {work.scale}: no number is missing; leave that word out")
     return replace(work, groups=tuple(groups))
 
 
