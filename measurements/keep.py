@@ -36,7 +36,8 @@ from sartor.studies import papers
 from sartor.studies.comparison import estimate
 from sartor.studies.entries import Entry, entry, seeds_of
 from sartor.studies.library import name_of
-from sartor.studies.reproduction import FILE, as_stated, number_of, planned, row_seconds
+from sartor.studies.planning import as_stated, planned
+from sartor.studies.reproduction import FILE, number_of, row_seconds
 from sartor.studies.results import Record, Results
 
 RESULTS = Path(__file__).parent.parent / "results"

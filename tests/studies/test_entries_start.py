@@ -25,7 +25,7 @@ from sartor.runs.inputs import gather
 from sartor.runs.setup import divided, open_federation, set_up
 from sartor.studies.comparison import CompareSettings, Plan, split_table
 from sartor.studies.entries import entries
-from sartor.studies.reproduction import planned
+from sartor.studies.planning import planned
 
 RUNNABLE = [(each.name, scale) for each in entries() for scale in each.scales if each.cell != "computed"]
 SHAPES = {"digits": (1, 8, 8), "cifar10": (3, 32, 32), "cifar100": (3, 32, 32), "pathmnist": (3, 28, 28)}

@@ -18,8 +18,9 @@ from sartor.runs.inputs import gather
 from sartor.studies import forecast
 from sartor.studies.jobs import After, Job, Made, Study, make
 from sartor.studies.library import Failure, Runs, key_of
+from sartor.studies.planning import planned
 from sartor.studies.progress import Tally
-from sartor.studies.reproduction import Reproduction, planned, reproduce
+from sartor.studies.reproduction import Reproduction, reproduce
 
 FEW: dict[str, Any] = {
     "methods": ["fedavg", "fedprox"],

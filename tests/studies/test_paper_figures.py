@@ -28,7 +28,8 @@ from sartor.studies.comparison import NothingFinished
 from sartor.studies.entries import Column, Entry, entries, entry
 from sartor.studies.forecast import forecast
 from sartor.studies.library import Failure
-from sartor.studies.reproduction import Reproduction, number_of, planned, reproduce
+from sartor.studies.planning import planned
+from sartor.studies.reproduction import Reproduction, number_of, reproduce
 
 TINY = {"rounds": 6, "data": {"clients": 6}, "partition": {"name": "iid"}, "model": {"name": "softmax"}}
 FIGURES = [each for each in entries() if each.over]

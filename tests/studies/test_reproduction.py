@@ -21,7 +21,7 @@ from sartor.runs.experiment import read_toml
 from sartor.runs.inputs import gather
 from sartor.runs.metrics import scores
 from sartor.runs.record import RunFolder
-from sartor.studies import papers, presets, reproduction
+from sartor.studies import papers, planning, presets, reproduction
 from sartor.studies.comparison import FILE, CompareSettings, Plan, check_hyper, estimate, split_table
 from sartor.studies.entries import Column, Entry, entries, entry, merged
 from sartor.studies.reproduction import number_of, reproduce, within
@@ -82,7 +82,7 @@ def test_the_experiments_of_an_entry_are_right(each: Entry, scale: str) -> None:
     at = each.scales[scale]
     names = set(registered())
     known = {*CELLS, "local", "observed"}
-    for group in reproduction._groups(at, {}):
+    for group in planning._groups(at, {}):
         plan = Plan(gather({"experiment": group.settings}))
         options, tables = split_table(plan.compare, CompareSettings, "compare", {}, group.tables)
         methods = plan.methods(options.algorithms, tables, "compare")
@@ -123,7 +123,7 @@ def test_the_small_settings_need_no_download() -> None:
     for each in ENTRIES:
         if each.scales and each.cell != "computed":
             small = each.scales["small"]
-            names = {group.settings["data"]["name"] for group in reproduction._groups(small, {})}
+            names = {group.settings["data"]["name"] for group in planning._groups(small, {})}
             assert names == {"digits"}
 
 
@@ -282,8 +282,8 @@ def test_runs_are_found_again_also_when_more_is_asked_for() -> None:
 
 def test_a_column_may_have_hyper_parameters_and_a_method_settings_of_its_own() -> None:
     at = entry("diversifed/table2").scales["paper"]
-    some = reproduction._some(at, ["diversifed", "fedfomo", "separate"], ["CIFAR-10 0.1", "CIFAR-10 1.0"])
-    groups = reproduction._groups(some, {})
+    some = planning._some(at, ["diversifed", "fedfomo", "separate"], ["CIFAR-10 0.1", "CIFAR-10 1.0"])
+    groups = planning._groups(some, {})
     found = {}
     for group in groups:
         (column,) = group.columns

@@ -24,7 +24,8 @@ from sartor.studies import library
 from sartor.studies import results as module
 from sartor.studies.comparison import compare
 from sartor.studies.entries import Band, entries, entry
-from sartor.studies.reproduction import planned, reproduce
+from sartor.studies.planning import planned
+from sartor.studies.reproduction import reproduce
 from sartor.studies.results import Record, Results
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,8 @@ from sartor.commands.main import app
 from sartor.errors import SartorError
 from sartor.studies import forecast, reproduction
 from sartor.studies.comparison import NothingFinished
-from sartor.studies.reproduction import Reproduction, planned_all, reproduce, reproduce_all
+from sartor.studies.planning import NothingLeft, planned_all
+from sartor.studies.reproduction import Reproduction, reproduce, reproduce_all
 
 TWO = ("comfed/table4", "spfl/table6")
 TINY = {"rounds": 2, "data": {"clients": 6}, "partition": {"name": "iid"}, "model": {"name": "softmax"}}
@@ -87,7 +88,7 @@ def test_what_is_there_is_found_whoever_asked_for_it() -> None:
 def test_only_what_is_made_is_shown_and_one_without_anything_is_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(reproduction.NothingLeft, match="made/comfed-table4-small: no method has all"):
+    with pytest.raises(NothingLeft, match="made/comfed-table4-small: no method has all"):
         both(only_made=True)
     (whole,) = (each for each in both() if each.name == TWO[0])
     for path in Path("made/spfl-table6-small").rglob("summary.json"):
@@ -100,7 +101,7 @@ def test_an_entry_of_which_no_number_is_missing_is_left_out(caplog: pytest.LogCa
     (work,) = planned_all([TWO[0], "diversifed/table6"], scale="paper", missing=True, seeds=1)
     assert work.entry.name == "diversifed/table6"
     assert caplog.messages == ["left out, comfed/table4, paper: no number is missing; leave that word out"]
-    with pytest.raises(reproduction.NothingLeft, match="comfed/table4, small: no number is missing"):
+    with pytest.raises(NothingLeft, match="comfed/table4, small: no number is missing"):
         planned_all(TWO, missing=True)
 
 

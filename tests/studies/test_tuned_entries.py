@@ -21,7 +21,8 @@ from sartor.studies import library
 from sartor.studies.entries import Tuning, entries, entry
 from sartor.studies.forecast import forecast
 from sartor.studies.library import failure_of
-from sartor.studies.reproduction import planned, reproduce
+from sartor.studies.planning import planned
+from sartor.studies.reproduction import reproduce
 
 NAME = "sartor/leaderboard"
 FEW: dict[str, Any] = {

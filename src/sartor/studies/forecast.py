@@ -18,7 +18,8 @@ from sartor.runs.experiment import Experiment, to_mapping
 from sartor.runs.record import RunFolder
 from sartor.runs.setup import load_data
 from sartor.studies.library import Runs, has_ended
-from sartor.studies.reproduction import Asked, Group, Work, planned_all, row_seconds
+from sartor.studies.planning import Asked, Group, Work, planned_all
+from sartor.studies.reproduction import row_seconds
 from sartor.studies.workers import processors, threads_of
 
 
