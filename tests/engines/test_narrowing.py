@@ -119,10 +119,27 @@ def dense() -> Task:
     return Task(nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4)).double(), classes=4, head="2")
 
 
+class Words(nn.Module):
+    """Each number of a sample is taken for a word, of which each client has vectors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors, self.head = nn.Embedding(7, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.vectors((4 * x).long().remainder(7)).mean(1))  # type: ignore[no-any-return]
+
+
+def words() -> Task:
+    torch.manual_seed(0)
+    return Task(Words().double(), classes=4)
+
+
 MODELS: dict[str, tuple[Callable[[], Task], tuple[int, ...]]] = {
     "dense": (dense, (5,)),
     "statistics and dropout": (network, (5,)),
     "convolutions": (convolutions, (1, 8, 8)),
+    "words": (words, (5,)),
 }
 
 

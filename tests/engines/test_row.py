@@ -167,6 +167,24 @@ def test_samples_themselves_are_gathered_in_their_turn(monkeypatch: pytest.Monke
     assert all(column[0].numel() <= 5 for column in told(given, [turn.flatten(0, 1) for turn in turns]))
 
 
+def embedded(x: Tensor, y: Tensor, scale: Tensor, w: Tensor, index: Tensor, real: Tensor) -> list[Tensor]:
+    """A lane's words have places in the vectors of all lanes by its number."""
+    return [w - 0.1 * torch.func.grad(lambda w: F.embedding(y[index], w.view(11, 2)).square().sum())(w)]
+
+
+def test_a_lane_has_its_number_in_all_turns() -> None:
+    graphs = {lanes: graph_of(embedded, lanes) for lanes in (2, 4, 3)}
+    told = beforehand_of((2, graphs[2]), (4, graphs[4]), 3, 2)
+    assert told is not None
+    given, model, turns = inputs_of(3)
+    columns = [
+        column.unflatten(0, (STEPS, 3)) for column in told(given, [turn.flatten(0, 1) for turn in turns])
+    ]
+    made = Row(graphs[3], 3, 1, Parts(), told.places)
+    (after,) = made(given, [model], [*turns, *columns])
+    assert torch.equal(after, taken(graphs[3], 3)[0])
+
+
 def test_other_operations_do_not_fit() -> None:
     told = beforehand_of((2, graph_of(sgd, 2)), (4, graph_of(sgd, 4)), 3, 2)
     assert told is not None
@@ -178,7 +196,7 @@ def test_other_operations_do_not_fit() -> None:
 # Whole runs ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["dense", "statistics and dropout"])
+@pytest.mark.parametrize("model", ["dense", "statistics and dropout", "words"])
 @pytest.mark.usefixtures("traced", "five_lanes")
 def test_all_widths_are_told_beforehand(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, made = run(model)
@@ -191,14 +209,17 @@ def test_all_widths_are_told_beforehand(model: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("traced", "five_lanes")
-@pytest.mark.parametrize("wrong", ["another operation", "other layers"])
+@pytest.mark.parametrize("wrong", ["another operation", "other layers", "numbers of lanes"])
 def test_a_row_that_is_wrong_is_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = run("dense")
+    model = "words" if wrong == "numbers of lanes" else "dense"
+    expected, _ = run(model)
     if wrong == "another operation":
         monkeypatch.setattr(row, "_OVER", {aten.sub.Tensor: aten.add_.Tensor})
+    elif wrong == "numbers of lanes":
+        monkeypatch.setattr(row, "_counts_lanes", lambda *given: False)
     else:
         own = row._sizes
         monkeypatch.setattr(row, "_sizes", lambda *given: own(*given)[::-1])
-    found, made = run("dense")
+    found, made = run(model)
     assert widths_of(made)
     assert torch.equal(found, expected)

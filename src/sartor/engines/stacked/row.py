@@ -26,6 +26,9 @@ aten = torch.ops.aten
 LITTLE = 1 << 14
 """Bytes of a lane that are computed ahead: samples themselves are gathered when their turn comes."""
 
+_FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
+"""What gives every lane the same."""
+
 _OVER = {aten.sub.Tensor: aten.sub_.Tensor, aten.add.Tensor: aten.add_.Tensor}
 """What goes on from a model, and does so where it lies."""
 
@@ -133,10 +136,11 @@ def beforehand_of(
     inputs = [place for place, node in enumerate(nodes) if node.op == "placeholder"]
     given = [*inputs[:fixed], *inputs[-turns:]]
     known, follows = {nodes[place] for place in given}, {nodes[place] for place in inputs[-turns:]}
-    for node in nodes:
+    for node, beside in zip(nodes, others, strict=True):
         if node.op in ("call_function", "get_attr") and known.issuperset(node.all_input_nodes):
             if follows.isdisjoint(node.all_input_nodes):
-                known.add(node)
+                if not _counts_lanes(node, beside):
+                    known.add(node)
             elif _little(node, one[0]):
                 known.add(node)
                 follows.add(node)
@@ -155,6 +159,15 @@ def beforehand_of(
         found = left
     graph = of_any_width(one, other, given, wanted) if wanted else None
     return None if graph is None else Beforehand(graph, tuple(wanted), one[1])
+
+
+def _counts_lanes(node: fx.Node, beside: fx.Node) -> bool:
+    """Whether this makes of the number of lanes what is another for each, as their numbers: turns have the
+    same lanes again.
+    """
+    if node.all_input_nodes or node.target in _FILLS:
+        return False
+    return (node.args, node.kwargs) != (beside.args, beside.kwargs)
 
 
 def _rows(node: fx.Node) -> int:
