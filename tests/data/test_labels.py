@@ -397,7 +397,7 @@ def test_a_server_that_names_no_classes_is_not_followed(folder: Path) -> None:
     admission = Admission(Requests(grid, 5.0), told("data.normalise=false"))
     admission.greet(1)
     opening = {"kind": "open", "run": "a", "clients": 1, "numbers": [0], "classes": 3, "buffers": "average"}
-    opening |= {"at": 0, "without": [], "keep": [], "settled": [], "floor": 0}
+    opening |= {"at": 0, "without": [], "keep": [], "kept": [], "settled": [], "floor": 0}
     for labels, message in (
         ([1, 2, 3], "labels is "),
         ("abc", "labels is 'abc'"),

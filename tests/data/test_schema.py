@@ -598,7 +598,7 @@ def test_a_server_cannot_change_the_columns_that_a_node_agreed_to(
     met = greet(node, told())
     columns = {**columns_mapping(agreed(told().columns, met.table)), **other}
     opening = {"kind": "open", "run": "a", "clients": 1, "numbers": [0], "classes": 2, "labels": None}
-    opening |= {"at": 0, "without": [], "keep": [], "settled": [], "floor": 0, "columns": columns}
+    opening |= {"at": 0, "without": [], "keep": [], "kept": [], "settled": [], "floor": 0, "columns": columns}
     requests = Requests(HereGrid({1: node}), 5.0)
     with pytest.raises(Failed, match="its columns are not those of the experiment"):
         requests.wait(requests.send(1, opening, expected={}))

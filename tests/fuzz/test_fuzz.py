@@ -223,6 +223,7 @@ REQUESTS: list[dict[str, Any]] = [
         "at": 0,
         "without": [],
         "keep": [],
+        "kept": [],
     },
     {
         "kind": "call",

@@ -427,6 +427,11 @@ def test_killed_nodes_come_back_as_who_they_were(nursery: Nursery, undisturbed: 
         for node in killed:
             federation.nodes[node].kill()
         before = [federation.nodes[node].output.split("as node ")[1].split()[0] for node in killed]
+        if round == 2:  # with its key, and without what its clients have kept
+            key = federation.place / "state0" / "key.pem"
+            lost = federation.join(0, "--state", federation.place / "elsewhere", "--key", key)
+            assert lost.wait() == 2, lost.output
+            assert "start it with the folder that it had (--state)" in lost.output
         for node, number in zip(killed, before, strict=True):
             federation.nodes[node] = federation.join(node)
             federation.nodes[node].wait_for(f"as node {number}\n")

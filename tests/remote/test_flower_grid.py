@@ -5,6 +5,7 @@ That every method does is tested with the engines, in ``test_engines.py``.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from sartor.transforms.norms import Clip, Scale
 __all__ = ["forgetful", "named"]  # fixtures of these tests too
 
 BLOCKS = [[0, 3], [1, 4], [2, 5]]
+EVERYBODY = [0, 1, 2, 3, 4, 5]
 
 
 # Faults: a reply that is not used has not been given -------------------------------------------------------
@@ -186,6 +188,39 @@ def test_a_node_started_anew_goes_on_with_what_it_has_stored(tmp_path: Path) -> 
     federation.engine.farewell()  # type: ignore[attr-defined]
     assert torch.equal(server.w, expected.w)
     assert torch.equal(grid.kept("c_i"), undisturbed.states["c_i"])
+
+
+@pytest.mark.parametrize("found", ["nothing", "an older copy"])
+def test_a_node_without_what_its_clients_have_kept_is_left_out(tmp_path: Path, found: str) -> None:
+    """It might as well have been gone in the third round; with its own folder it is there in the fourth."""
+    gone = simulation(lambda round, n: (round != 3) | ~np.isin(n, [1, 4]))
+    expected = rounds_on(gone, "scaffold", [EVERYBODY] * 4)
+    own, other = tmp_path / "own", tmp_path / "other"
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS, own))
+    federation = deployed("scaffold", grid, plain())
+    server = rounds_on(federation, "scaffold", [EVERYBODY])
+    if found == "an older copy":
+        shutil.copytree(own, other)
+    server = rounds_on(federation, "scaffold", [EVERYBODY], server)
+    stranger = nodes_of(vectors(), plain(), BLOCKS, other)[2]
+    grid.at |= {2: stranger}
+    server = rounds_on(federation, "scaffold", [EVERYBODY], server)
+    assert "is not in its state folder; start it with the folder that it had" in stranger.refusal
+    assert federation.notes["forgotten"] == 1
+    grid.at |= {2: nodes_of(vectors(), plain(), BLOCKS, own)[2]}
+    server = rounds_on(federation, "scaffold", [EVERYBODY], server)
+    federation.engine.farewell()  # type: ignore[attr-defined]
+    assert torch.equal(server.w, expected.w)
+    assert torch.equal(grid.kept("c_i"), gone.states["c_i"])
+
+
+def test_a_node_of_a_method_that_keeps_nothing_may_come_from_anywhere(tmp_path: Path) -> None:
+    expected = rounds_on(simulation(), "fedavg")
+    grid = HereGrid(nodes_of(vectors(), plain(), BLOCKS, tmp_path / "own"))
+    federation = deployed("fedavg", grid, plain(), quorum=3)
+    server = rounds_on(federation, "fedavg", COHORTS[:1])
+    grid.at |= {2: nodes_of(vectors(), plain(), BLOCKS, tmp_path / "other")[2]}
+    assert torch.equal(rounds_on(federation, "fedavg", COHORTS[1:], server).w, expected.w)
 
 
 def test_nodes_that_train_one_client_on_the_fast_engine() -> None:

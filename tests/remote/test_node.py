@@ -179,6 +179,26 @@ def test_a_state_counts_when_it_was_used(tmp_path: Path, stored: bool) -> None:
     assert kept(again()) == {4: 1.0, 7: 4.0}
 
 
+def test_a_journal_knows_what_it_has(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for exchange in range(1, 2 * MOST_FILES + 2, 2):
+        journal.stage(exchange, rows((4, 1.0)))
+        assert not journal.has(exchange)
+        journal.settle(exchange, [4])
+        assert journal.has(exchange)
+        assert not journal.has(exchange + 1)
+    journal.stage(99, rows((4, 2.0)))
+    journal.settle(99, [4])
+    journal.merge(98)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert [exchange for exchange in (1, 32, 33, 35, 99) if Journal(tmp_path).has(exchange)] == [
+        1,
+        32,
+        33,
+        99,
+    ]
+
+
 def test_states_go_back_to_an_exchange(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for exchange in range(1, 6):
@@ -283,6 +303,7 @@ def opened(folder: Path | None = None, sends_personal: bool = False) -> Node:
         "at": 0,
         "without": [],
         "keep": [],
+        "kept": [],
     }
     assert "error" not in asked(node, "open", **settings)
     return node
@@ -411,6 +432,7 @@ def test_what_is_kept_in_a_run_is_for_its_method_alone(tmp_path: Path) -> None:
         "at": 0,
         "without": [],
         "keep": [],
+        "kept": [],
     }
     for again in (node, nodes_of(vectors(), plain(), [[1, 4]], tmp_path)[1]):
         asked(again, "hello", experiment=to_mapping(experiment_of("diversifed")))
@@ -562,6 +584,7 @@ def test_a_node_goes_by_all_of_the_experiments_engine_settings() -> None:
         "at": 0,
         "without": [],
         "keep": [],
+        "kept": [],
     }
     assert "error" not in asked(node, "open", **where)
     assert node._hosted is not None

@@ -40,7 +40,8 @@ CALL: dict[str, Any] = {
     "rounds": [1],
     "keeps": True,
 }
-HERE = {"clients": 1, "numbers": [0], "classes": 3, "labels": None, "at": 0, "without": [], "keep": []}
+HERE = {"clients": 1, "numbers": [0], "classes": 3, "labels": None, "at": 0}
+HERE |= {"without": [], "keep": [], "kept": []}
 CLIP = Requirement("clip", most={"norm": 1.0})
 
 

@@ -74,6 +74,7 @@ FORMS: dict[str, dict[str, Check]] = {
         "at": whole,
         "without": wholes,
         "keep": wholes,
+        "kept": wholes,
     },
     "call": {
         **SETTLING,

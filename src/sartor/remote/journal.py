@@ -150,6 +150,13 @@ class Journal:
                     )
                 self._remove(number)
 
+    def has(self, exchange: int) -> bool:
+        """Whether what clients kept of an exchange that counts is here."""
+        entry = self._entries.get(exchange)
+        if entry is not None and entry.kind != "staged":
+            return True
+        return any(entry.kind == "base" and number > exchange for number, entry in self._entries.items())
+
     def states(self) -> Rows:
         """What counts: for every state the clients that ever kept it, and their rows."""
         return self._merged([entry for entry in self._entries.values() if entry.kind != "staged"])

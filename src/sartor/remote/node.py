@@ -94,6 +94,10 @@ class Closed(SartorError):
     """A request for a run that this node has not been told of, as it was started anew."""
 
 
+class Forgotten(SartorError):
+    """This node has not what its clients have kept of the run, as it was started with another folder."""
+
+
 class Unfit(SartorError):
     """What this node has is not what the run needs, and will not be at a second try."""
 
@@ -239,6 +243,10 @@ class Node:
             return message
         except Closed as error:
             return encode({"nonce": nonce, "error": str(error), "closed": True})
+        except Forgotten as error:  # started with the right folder, it may go on
+            self._note_refusal(kind, str(error))
+            self.refusal = str(error)
+            return encode({"nonce": nonce, "error": str(error), "forgotten": True})
         except SartorError as error:
             self._note_refusal(kind, str(error))
             if kind == "hello" or isinstance(error, Unfit):  # it will not go better the next time
@@ -350,6 +358,11 @@ class Node:
         self._evaluated = Evaluated(None if self._folder is None else self._folder / run)
         self._journal.go_back(int(header["at"]), header["without"], header["keep"], counted)
         self._settle(header)
+        if not all(map(self._journal.has, header["kept"])):
+            raise Forgotten(
+                f"what its clients have kept of the run {run} is not in its state folder; start it with the "
+                "folder that it had (--state), or begin the run again"
+            )
         self._fill(hosted.states)
         self._remember(header, groups)
         return {}, {}
@@ -519,7 +532,8 @@ class Node:
             return
         if not stored["open"]:
             return
-        header = {**stored["open"], "at": sys.maxsize, "without": [], "keep": [], "settled": [], "floor": 0}
+        nothing: dict[str, Any] = {"without": [], "keep": [], "kept": [], "settled": []}
+        header = {**stored["open"], **nothing, "at": sys.maxsize, "floor": 0}
         groups = {}
         if stored["moments"]:
             values = {

@@ -194,7 +194,8 @@ class Requests:
             self._ask_again(request)
             return None
         if "error" in header:
-            raise Failed("closed" if header.get("closed") else "failed", readable(header["error"]))
+            kind = next((kind for kind in ("closed", "forgotten") if header.get(kind)), "failed")
+            raise Failed(kind, readable(header["error"]))
         return header, groups
 
     def wait(self, request: Request) -> Message:

@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 REMIND = 30.0
 """Seconds between two reminders that the server waits for nodes."""
-RETURNING = ("gone", "closed")
+RETURNING = ("gone", "closed", "forgotten")
 """Faults of nodes that were started anew, or may be: they are asked again when they are back."""
 SLOW = ("late", "unfinished")
 """Faults of nodes that have not answered in time."""
@@ -77,6 +77,15 @@ class Back(NamedTuple):
     at: int
     without: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
+
+
+class Replied(NamedTuple):
+    """What a client replies to some work, by its types and shapes."""
+
+    sent: dict[str, Spec]
+    trains: bool
+    keeps: bool
+    """Whether it keeps something."""
 
 
 @dataclass
@@ -149,14 +158,16 @@ class RemoteEngine(Distant):
         self._earlier: dict[tuple[int, str], EarlierRequest] = {}
         """Requests of an earlier process of this server, by node and what they ask."""
         self._floors = (0, 0)
-        self._undecided: dict[int, tuple[int, list[int]]] = {}
-        """Exchanges of which clients keep something: node and clients, until it is known what was used."""
+        self._undecided: dict[int, tuple[list[int], bool]] = {}
+        """Exchanges whose replies may be used: clients, and whether they keep something of it."""
+        self._kept: dict[int, int] = {}
+        """The last exchange of which a client has kept something that counts."""
         self._latest: dict[int, int] = {}
         self._settled: dict[int, tuple[int, list[int]]] = {}
         """Exchanges that are decided: a client of the node, and who was used; until the node knows."""
         self._in_flight: dict[int, Request] = {}
         """What clients at work were asked, by client."""
-        self._specs: dict[Any, tuple[dict[str, Spec], bool]] = {}
+        self._specs: dict[Any, Replied] = {}
         self._groups = task.groups
         self._models = [_Model(own, data, settings, group) for group, own in enumerate(tasks_of(task))]
         """What a client of each group replies, tried here."""
@@ -323,6 +334,7 @@ class RemoteEngine(Distant):
             "at": min((one.at for one in back), default=self._exchange),
             "without": sorted({exchange for one in back for exchange in one.without}),
             "keep": sorted({exchange for one in back for exchange in one.keep}),
+            "kept": sorted({self._kept[number] for number in numbers if number in self._kept}),
         }
         groups: dict[str, dict[str, Tensor]] = {}
         if self._moments is not None:
@@ -387,7 +399,7 @@ class RemoteEngine(Distant):
 
     def run(self, work: Work) -> Outcome:
         """Ask the nodes of these clients, and take what they answer."""
-        sent, trains = self._expected(work)
+        sent, trains, _ = self._expected(work)
         if not len(work.numbers):
             return NOBODY
 
@@ -490,7 +502,7 @@ class RemoteEngine(Distant):
         earlier = self._earlier.pop((node, digest), None)
         if node not in self._opened and earlier is None:
             self._open(node)
-        sent, trains = self._expected(work)
+        sent, trains, keeps = self._expected(work)
         self._exchange += 1
         exchange = self._exchange if earlier is None else earlier.exchange
         delivered = self._delivered.get(node, set())
@@ -534,7 +546,7 @@ class RemoteEngine(Distant):
             request.exchange, request.places = exchange, places
             self._count("taken_up", 1)
         if work.keeps:
-            self._undecided[exchange] = (node, numbers)
+            self._undecided[exchange] = (numbers, keeps)
             self._latest |= dict.fromkeys(numbers, exchange)
         return request
 
@@ -545,11 +557,13 @@ class RemoteEngine(Distant):
 
     def _decide(self, exchange: int, used: list[int]) -> None:
         if exchange in self._undecided:
-            _, numbers = self._undecided.pop(exchange)
+            numbers, keeps = self._undecided.pop(exchange)
             self._settled[exchange] = (numbers[0], used)
+            if keeps:
+                self._kept |= dict.fromkeys(used, exchange)
 
-    def _expected(self, work: Work) -> tuple[dict[str, Spec], bool]:
-        """What one client replies, and whether it trains: found by running the function here once.
+    def _expected(self, work: Work) -> Replied:
+        """What one client replies: found by running the function here once.
 
         It runs on samples of zeros. So a reply of any other size or type is refused before it is decoded.
         """
@@ -560,7 +574,9 @@ class RemoteEngine(Distant):
         if key not in self._specs:
             outcome = self._tried(work)
             sent = {name: spec_of(value[0]) for name, value in outcome.sent.items()}
-            self._specs[key] = (sent, outcome.buffers is not None)
+            trains = outcome.buffers is not None
+            keeps = bool(outcome.kept) or (trains and self.policy == "local")
+            self._specs[key] = Replied(sent, trains, keeps)
         return self._specs[key]
 
     def _group(self, work: Work) -> int:
@@ -580,7 +596,7 @@ class RemoteEngine(Distant):
 
     def shapes(self, work: Work, attach: Attach) -> dict[str, Tensor]:
         """What one client replies, as zeros."""
-        sent, _ = self._expected(work)
+        sent = self._expected(work).sent
         return {
             name: torch.zeros(shape, dtype=DTYPES[dtype], device=self.device)
             for name, (dtype, shape) in sent.items()
@@ -669,6 +685,7 @@ class RemoteEngine(Distant):
             "exchange": self._exchange,
             "without": flying,
             "settled": [[exchange, client, used] for exchange, (client, used) in self._settled.items()],
+            "kept": list(self._kept.items()),
             "back": [
                 [list(back), [client for client, own in self._back.items() if own == back]]
                 for back in dict.fromkeys(self._back.values())
@@ -685,6 +702,7 @@ class RemoteEngine(Distant):
         for (at, without, keep), clients in saved["back"]:  # of whom the last process had not told either
             self._back |= dict.fromkeys(clients, Back(at, tuple(without), tuple(keep)))
         self._settled = {exchange: (client, used) for exchange, client, used in saved["settled"]}
+        self._kept = dict(saved["kept"])
         floor = min([self._exchange, *(exchange - 1 for exchange in saved["without"])])
         self._floors = (0, floor)
         self._opened, self._delivered = set(), {}
