@@ -25,6 +25,7 @@ from helpers import (
     task_and_data,
 )
 from sartor.algorithms import make, registered
+from sartor.algorithms.mixing import ifca
 from sartor.algorithms.mixing.apple import AppleServer
 from sartor.algorithms.mixing.fedamp import FedAMP, FedAMPServer, HeurFedAMP
 from sartor.algorithms.mixing.fedfomo import FedFomo, FedFomoServer, gains, towards
@@ -691,6 +692,26 @@ def test_ifca_starts_from_different_models_of_like_sizes() -> None:
     for a, b in ((0, 1), (0, 2), (1, 2)):
         same = float((models[a] == models[b]).double().mean())
         assert 0.3 < same < 0.7
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ifca_draws_one_of_equal_models_however_their_losses_are_rounded(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = []
+    for roundings in (0, 3, -3, 10**6):
+        found = torch.tensor(
+            [1.5, 1.5 + roundings * torch.finfo(torch.float64).eps, 2.0], dtype=torch.float64
+        )
+        monkeypatch.setattr(ifca, "losses", lambda *given: found)  # noqa: B023
+        federation = federation_of(engine, *two_populations())
+        algorithm = method("ifca", federation, clusters=3, start="same")
+        server = algorithm.start(federation)
+        sent = federation.map(ifca.local_training, np.arange(5), {"models": server.models})
+        choices.append(sent["choice"].tolist())
+    assert choices[0] == choices[1] == choices[2]
+    assert set(choices[0]) == {0, 1}
+    assert set(choices[3]) == {0}
 
 
 def test_ifca_chooses_by_the_training_loss() -> None:

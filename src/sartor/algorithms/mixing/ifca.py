@@ -18,6 +18,9 @@ from sartor.federation.federation import Federation
 from sartor.model.task import Batch
 from sartor.settings import setting
 
+ROUNDING = 64
+"""By so many roundings two losses may differ that are equal: another engine adds them up in another order."""
+
 
 @dataclass(frozen=True)
 class IFCAHyper(Hyper):
@@ -81,7 +84,9 @@ def local_training(client: Client, hyper: IFCAHyper, models: Tensor, body: Tenso
         models = client.task.part("head").put(whole, models)
     loss = losses(client, models)
     draws = random.uniform(client.stream("ifca"), len(models), models.device)
-    choice = torch.where(loss == loss.min(), draws, -1.0).argmax()  # step 1
+    best = loss.min()
+    equal = loss - best <= ROUNDING * torch.finfo(loss.dtype).eps * best.abs()
+    choice = torch.where(equal, draws, -1.0).argmax()  # step 1
     w = models[choice[None]][0]
     return Reply(delta=client.descend(w, lr=hyper.lr) - w, choice=choice)  # step 2
 
