@@ -254,6 +254,8 @@ def test_a_method_of_ones_own_runs_by_its_name(monkeypatch: pytest.MonkeyPatch) 
         ({"device": "tpu"}, SettingError, r"engine\.device: must be one of cpu, cuda"),
         ({"clients": 5}, SettingError, "clients: 5, but the data has 3 clients"),
         ({"data": {}}, DataError, "no clients"),
+        ({"data": (np.zeros((4, 6)), np.zeros(4))}, SettingError, r"data: give .*\{client.*got a tuple"),
+        ({"data": [(np.zeros((4, 6)), np.zeros(4))]}, SettingError, r"data: give .*got a list"),
         ({"data": {"a": (np.zeros((3, 6)), np.zeros(4))}}, DataError, "a.*4|a.*3"),
         ({"model": "mpl"}, SettingError, "'mpl': unknown name; did you mean mlp"),
         ({"experiment": "missing.toml"}, SettingError, "missing.toml: no such experiment file"),

@@ -185,12 +185,29 @@ X, Y = numbered(0, 4)
         ({"a": {"train": (X, Y), "tset": (X, Y)}}, "expected the splits"),
         ({"a": (X, Y, Y, Y)}, r"client a, train: expected \(x, y\)"),
         ({1: (X, Y), "1": (X, Y)}, "same name"),
+        (
+            {"train": (X, Y), "test": (X, Y)},
+            "clients are called train and test, as splits are; give",
+        ),
+        ({"Train": (X, Y), "val": (X, Y)}, "clients are called Train and val, as splits are"),
+        ({"a": (np.full((4, 2), 2**64 - 1, np.uint64), Y)}, "x has 18446744073709551615 in sample 0; whole"),
+        ({"a": ({"id": np.uint64([1, 2, 2**63, 3])}, Y)}, r"x\.id has 9223372036854775808 in sample 2"),
         ({"a": (X[:1], Y[:1])}, "no client has a test sample"),
     ],
 )
 def test_what_is_wrong_is_named(clients, message):
     with pytest.raises(DataError, match=message):
         from_clients(clients)
+
+
+def test_names_of_splits_are_names_beside_others():
+    assert from_clients({"train": (X, Y)}).names == ("train",)
+    assert from_clients({"train": (X, Y), "ferry": (X, Y)}).names == ("train", "ferry")
+
+
+def test_large_whole_numbers_are_kept():
+    ids = np.array([[2**63 - 1]] * 4, np.uint64)
+    assert from_clients({"a": (ids, Y)}).train.x.unique().tolist() == [2**63 - 1]
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])

@@ -248,7 +248,7 @@ def test_newcomers_with_an_unknown_label_are_refused(run: Path, tmp_path: Path) 
 
 
 def test_texts_do_not_go_with_a_run_of_numbers(folder: Path, tmp_path: Path) -> None:
-    lines = [f"{site},{row % 7},{row % 5},{row},{row % 3}" for site in "ab" for row in range(20)]
+    lines = [f"{site},{row % 7},{row % 5},{row},{row % 3}" for site in "abc" for row in range(20)]
     simulated(write(tmp_path / "numbers.csv", lines), tmp_path / "run", rounds=1)
     assert RunFolder.open(tmp_path / "run").experiment.data.labels is None
     refused = cli.invoke(app, ["evaluate", str(tmp_path / "run"), "--data", str(folder / "north.csv")])

@@ -177,10 +177,10 @@ def test_every_method_has_the_place_for_a_rule_that_it_says(name: str) -> None:
     else:
         assert reduces == "nothing"
         experiment = from_mapping({"algorithm": name})
-        refuse_rule(experiment, 6)
+        refuse_rule(experiment)
         choice = dataclasses.replace(experiment.aggregate, name="kept", settings=Kept())
         with pytest.raises(SettingError, match="has no place for it; leave"):
-            refuse_rule(dataclasses.replace(experiment, aggregate=choice), 6)
+            refuse_rule(dataclasses.replace(experiment, aggregate=choice))
 
 
 def test_prototypes_are_reduced_class_by_class_among_those_who_hold_it() -> None:

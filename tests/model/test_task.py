@@ -469,6 +469,130 @@ def test_local_training_is_pytorchs_own_loop_with_its_running_statistics(kind: s
     assert not close(federation.buffers, task.initial_buffers(), 1e-3)
 
 
+# Layers with a way of their own -----------------------------------------------------------------------------
+
+
+class NormAct(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
+class Tripling(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
+class Still(nn.BatchNorm1d):
+    """BatchNorm that is always as in evaluation."""
+
+    def train(self, mode: bool = True) -> Still:
+        return super().train(False)
+
+
+class Kept(Shared):
+    """A network that leaves one of its layers in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Kept:
+        super().train(mode)
+        self.layer.eval()
+        return self
+
+
+class Listed(Shared):
+    """A network that calls one of its layers by way of a list."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.others = [self.layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.output(self.others[0](self.first(x)) * self.layer.num_features)
+        return result
+
+
+def twice(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), layer, nn.Tanh(), layer, nn.Linear(8, CLASSES))
+
+
+def hooked(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return Shared(layer)
+
+
+def parametrised() -> nn.Module:
+    layer = nn.BatchNorm1d(8)
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    return Shared(layer)
+
+
+WAYS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "BatchNorm with a forward": (lambda: Shared(NormAct(8)), False),
+    "Dropout with a forward": (lambda: Shared(Tripling()), True),
+    "BatchNorm with a mode": (lambda: Shared(Still(8)), True),
+    "BatchNorm left in evaluation": (lambda: Kept(nn.BatchNorm1d(8)), True),
+    "Dropout left in evaluation": (lambda: Kept(nn.Dropout(0.5)), True),
+    "BatchNorm in a list": (lambda: Listed(nn.BatchNorm1d(8)), True),
+    "BatchNorm at two paths": (lambda: twice(nn.BatchNorm1d(8)), True),
+    "BatchNorm with a hook": (lambda: hooked(nn.BatchNorm1d(8)), True),
+    "Dropout with a hook": (lambda: hooked(nn.Dropout(0.0)), True),
+    "BatchNorm of a parametrised weight": (parametrised, False),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_layers_with_a_way_of_their_own_are_as_in_pytorch(name: str) -> None:
+    make, shared = WAYS[name]
+    torch.manual_seed(0)
+    module = make().double()
+    for key, value in module.named_buffers():
+        if value.is_floating_point():
+            value.copy_(torch.rand(value.shape, dtype=value.dtype) + 0.5)
+        else:
+            assert key.endswith("num_batches_tracked")
+    task = Task(copy.deepcopy(module), classes=CLASSES)
+    x, y = samples((6,))
+    w, buffers = task.initial(), task.initial_buffers()
+    stored = task.constants_hash
+    with torch.no_grad():
+        assert close(task.outputs(w, x, buffers), module.eval()(x))
+    gradient, after = task.grad_and_buffers(w, Batch(x, y), buffers)
+    F.cross_entropy(module.train()(x), y).backward()
+    assert close(gradient, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+    assert torch.equal(buffers, task.initial_buffers())
+    assert task.constants_hash == stored
+    if task.buffer_size:
+        assert after is not None
+        assert close(after, statistics(module))
+    assert (task.why_not_stackable(x, y) is None) == shared
+
+
+def test_batch_norm_with_a_forward_of_its_own_trains_like_two_layers() -> None:
+    data = classification((8, 17, 33), shape=(6,), classes=CLASSES, dtype=torch.float64)
+    for policy in ("average", "local", "freeze"):
+        found = []
+        for layer in (NormAct(8), nn.Sequential(nn.BatchNorm1d(8), nn.ReLU())):
+            federation = federation_of(
+                "loop", Task(own(layer), classes=CLASSES), data, local={"batch": 6}, buffers=policy
+            )
+            server = play(registered()["fedavg"](), federation, [[0, 1, 2], [2, 0]])
+            found.append((server.w, federation.mean_buffers))
+        assert close(found[0][0], found[1][0])
+        assert close(found[0][1], found[1][1])
+
+
+def test_norms_are_those_with_a_forward_of_their_own_too() -> None:
+    task, plain = Task(own(NormAct(8))), Task(own(nn.BatchNorm1d(8)))
+    assert task.norms() == plain.norms()
+    assert task.norms()[0].size == 16
+
+
+def test_batch_norm_with_a_forward_of_its_own_says_that_one_sample_is_too_few() -> None:
+    task = Task(own(NormAct(8)), classes=CLASSES, name="mine")
+    x, y = samples((6,), 1)
+    with pytest.raises(SartorError, match=r"mine: layer 'layer', BatchNorm.* one sample; give local\.batch"):
+        task.loss(task.initial(), Batch(x, y))
+
+
 # What happens to buffers in a federation -------------------------------------------------------------------
 
 
@@ -607,6 +731,86 @@ def test_a_layer_that_writes_into_its_buffer_trains_on_the_loop_like_pytorch() -
         optimiser.step()
     assert close(server.w, flat(module))
     assert close(federation.buffers, module.layer.centre)
+
+
+class Causal(nn.Module):
+    """Attention to what came before, by a mask of minus infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 4, 2)
+        result: Tensor = self.attention(x, x, x, attn_mask=self.mask, need_weights=False)[0]
+        return result.flatten(1)
+
+
+@pytest.mark.parametrize("policy", ["average", "local", "freeze"])
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_buffers_that_are_not_finite_are_constants(engine: str, policy: str) -> None:
+    data = classification((5, 17, 33), shape=(6,), classes=CLASSES, dtype=torch.float64)
+    module = own(Causal())
+    task = Task(module, classes=CLASSES)
+    assert task.buffer_size == 0
+    federation = federation_of(engine, task, data, buffers=policy, local={"batch": 0})
+    algorithm = registered()["fedavg"]()
+    server = play(algorithm, federation, [[2], [2]])
+    optimiser = torch.optim.SGD(module.parameters(), lr=algorithm.hyper.lr)
+    x, y = data.train.of(2)
+    for _ in range(2):
+        optimiser.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optimiser.step()
+    assert close(server.w, flat(module))
+    assert torch.equal(task.state_dict(server.w)["layer.mask"], module.layer.mask)
+
+
+def test_buffers_that_the_models_type_cannot_hold_keep_their_digits() -> None:
+    class Shifted(nn.Module):
+        def __init__(self, start: list[float]) -> None:
+            super().__init__()
+            self.register_buffer("origin", torch.tensor(start, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x - self.origin.float()
+
+    task = Task(Shared(Shifted([1e9 + 1])))
+    assert task.state_dict(task.initial())["layer.origin"].tolist() == [1e9 + 1]
+    assert Task(Shared(Shifted([0.5]))).buffer_size == 1
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_pass_that_changes_a_constant_is_an_error(in_place: bool) -> None:
+    class Smallest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("least", torch.full((8,), torch.inf))
+
+        def forward(self, x: Tensor) -> Tensor:
+            least = torch.minimum(self.get_buffer("least"), x.detach().amin(0))
+            if in_place:
+                self.get_buffer("least").copy_(least)
+            else:
+                self.least = least
+            return x - least
+
+    task = Task(own(Smallest()), classes=CLASSES, name="mine")
+    x, y = samples((6,))
+    with pytest.raises(SartorError, match=r"mine: a pass changes the buffer 'layer.least'.*not finite"):
+        task.grad(task.initial(), Batch(x, y))
+
+
+def test_models_of_bfloat16_are_told_of_the_precision_that_keeps_their_digits() -> None:
+    x, y = samples((6,), 12)
+    data = {"a": (x.float(), y), "b": (-x.float(), y)}
+    with pytest.raises(SartorError, match=r"bfloat16.*set local\.precision = 'bf16'"):
+        sartor.run("fedavg", model=own().bfloat16(), data=data, rounds=1, store=False)
+    result = sartor.run(
+        "fedavg", model=own().bfloat16(), data=data, rounds=1, store=False, local={"precision": "bf16"}
+    )
+    assert result.w.dtype == torch.float32
 
 
 # Dropout ---------------------------------------------------------------------------------------------------

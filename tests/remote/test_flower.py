@@ -460,7 +460,9 @@ def test_a_round_goes_on_without_a_node_that_stays_away(nursery: Nursery) -> Non
 def test_a_server_that_was_stopped_goes_on_where_it_was(
     nursery: Nursery, undisturbed: dict[str, Tensor]
 ) -> None:
-    """Interrupted and killed, it goes on with the same nodes; after everything was killed, with new ones."""
+    """Interrupted and killed, it goes on with the same nodes; after everything was killed, with new ones,
+    and without one whose data are others.
+    """
     federation = Federation(nursery, "scaffold", *KILLED, options=("--quorum", 3))
     federation.nodes[0].wait_for("round 2")
     os.kill(federation.server.pid, signal.SIGINT)
@@ -473,7 +475,16 @@ def test_a_server_that_was_stopped_goes_on_where_it_was(
     for child in (federation.nodes[0], federation.server, *federation.nodes[1:]):
         child.kill()
     federation.server = federation.serve("--resume", federation.run)
-    federation.nodes = [federation.join(node) for node in range(3)]
+    changed = federation.place / "changed"
+    changed.mkdir()
+    for file in (nursery.folder / "node1").iterdir():
+        with np.load(file) as held:
+            np.savez(changed / file.name, x=held["x"], y=np.roll(held["y"], 1))
+    other = federation.join(1, "--data", changed)
+    federation.nodes = [federation.join(0), federation.join(2)]
+    assert other.wait() == 2, other.output
+    assert "'c1', 'c4': other data than at the start; put them back" in other.output
+    federation.nodes.append(federation.join(1))
     assert_equal(federation.done(), undisturbed)
 
 
@@ -914,6 +925,22 @@ def test_nodes_of_a_server_that_fails_end_with_its_reason(
     federation.server = federation.serve("--resume", federation.run)
     federation.nodes = [federation.join(node) for node in range(3)]
     assert_equal(federation.done(), undisturbed)
+
+
+def test_a_node_that_could_answer_nothing_ends_as_a_failure(nursery: Nursery) -> None:
+    """The run goes on without it, and comes to its end."""
+    federation = Federation(nursery, "scaffold", *KILLED)
+    federation.nodes[2].wait_for("round 2")
+    federation.nodes[2].kill()
+    [states] = [path for path in (federation.place / "state2" / "runs").iterdir() if path.is_dir()]
+    replace_by_a_file(states)
+    failing = federation.nodes[2] = federation.join(2)
+    assert federation.server.wait() == 0, federation.server.output
+    assert failing.wait() == 2, failing.output
+    last = failing.output.splitlines()[-1]
+    assert "the run has ended, without an answer of this node: " in last
+    assert str(states) in last
+    assert federation.nodes[0].wait() == 0
 
 
 def test_a_dead_node_does_not_keep_the_others_from_hearing_of_a_failure(nursery: Nursery) -> None:

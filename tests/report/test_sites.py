@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from pyarrow import csv
 import sartor
 from sartor.errors import SartorError, SettingError
 from sartor.report import write_report
-from sartor.report.runs import read
+from sartor.report.runs import Material, read
 from sartor.report.sites import (
     SCORES,
     Part,
@@ -26,6 +27,7 @@ from sartor.report.sites import (
     site_tables,
     sites_of,
 )
+from sartor.runs import outputs
 from sartor.runs.outputs import read_outputs
 from sartor.runs.record import RunFolder
 
@@ -82,6 +84,23 @@ def test_stored_outputs_are_those_of_the_models(runs: Path) -> None:
             wanted = rows[f"{kind}_local_accuracy"][-3:][rows["client"][-3:].index(name)]
             assert right[test.client == number].mean() == pytest.approx(wanted)
     assert set(test.group.tolist()) == {"0", "1"}
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_stored_outputs_are_those_of_models_that_are_no_vectors(engine: str, tmp_path: Path) -> None:
+    """Also of clients that have not trained yet, and of those who have fewer samples than others."""
+    for method in ("fedrod", "feddbe", "knn-per", "fedem", "fedproto", "gpfl"):
+        settings = {"partition": {"alpha": 0.1}, "cohort": {"fraction": 0.34}, "engine": {"name": engine}}
+        settings["data"] = {"validation": 0.2}
+        sartor.run(method, clients=6, rounds=1, experiment=settings, out=tmp_path / method)
+        folder = RunFolder.open(tmp_path / method)
+        stored, rows = read_outputs(folder.outputs or b""), folder.clients
+        for split, cell in (("test", "personal_local"), ("validation", "personal_validation")):
+            found = stored[split]
+            right = found.by_model["personal"].argmax(1) == found.truth
+            for client, wanted in zip(rows["client"], rows[f"{cell}_accuracy"], strict=True):
+                own = right[found.client == found.names.index(client)]
+                assert own.mean() == pytest.approx(wanted), (method, split, client)
 
 
 def test_the_groups_are_the_values_of_the_column(runs: Path, tmp_path: Path) -> None:
@@ -249,3 +268,79 @@ def test_without_single_samples_counts_do(runs: Path, tmp_path: Path) -> None:
     assert site_figures(sites) == []
     assert [table.title for table in site_tables(sites)] == ["Is it worth it?"]
     assert "from counts" in site_tables(sites)[0].about
+
+
+def test_a_run_whose_own_models_said_nothing_is_told_by_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shared model does not stand in for personal ones."""
+    monkeypatch.setattr(outputs, "distributed", SimpleNamespace(world=lambda: 2))  # nobody is asked then
+    for method in ("fedrod", "separate"):
+        settings = {"partition": {"alpha": 0.1}}
+        sartor.run(method, clients=3, rounds=2, experiment=settings, out=tmp_path / method)
+    material = read([tmp_path])
+    run = next(run for run in material.runs if run.algorithm == "fedrod")
+    assert set(run.outputs["test"].by_model) == {"shared"}
+    sites = sites_of(material)
+    assert sites is not None
+    assert (sites.counted, sites.alone) == (True, True)
+    clients = run.clients
+    assert clients["personal_local_accuracy"] != clients["shared_local_accuracy"]
+    for model, cell in (("own", "personal_local"), ("shared", "shared_local")):
+        values = [(site.value(model) or (None,))[0] for site in sites.sites]
+        assert values == pytest.approx(clients[f"{cell}_accuracy"])
+
+
+def test_what_training_alone_gives_is_told_by_counts_where_samples_do_not(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "separate" / "outputs.npz").unlink()
+    sites = sites_of(read([tmp_path]))
+    assert sites is not None
+    assert (sites.counted, sites.alone) == (True, True)
+
+
+def judged(material: Material, method: str) -> float:
+    """What a method is chosen by."""
+    run = next(run for run in material.runs if run.algorithm == method)
+    return run.last["personal_validation" if "personal_validation" in run.last else "shared_validation"][
+        material.headline
+    ]
+
+
+def test_the_best_method_is_spoken_of_whatever_is_stored_of_it(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    config = RunFolder.open(runs / "ditto").config
+    settings = {key: config[key] for key in ("data", "evaluate", "model")}
+    sartor.run("fedavg", experiment=settings, rounds=1, hyper={"lr": 1e-6}, out=tmp_path / "fedavg")
+    (tmp_path / "ditto" / "outputs.npz").unlink()
+    material = read([tmp_path])
+    assert judged(material, "ditto") > judged(material, "fedavg")
+    sites = sites_of(material)
+    assert sites is not None
+    assert (sites.group.label, sites.counted) == ("ditto", True)
+    assert "the best of 2 methods, chosen on validation data" in sites.chosen
+    for run in material.runs:  # of which nothing follows from counts
+        assert run.summary is not None
+        run.summary["headline"] = "balanced_accuracy"
+    sites = sites_of(material)
+    assert sites is not None
+    assert sites.group.label == "fedavg"
+    assert sites.chosen.endswith("not stored: ditto.")
+    assert sites.chosen in site_tables(sites)[0].about
+
+
+def test_numbers_have_no_curves_and_no_thresholds(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(0, 1, 90)
+    table = {"hospital": np.array(NAMES)[np.arange(90) % 3], "a": x, "b": 2 * x + random.normal(0, 1, 90)}
+    csv.write_csv(arrow.table(table), tmp_path / "all.csv")
+    data = {"path": str(tmp_path / "all.csv"), "client_column": "hospital", "label_column": "b"}
+    settings = {"data": {**data, "validation": 0.2}, "objective": {"name": "regression"}}
+    for method in ("ditto", "separate"):
+        sartor.run(method, experiment=settings, rounds=1, out=tmp_path / "runs" / method)
+    material = read([tmp_path / "runs"])
+    sites = sites_of(material)
+    assert sites is not None
+    assert (sites.counted, sites.alone, material.headline) == (False, True, "rmse")
+    assert site_figures(sites) == []
+    assert [table.title for table in site_tables(sites)] == ["Is it worth it?"]

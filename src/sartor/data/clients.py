@@ -303,6 +303,11 @@ def from_clients(
     names = tuple(str(client) for client in clients)
     if len(set(names)) < len(names):
         raise DataError(f"{name}: two clients have the same name")
+    if len(names) > 1 and {client.lower() for client in names} <= {*SPLITS, "val"}:
+        raise DataError(
+            f"{name}: clients are called {' and '.join(names)}, as splits are; give the splits of each "
+            "client, as in {'a': {'train': (x, y), 'test': (x, y)}}, or a Source, which a partition divides"
+        )
     found = _text_labels(clients) if targets in ("class", "any") else None
     weights: list[tuple[torch.Tensor | None, int]] = []
     for client, given in zip(names, clients.values(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from sartor.data.leaf import from_leaf, is_leaf
 from sartor.data.loaders import from_folder, from_table, is_dataset, source_from_dataset, source_from_table
 from sartor.data.readers import TABLES
 from sartor.data.schema import Column
-from sartor.data.settings import COLUMN_KEYS, Data
+from sartor.data.settings import COLUMN_KEYS, TEXT_KEYS, Data
 from sartor.data.sources import SOURCES, Loaded, Loader, Source, data_folder, load_source
 from sartor.data.tables import from_schema, prepared
 from sartor.errors import DataError, SettingError
@@ -60,6 +61,12 @@ def named_by(word: str | None) -> str:
     >>> named_by("digits"), named_by("mine.py:load"), named_by("mine.csv")
     ('name', 'path', 'path')
     """
+    if word is not None and not isinstance(word, str):
+        raise SettingError(
+            "data: give the name of a data set, the path of a table or a folder, or a function as in "
+            "'mine.py:load', as a text; {client: (x, y)} or ClientData; or a Source or a torch data set, "
+            f"which a partition divides; got a {type(word).__name__}"
+        )
     if word is None or word in SOURCES:
         return "name"
     own = function_file(word) is not None or os.path.exists(word) or Path(word).suffix.lower() in TABLES
@@ -109,6 +116,17 @@ def read_data(
     return _table(path, settings, options)
 
 
+def decides_clients(settings: Data) -> bool:
+    """Whether the clients are those of a function that is told how many there should be."""
+    function = None
+    if settings.path is None:
+        loader = SOURCES.get(settings.name)
+        function = loader.function if isinstance(loader, Loader) else None
+    elif function_file(settings.path) is not None:
+        function = find_function(settings.path, "data.path")
+    return function is not None and "clients" in inspect.signature(function).parameters
+
+
 def _table(path: Path, settings: Data, options: dict[str, Any]) -> Source | ClientData:
     """A table without a schema, of clients or to be divided."""
     if settings.label_column is None:
@@ -116,7 +134,7 @@ def _table(path: Path, settings: Data, options: dict[str, Any]) -> Source | Clie
             "data.path: a table needs [columns], which `sartor data TABLE` proposes, or data.label_column, "
             "and data.client_column where rows are somebody's"
         )
-    said = ("feature_columns", "text_column", "tokens", "length", "vocabulary")
+    said = ("feature_columns", "text_column", *TEXT_KEYS)
     options |= {key: getattr(settings, key) for key in said}
     if settings.client_column is not None:
         options["split_column"] = settings.split_column

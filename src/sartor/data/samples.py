@@ -121,6 +121,9 @@ def _leaf(values: Any, where: str, name: str) -> torch.Tensor:
         leaf = values.detach().cpu().clone(memory_format=torch.contiguous_format)
     else:
         array = array_of(values, where, name)
+        if array.dtype == np.uint64 and array.ndim and len(beyond := np.argwhere(array >= 2**63)):
+            found = f"{name} has {array[tuple(beyond[0])]} in sample {beyond[0][0]}"
+            raise DataError(f"{where}: {found}; whole numbers are below 2^63, number these anew")
         leaf = torch.from_numpy(
             np.array(array, _WIDER.get(array.dtype, array.dtype.newbyteorder("=")), order="C")
         )

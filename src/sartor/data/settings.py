@@ -15,6 +15,8 @@ OWN_DATA = "own"
 
 COLUMN_KEYS = ("client_column", "label_column", "split_column", "feature_columns", "text_column")
 """Settings of an own table without a schema."""
+TEXT_KEYS = ("tokens", "length", "vocabulary")
+"""Settings of a text in such a table."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Data:
 
     def __post_init__(self) -> None:
         """Tokens of a text, and labels that can name classes."""
-        for key in () if self.text_column else ("tokens", "length", "vocabulary"):
+        for key in () if self.text_column else TEXT_KEYS:
             if getattr(self, key) != Data.__dataclass_fields__[key].default:
                 raise SettingError(f"data.{key}: of no text; give data.text_column too")
         if self.labels is not None:

@@ -223,6 +223,14 @@ def falsified(
     return values
 
 
+def for_simulations(name: str) -> SettingError:
+    """What is said of ``[attack]`` at real machines."""
+    return SettingError(
+        f"attack.name = {name!r}: is for simulations; at real machines a node misbehaves that was told to "
+        "(`sartor join --attack`), so leave [attack] out"
+    )
+
+
 def single_handed(attack: Attack | None) -> Attack | None:
     """An attack that a node can make by itself; one that needs to know others' replies is refused."""
     if attack is not None and attack.colludes:

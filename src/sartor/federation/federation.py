@@ -25,7 +25,7 @@ from torch import Tensor
 from sartor import random
 from sartor.client.settings import Local
 from sartor.errors import Diverged, SartorError, SettingError
-from sartor.federation.attacks import Attackers
+from sartor.federation.attacks import Attackers, for_simulations
 from sartor.federation.clock import Always, Conditions, Constant, EventQueue, Job, World, uniform
 from sartor.federation.engine import Distant, Engine
 from sartor.federation.exchange import (
@@ -132,10 +132,7 @@ class Federation:
         self.attackers = Attackers(settings.attack, self)
         """Who misbehaves, in a simulation."""
         if self.attackers and self._distant is not None:
-            raise SettingError(
-                f"attack.name = {self.attackers.name!r}: is for simulations; at real machines a node "
-                "misbehaves that was told to (`sartor join --attack`), so leave [attack] out"
-            )
+            raise for_simulations(self.attackers.name)
         self.reducer = Reducer(settings.aggregate, self)
         """What makes means of rows that clients sent."""
         self._streams: dict[str, int] = {}

@@ -3,12 +3,14 @@
 Papers write ``w ∈ R^d``; so do the algorithms here. :class:`Task` lays a module's parameters into one
 vector and its float buffers (BatchNorm's running statistics) into a second one, and gives loss, gradient
 and predictions as functions of them. Parameters are views of ``w``: nothing is copied. Named slices of the
-vector, ``task.parts``, are declared by module path. Integer buffers stay as they were in the module.
+vector, ``task.parts``, are declared by module path. Integer buffers stay as they were in the module; so do
+float buffers that the vector cannot hold, as a mask of minus infinity, which a pass must not change.
 
-Two kinds of layers do something that depends on more than their input, and are replaced by versions that a
+Two kinds of layers do something that depends on more than their input, and become versions that a
 cohort of clients can share: BatchNorm (statistics over the real samples of a padded batch, running
-statistics handed out instead of changed in place) and Dropout (masks from the keyed streams). What else a
-module draws, by ``F.dropout`` or ``torch.rand``, comes from the keyed streams too (``draws.py``).
+statistics handed out instead of changed in place) and Dropout (masks from the keyed streams). Layers with a
+``forward`` of their own stay what they are. What else a module draws, by ``F.dropout`` or ``torch.rand``,
+comes from the keyed streams too (``draws.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -34,6 +36,7 @@ from torch._subclasses.fake_tensor import (
 from torch.func import grad
 from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -44,6 +47,7 @@ from sartor.kernels.convolution import conv2d
 from sartor.kernels.dense import Dense
 from sartor.kernels.norms import Norms, serves_lanes
 from sartor.model.draws import Keyed, dropped, inside_transform
+from sartor.model.means import is_mean
 from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
 from sartor.model.placed import Placed
 from sartor.model.precision import half_precision
@@ -215,9 +219,22 @@ class Task:
                 f"model {name}: parameters must share one float type, found {sorted(map(str, kinds))}"
             )
         self.dtype = next(iter(kinds))
+        self._module = _shareable(module, name)
+        self._norms = {
+            path: layer
+            for path, layer in self._module.named_modules()
+            if isinstance(layer, (_BatchNorm, nn.modules.batchnorm._BatchNorm))
+        }
         buffers = dict(module.named_buffers())
-        floats = {key: value for key, value in buffers.items() if value.is_floating_point()}
+        running = {key for path in self._norms for key in _names(path, "running_mean", "running_var")}
+        floats = {
+            key: value
+            for key, value in buffers.items()
+            if value.is_floating_point() and (key in running or _holds(self.dtype, value))
+        }
         fixed = {key: value for key, value in buffers.items() if key not in floats}
+        self._tables = [key for key, value in fixed.items() if value.is_floating_point()]
+        """Float buffers that the vector cannot hold."""
         fixed |= {key: value for key, value in module.named_parameters() if not value.requires_grad}
         self._constants = {key: value.detach().clone() for key, value in fixed.items()}
         self._constants_by_device: dict[torch.device, dict[str, Tensor]] = {}
@@ -229,9 +246,14 @@ class Task:
         self._initial_b = self._buffers.flatten(floats).to(self.dtype)
         self._original = module
         self._names = _parameter_names(module)
-        self._module = _shareable(module, name)
         self._stored = _stored_names(module)
-        self._changed_in_place = _buffers_of_others(self._module, floats)
+        plain = [path for path, layer in self._norms.items() if isinstance(layer, _BatchNorm)]
+        handed = {key for path in plain for key in _names(path, "running_mean", "running_var")}
+        self._changed_in_place = [key for key in floats if key not in handed]
+        """Float buffers of layers that may change them in place while they train."""
+        self._own_norms = [path for path in self._norms if path not in plain]
+        counts = [key for path in self._own_norms for key in _names(path, "num_batches_tracked")]
+        self._counted = [key for key in counts if key in fixed]
         self._layers_draw = any(isinstance(layer, _Dropout) for layer in self._module.modules())
         self._module_paths = [path for path, _ in module.named_modules() if path]
         self._local = threading.local()
@@ -276,6 +298,12 @@ class Task:
         >>> Task(nn.Linear(2, 2)).in_precision("float64").initial().dtype
         torch.float64
         """
+        if name == "model" and self.dtype == torch.bfloat16:
+            raise SettingError(
+                f"model {self.name}: its parameters are bfloat16, whose eight bits lose small steps and what "
+                "clients differ by; set local.precision = 'bf16', which keeps them in float32 and computes "
+                "in bfloat16"
+            )
         if name == "model":
             return self
         dtype = torch.float64 if name == "float64" else torch.float32
@@ -330,7 +358,8 @@ class Task:
         """A module like the one that was given, with a model's values, in evaluation mode."""
         made = copy.deepcopy(self._original)
         made.load_state_dict(self.state_dict(w, buffers))
-        return made.eval()
+        made.eval()
+        return made
 
     def part(self, name: str) -> Part:
         """A declared part; the error for one that is missing names the module paths there are."""
@@ -369,14 +398,12 @@ class Task:
 
     def norms(self) -> tuple[Part, Part]:
         """The parameters and the running statistics of all BatchNorm layers, found by their type."""
-        layers = [layer.path for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
         learnt = [
             place
             for key, place in self._parameters.places.items()
-            if any(key in (path + "weight", path + "bias") for path in layers)
+            if any(_below(key, path) for path in self._norms)
         ]
-        paths = [path.removesuffix(".") for path in layers]
-        return Part("norms", merged(learnt)), self._buffers_below("norms", paths)
+        return Part("norms", merged(learnt)), self._buffers_below("norms", list(self._norms))
 
     def inside(self, paths: Iterable[str]) -> Callable[[str], bool]:
         """Whether a module's path is one of these or lies below one; named as for :meth:`select`."""
@@ -601,6 +628,9 @@ class Task:
             for key in self._changed_in_place:  # such a layer shall not write into the vector it was given
                 named[key] = named[key].clone()
         named |= self._constants_like(w)
+        for key in self._counted:  # such a layer shall not count in what all share
+            named[key] = named[key].clone()
+        tables = {key: (named[key], named[key]._version) for key in self._tables}
         previous = getattr(_context, "mode", None)
         _context.mode = mode
         half = self.precision == "bf16" and mode.training
@@ -616,11 +646,25 @@ class Task:
                 _unbranched(),
             ):
                 result = module(named, *self.arguments(x))
+        except ValueError as error:
+            if not (self._own_norms and "more than 1 value per channel" in str(error)):
+                raise
+            raise SartorError(
+                f"model {self.name}: layer {self._own_norms[0]!r}, BatchNorm with a forward of its own, "
+                "cannot train on one sample; give local.batch another size, or take PyTorch's own layer with "
+                "what its forward adds behind it"
+            ) from error
         finally:
             _context.mode = previous
             for layer in stills:
                 layer.training = True
         self._called |= keyed is not None and keyed.called
+        for key, (table, version) in tables.items():
+            if named[key] is not table or table._version != version:
+                raise SartorError(
+                    f"model {self.name}: a pass changes the buffer {key!r}, which is a constant as it has "
+                    f"numbers that are not finite or that {self.dtype} cannot hold; start it from others"
+                )
         if half and mode.features is not None:
             mode.features = mode.features.to(w.dtype)
         if mode.training:
@@ -642,7 +686,8 @@ class Task:
         if not hasattr(self._local, "modules"):
             self._local.modules = {}
         if training not in self._local.modules:
-            module = copy.deepcopy(self._module).train(training)
+            module = copy.deepcopy(self._module)
+            module.train(training)
             head = dict(module.named_modules()).get(self.head_path or "")
             if self.head_path and head is not None:
                 head.register_forward_pre_hook(_note_features)
@@ -651,10 +696,17 @@ class Task:
         return found
 
     def _stilled(self, module: nn.Module, mode: _Mode) -> list[nn.Module]:
-        """Layers that are as in evaluation during a pass in training mode, where one may ask what it is."""
-        if self._keyed is False or not (mode.training and callable(mode.frozen)):
+        """Layers that are as in evaluation during a pass in training mode, where one may ask what it is.
+
+        BatchNorm with a ``forward`` of its own asks always.
+        """
+        if not mode.training or not mode.frozen:
             return []
-        stills = [layer for path, layer in module.named_modules() if layer.training and mode.frozen(path)]
+        if callable(mode.frozen) and self._keyed is not False:
+            named = [layer for path, layer in module.named_modules() if mode.frozen(path)]
+        else:
+            named = [module.get_submodule(path) for path in self._own_norms if mode.still(path)]
+        stills = [layer for layer in named if layer.training]
         for layer in stills:
             layer.training = False
         return stills
@@ -733,26 +785,38 @@ class Task:
         return frozenset()  # why, is said where real samples are tried
 
     def check_loss(self, x: Nest, y: Nest) -> None:
-        """See what an own loss gives for a batch of such samples; what cannot be used is an error."""
+        """See what an own loss gives for such samples; what cannot be used is an error.
+
+        One number for a batch is undone into its samples' where it shows to be their mean by all targets.
+        """
         if self._undone is not None or _counted_by_us(self.objective):
             return
-        x, y = self._few(x, y)
+        few, targets = self._few(x, y)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = self.outputs(self.initial(), self.typed(x))
-            y = self.typed(y)
-            found = self._raw_losses(outputs, y)
-            fewer = self._raw_losses(*nests.rows((outputs, y), slice(0, 2)))
+            outputs = self.outputs(self.initial(), self.typed(few))
+            targets = self.typed(targets)
+            found = self._raw_losses(outputs, targets)
             self._undone = False
             if found.dim() == 0:
-                alone = [self._raw_losses(*nests.rows((outputs, y), slice(row, row + 1))) for row in range(3)]
-                tolerance = torch.finfo(found.dtype).eps ** 0.5
-                self._undone = _close(found, torch.stack(alone).mean(), tolerance)
-            elif len(found) != 3 or len(fewer) != 2 or (3 in found.shape[1:] and 2 in fewer.shape[1:]):
+                trials = [outputs, *self._other_outputs(self.typed(few))]
+                self._undone = is_mean(
+                    lambda outputs, y: self.objective.losses(outputs, self.typed(y)), trials, y
+                )
+                return
+            fewer = self._raw_losses(*nests.rows((outputs, targets), slice(0, 2)))
+            if len(found) != 3 or len(fewer) != 2 or (3 in found.shape[1:] and 2 in fewer.shape[1:]):
                 raise SartorError(
                     f"model {self.name}: for 3 samples the loss has shape {list(found.shape)}; it gives one "
-                    f"number per sample, or their mean. Outputs: {_shapes(outputs)}, targets: {_shapes(y)}; "
-                    "bring them to one shape"
+                    f"number per sample, or their mean. Outputs: {_shapes(outputs)}, targets: "
+                    f"{_shapes(targets)}; bring them to one shape"
                 )
+
+    def _other_outputs(self, x: Nest) -> Iterator[Any]:
+        """What models near the initial one and far from it give: that one may give all samples the same."""
+        noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=self.dtype) - 0.5
+        for scale in (0.02, 1.0):
+            with suppress(Exception):  # some models allow but few values
+                yield self.outputs(self.initial() + scale * noise, x)
 
     @property
     def draws(self) -> bool:
@@ -784,7 +848,8 @@ class Task:
         if self._mixes(*self._few(x, y)):
             raise SettingError(
                 f"model {self.name}: samples have weights, but its loss gives one number for a batch that is "
-                "no mean over samples; give one number per sample, or leave the weights out"
+                "no mean over samples, as far as their targets tell; give one number per sample, or leave "
+                "the weights out"
             )
 
     def _raw_losses(self, outputs: Any, y: Nest) -> Tensor:
@@ -1029,6 +1094,16 @@ def _below(key: str, path: str) -> bool:
     return not path or key == path or key.startswith(path + ".")
 
 
+def _names(path: str, *tensors: str) -> list[str]:
+    """What tensors of a layer are called in the module."""
+    return [f"{path}.{name}" if path else name for name in tensors]
+
+
+def _holds(dtype: torch.dtype, value: Tensor) -> bool:
+    """Whether a type has all these numbers, and they are finite."""
+    return bool(value.isfinite().all()) and torch.equal(value.to(dtype).to(value.dtype), value)
+
+
 def _gaps(slices: Iterable[slice], size: int) -> tuple[slice, ...]:
     """What lies between slices that are sorted and apart, from 0 to ``size``."""
     edges = [0, *(edge for piece in slices for edge in (piece.start, piece.stop)), size]
@@ -1159,22 +1234,17 @@ class _BatchNorm(nn.Module):
     It returns running statistics rather than changing them.
     """
 
+    path: str
+    eps: float
+    momentum: float
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
     running_mean: Tensor | None
     running_var: Tensor | None
 
-    def __init__(self, original: nn.modules.batchnorm._BatchNorm, path: str) -> None:
-        super().__init__()
-        assert original.momentum is not None
-        self.path, self.eps, self.momentum = path, original.eps, original.momentum
-        self.weight: nn.Parameter | None = original.weight
-        self.bias: nn.Parameter | None = original.bias
-        self.register_buffer("running_mean", original.running_mean)
-        self.register_buffer("running_var", original.running_var)
-        self.register_buffer("num_batches_tracked", original.num_batches_tracked)
-
     def forward(self, x: Tensor) -> Tensor:
         mode: _Mode = _context.mode
-        still = mode.still(self.path.removesuffix("."))
+        still = mode.still(self.path) or not self.training
         if self.running_mean is not None and self.running_var is not None and still:
             mean, variance = self.running_mean, self.running_var
         elif self._is_usual(x):
@@ -1208,11 +1278,13 @@ class _BatchNorm(nn.Module):
     def _before(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """The running statistics; a layer that is called twice in a pass goes on from its first change."""
         changed = _context.mode.changed
-        return changed.get(self.path + "running_mean", mean), changed.get(self.path + "running_var", variance)
+        named = _names(self.path, "running_mean", "running_var")
+        return changed.get(named[0], mean), changed.get(named[1], variance)
 
     def _change(self, mean: Tensor, variance: Tensor) -> None:
         """Hand back what the running statistics have become."""
-        _context.mode.changed |= {self.path + "running_mean": mean, self.path + "running_var": variance}
+        named = _names(self.path, "running_mean", "running_var")
+        _context.mode.changed |= dict(zip(named, (mean, variance), strict=True))
 
     def _normalised(self, x: Tensor, weight: Tensor | None, gamma: Tensor, beta: Tensor) -> Tensor:
         """The same by kernels that know the gradients."""
@@ -1255,14 +1327,13 @@ def _ones_like_rows(x: Tensor) -> Tensor:
 class _Dropout(nn.Module):
     """Dropout whose mask is a function of the batch's key, so that every engine draws the same."""
 
-    def __init__(self, original: nn.modules.dropout._DropoutNd, path: str) -> None:
-        super().__init__()
-        self.path = path
-        self.p, self.whole_channels = original.p, not isinstance(original, nn.Dropout)
+    path: str
+    p: float
+    whole_channels: bool
 
     def forward(self, x: Tensor) -> Tensor:
         mode: _Mode = _context.mode
-        if self.p == 0 or not mode.drops(self.path):
+        if self.p == 0 or not self.training or not mode.drops(self.path):
             return x
         return dropped(mode, x, self.p, self.whole_channels)
 
@@ -1277,19 +1348,8 @@ def _stored_names(module: nn.Module) -> dict[str, str]:
     return {key: first[id(value)] for key, value in stored.items() if id(value) in first}
 
 
-def _buffers_of_others(module: nn.Module, floats: Iterable[str]) -> list[str]:
-    """Float buffers of layers other than BatchNorm, which may change them in place while they train."""
-    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    own = {layer.path + name for layer in norms for name in ("running_mean", "running_var")}
-    return [key for key in floats if key not in own]
-
-
 class _Conv2d(nn.Conv2d):
     """A convolution that many clients, each with its own weights, compute together on a GPU."""
-
-    def __init__(self, original: nn.Conv2d) -> None:
-        nn.Module.__init__(self)
-        self.__dict__.update(original.__dict__)
 
     def forward(self, x: Tensor) -> Tensor:
         return conv2d(
@@ -1297,32 +1357,40 @@ class _Conv2d(nn.Conv2d):
         )
 
 
+_NORM_FORWARDS = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
+_DROPOUT_FORWARDS = tuple(kind.forward for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
+
+
 def _shareable(module: nn.Module, name: str) -> nn.Module:
-    """A copy of the module with BatchNorm and Dropout layers replaced by versions that clients can share."""
+    """A copy of the module whose BatchNorm and Dropout layers are versions that clients can share.
+
+    They stay the objects they are, with their hooks, wherever the module holds them.
+    """
     module = copy.deepcopy(module)
-    for path, layer in list(module.named_modules()):
+    for path, layer in module.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
             what = "BatchNorm with momentum=None, an average over all batches ever seen"
             raise SartorError(f"model {name}: layer {path!r} is {what}; give it a momentum, such as 0.1")
-        replacement = _replacement(layer, path)
-        if replacement is None:
-            continue
-        if not path:
-            return replacement
-        module.set_submodule(path, replacement)
+        kind = _shareable_kind(layer)
+        if kind is not None:
+            vars(layer).update(path=path, whole_channels=not isinstance(layer, nn.Dropout))
+            layer.__class__ = kind
     return module
 
 
-def _replacement(layer: nn.Module, path: str) -> nn.Module | None:
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        return _BatchNorm(layer, path + "." if path else "")
-    alpha = isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout))  # these draw by functions
-    if isinstance(layer, nn.modules.dropout._DropoutNd) and not alpha:
-        return _Dropout(layer, path)
+def _shareable_kind(layer: nn.Module) -> type[nn.Module] | None:
+    """What a layer becomes, if anything: not where it computes or is put into a mode in a way of its own."""
+    forward = getattr(layer.forward, "__func__", None)
+    if type(layer).train is not nn.Module.train or is_parametrized(layer):
+        return None
+    if forward in _NORM_FORWARDS:
+        return _BatchNorm
+    if forward in _DROPOUT_FORWARDS:
+        return _Dropout
     if type(layer) is nn.Conv2d and (layer.groups, layer.dilation, layer.padding_mode) == (
         1,
         (1, 1),
         "zeros",
     ):
-        return _Conv2d(layer)
+        return _Conv2d
     return None

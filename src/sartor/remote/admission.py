@@ -131,8 +131,13 @@ class Owners:
         self._named = {key: tuple(names) for key, names in (named or {}).items() if names}
         self._known: dict[str, Any] = dict(known or {})
 
-    def fault(self, key: str, names: Sequence[str], counts: Mapping[str, Sequence[int]]) -> str | None:
-        """Why the node with this key may not bring these clients with so many samples; None where it may."""
+    def fault(
+        self, key: str, names: Sequence[str], counts: Mapping[str, Sequence[int]], hash: str = ""
+    ) -> str | None:
+        """Why the node with this key may not bring these clients with so many samples; None where it may.
+
+        ``hash`` is of the data of all of them, as it was when they came together before.
+        """
         mine = self._named.get(key, ())
         others = {name for other, held in self._named.items() if other != key for name in held}
         for place, name in enumerate(names):
@@ -147,13 +152,17 @@ class Owners:
                 )
             if known and counts and known["counts"] != {part: held[place] for part, held in counts.items()}:
                 return f"client {shown(name)} has other data than at the start"
+        hashes = {self._known[name]["hash"] for name in names if name in self._known}
+        together = {name for name, known in self._known.items() if known["hash"] in hashes}
+        if hash and hash not in hashes and len(hashes) == 1 and together == set(names):
+            return f"{listed_names(names, 3)}: other data than at the start; put them back"
         return None
 
     def bind(self, key: str, met: Introduction) -> None:
         """From now on these clients are those of this key."""
         for place, name in enumerate(met.names):
             counts = {part: held[place] for part, held in met.counts.items()}
-            self._known[name] = {"key": key, "counts": counts}
+            self._known[name] = {"key": key, "counts": counts, "hash": met.hash}
 
     def record(self) -> dict[str, Any]:
         """Whose the clients are, and how many samples they have."""
@@ -245,7 +254,8 @@ class Admission:
         experiment = self._experiment
         met = introduction_of(told, groups, experiment.data.normalise, experiment.columns)
         reason = not_expected(met, self._experiment)
-        reason = reason or self._owners.fault(self._requests.grid.key(node), met.names, met.counts)
+        key = self._requests.grid.key(node)
+        reason = reason or self._owners.fault(key, met.names, met.counts, met.hash)
         if reason is not None:
             raise Failed("stranger", reason)
         return met

@@ -210,6 +210,8 @@ def _take_part(
                 show(f"round {round}")
             quiet = SHORTEST if request is not None else min(1.3 * quiet, LONGEST)
             time.sleep(quiet)
+        if node.fault and not node.answered:
+            raise SartorError(f"{address}: the run has ended, without an answer of this node: {node.fault}")
         show("the run has ended")
     finally:
         link.close()

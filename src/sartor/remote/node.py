@@ -214,6 +214,10 @@ class Node:
         """Why this node cannot take part."""
         self.failure = ""
         """Why the server has ended before the run did."""
+        self.answered = 0
+        """How many calls were answered."""
+        self.fault = ""
+        """Why the last request that was not answered could not be, where that is this node's own fault."""
         self.round = 0
         """The round of the last call."""
 
@@ -240,6 +244,7 @@ class Node:
             reply, sent = answers[check_form(header)](header, groups)
             message = encode({**reply, "nonce": nonce}, sent)
             self._note(kind, header, reply, sent)  # what cannot be logged is not sent
+            self.answered += kind == "call"
             return message
         except Closed as error:
             return encode({"nonce": nonce, "error": str(error), "closed": True})
@@ -253,10 +258,13 @@ class Node:
                 self.refusal = str(error)
             else:
                 log.warning("request refused: %s", error)
+                if not isinstance(error, (BadMessage, Refused)):
+                    self.fault = str(error)
             return encode({"nonce": nonce, "error": str(error)})
         except Exception as error:  # a request may hold anything; the node is there for the next one
             log.exception("request failed")
             self._note_refusal(kind, f"{type(error).__name__}: {error}")
+            self.fault = f"{type(error).__name__}: {error}"
             return encode({"nonce": nonce, "error": f"{type(error).__name__}: {error}"})
         finally:
             self._idle.give_back()

@@ -21,9 +21,11 @@ from sartor.data.settings import OWN_DATA
 from sartor.engines import federation_of
 from sartor.errors import DataError, SartorError, SettingError
 from sartor.federation import Federation
+from sartor.federation.attacks import NONE, for_simulations
 from sartor.federation.clock import Conditions
 from sartor.files import OWNER_ALONE, write
 from sartor.model.networks import check_told
+from sartor.model.objectives import chosen_objective
 from sartor.model.task import Task
 from sartor.remote.addresses import is_loopback
 from sartor.remote.admission import (
@@ -41,12 +43,15 @@ from sartor.remote.requests import PARTING, Failed, Grid, Requests
 from sartor.remote.server import RemoteEngine
 from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment
+from sartor.runs.metrics import measured
 from sartor.runs.observers import Observer
 from sartor.runs.record import RunFolder
 from sartor.runs.result import Result
 from sartor.runs.resume import resume as resume_run
 from sartor.runs.run import Run
-from sartor.runs.setup import federation_settings
+from sartor.runs.setup import check_device, checked_method, federation_settings
+from sartor.runs.stopping import refuse_unmeasured
+from sartor.runs.tracking import check as check_trackers
 
 if TYPE_CHECKING:
     from sartor.remote.flower import SuperLink
@@ -59,6 +64,10 @@ NODES = "nodes.json"
 """The file of a run folder that says which key each client came with, and with how many samples."""
 EMPTY_ROUNDS = 10
 """Rounds after which a run ends in which no reply could be used so far."""
+MEASURED = ("shared_pooled", "shared_local", "shared_validation", "personal_local", "personal_validation")
+"""The cells that a federation may have: nobody has the test data of all clients for personal models."""
+SOME_WIDTH = 2
+"""Stands for how many numbers a model puts out, which is not known before nodes are there."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,11 @@ def serve(
     if experiment.data.path is not None:
         raise SettingError("data.path: in a federation data lie at the nodes; leave it out")
     require_deployable(experiment)
+    check_device(experiment)
+    if resume is None:
+        check_trackers(experiment.tracking.loggers)
+        if out is not None:
+            RunFolder.require_free(out)
     with listen(service, anew=resume is None) as grid:
         where = f"[{service.host}]" if ":" in service.host else service.host
         _say(f"listening on {where}:{grid.port}")
@@ -135,6 +149,11 @@ def require_deployable(experiment: Experiment) -> None:
     named = () if experiment.columns else (experiment.model,)  # a schema says how many categories there are
     for choice in (*named, *(group.choice for group in experiment.models)):
         check_told(choice, "the server sees no samples")
+    if experiment.attack.name != NONE:
+        raise for_simulations(experiment.attack.name)
+    experiment.attack.check()
+    checked_method(experiment)
+    _check_evaluation(experiment)
     privacy = experiment.privacy
     if privacy.mode == "samples" and privacy.noise is None:
         raise SettingError(
@@ -146,6 +165,29 @@ def require_deployable(experiment: Experiment) -> None:
             "privacy.secret = false: noise follows from the seed, and whoever knows it can take the noise "
             "off; set it to true, unless this is a trial"
         )
+
+
+def _check_evaluation(experiment: Experiment) -> None:
+    """Refuse to measure what cannot be without the samples, and what there is no such metric for."""
+    evaluate, stop = experiment.evaluate, experiment.stop
+    if evaluate.personal_pooled == "yes":
+        raise SettingError(
+            "evaluate.personal_pooled = 'yes': nobody has the test data of all clients, which stay at the "
+            "nodes; leave it out"
+        )
+    if evaluate.outputs == "yes":
+        raise SettingError(
+            "evaluate.outputs = 'yes': what models say of a node's samples stays there; leave it out"
+        )
+    if evaluate.by is not None:
+        raise SettingError(
+            f"evaluate.by = {evaluate.by!r}: which samples have which value, and what models say of them, "
+            "stays at their nodes; leave it out"
+        )
+    objective = chosen_objective(experiment.objective)
+    what = measured(objective, SOME_WIDTH, evaluate.metrics, evaluate.headline)
+    if stop.wanted and stop.metric is not None:
+        refuse_unmeasured(stop.metric, MEASURED, what)
 
 
 def listen(service: Service, *, anew: bool = True) -> SuperLink:
@@ -305,7 +347,10 @@ def read_record(path: Path) -> dict[str, Any]:
     """Whose the clients of a run are; nothing where that was not recorded."""
     try:
         found = json.loads(path.read_text())
-        return {str(name): {"key": str(one["key"]), "counts": one["counts"]} for name, one in found.items()}
+        return {
+            str(name): {"key": str(one["key"]), "counts": one["counts"], "hash": str(one["hash"])}
+            for name, one in found.items()
+        }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

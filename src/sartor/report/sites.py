@@ -16,7 +16,7 @@ import numpy as np
 
 from sartor import random
 from sartor.report.figures import Choice, Figure, Line, Lines, View, Views
-from sartor.report.runs import Group, Material, Run
+from sartor.report.runs import Group, Material, Run, own_cell
 from sartor.report.tables import Entry, Table
 from sartor.runs.outputs import Outputs
 
@@ -182,6 +182,11 @@ class Sites:
     counted: bool = False
     """Whether single samples are not known, but how many each model gets right."""
 
+    @property
+    def classes(self) -> bool:
+        """Whether it is known which class models see in single samples, and how sure they are."""
+        return not self.counted and self.sites[0].score.share
+
     def sentences(self) -> list[str]:
         """What to say on top of the page: a sentence for each client, or for the outermost of many."""
         told = [(site.gain(), sentence) for site in self.sites if (sentence := site.sentence()) is not None]
@@ -201,32 +206,59 @@ class Sites:
 
 
 def sites_of(material: Material) -> Sites | None:
-    """The clients of the method that is best, by what models say of single samples, or else by counts."""
-    return _by_samples(material) or _by_counts(material)
+    """The clients of the method that is best, by what models say of single samples, or else by counts.
 
-
-def _by_counts(material: Material) -> Sites | None:
-    """The clients by how many samples each model gets right: of runs on real machines there is no more."""
-    if material.headline != "accuracy":
+    By counts too where those alone tell what training alone gives.
+    """
+    score = SCORES.get(material.headline)
+    if score is None:
         return None
-    able = [group for group in material.groups if all("n_test" in run.clients for run in group.runs)]
-    methods = [group for group in able if group.runs[0].algorithm != ALONE]
+    known = [group for group in material.groups if _said(group) or _counts(group, score)]
+    methods = [group for group in known if group.runs[0].algorithm != ALONE]
     if not methods:
         return None
-    group, chosen = _best(methods, "accuracy", True)
-    lonely = next((other for other in able if other.runs[0].algorithm == ALONE), None)
+    group, chosen = _best(methods, material.headline, score.more)
+    unknown = [group.label for group in material.groups if group not in known]
+    if unknown:
+        chosen += f" Left out, as what models say of single samples is not stored: {', '.join(unknown)}."
+    lonely = [group for group in known if group.runs[0].algorithm == ALONE]
+    found = [by(group, lonely, chosen, score) for by in (_by_samples, _by_counts)]
+    return max((sites for sites in found if sites is not None), key=lambda sites: sites.alone, default=None)
+
+
+def _own(run: Run) -> str:
+    """Which model is a client's own: the personal one or, without such, the shared one."""
+    return own_cell(run.last).removesuffix("_local")
+
+
+def _said(group: Group) -> bool:
+    """Whether it is stored what clients' own models say of single samples."""
+    return all(
+        run.outputs and all(_own(run) in split.by_model for split in run.outputs.values())
+        for run in group.runs
+    )
+
+
+def _counts(group: Group, score: Score) -> bool:
+    """Whether it is stored how many samples clients' own models get right."""
+    return score is SCORES["accuracy"] and all("n_test" in run.clients for run in group.runs)
+
+
+def _by_counts(group: Group, lonely: Sequence[Group], chosen: str, score: Score) -> Sites | None:
+    """The clients by how many samples each model gets right: of runs on real machines there is no more."""
+    if not _counts(group, score):
+        return None
+    beside = next((other.runs for other in lonely if _counts(other, score)), [])
     pairs = []
     for run in group.runs:
-        alike = [] if lonely is None else lonely.runs
-        same = (o for o in alike if (o.seed, o.hash, o.names) == (run.seed, run.hash, run.names))
+        same = (o for o in beside if (o.seed, o.hash, o.names) == (run.seed, run.hash, run.names))
         pairs.append((run, next(same, None)))
     alone = all(other is not None for _, other in pairs)
     sites = []
     for place, name in enumerate(group.runs[0].names):
         parts = [_counted(run, other if alone else None, place) for run, other in pairs]
         if all(part.count for part in parts):
-            test = _together(parts)
-            sites.append(Site(name, test, None, SCORES["accuracy"], group.runs[0].seed, paired=False))
+            sites.append(Site(name, _together(parts), None, score, group.runs[0].seed, paired=False))
     return Sites(group, alone, chosen, None, sites, counted=True) if sites else None
 
 
@@ -235,7 +267,7 @@ def _counted(run: Run, other: Run | None, place: int) -> Part:
     count = int(run.clients["n_test"][place] or 0)
     named: dict[str, Floats] = {}
     wanted = [
-        ("personal_local", "own", run),
+        (own_cell(run.last), "own", run),
         ("shared_local", "shared", run),
         ("personal_local", "alone", other),
     ]
@@ -246,19 +278,15 @@ def _counted(run: Run, other: Run | None, place: int) -> Part:
         if found is not None:
             right = np.arange(count) < round(float(found) * count)
             named[model] = np.stack([right, ~right], 1).astype(float)
-    named = named if "own" in named or "shared" not in named else {"own": named["shared"], **named}
     return Part(np.zeros(count, np.int64), named, None)
 
 
-def _by_samples(material: Material) -> Sites | None:
-    score = SCORES.get(material.headline)
-    able = [group for group in material.groups if all(run.outputs for run in group.runs)]
-    methods = [group for group in able if group.runs[0].algorithm != ALONE]
-    if score is None or not methods:
+def _by_samples(group: Group, lonely: Sequence[Group], chosen: str, score: Score) -> Sites | None:
+    """The clients by what models say of each of their samples."""
+    if not _said(group):
         return None
-    group, chosen = _best(methods, material.headline, score.more)
-    lonely = next((other for other in able if other.runs[0].algorithm == ALONE), None)
-    pairs = [(run, _beside(run, lonely)) for run in group.runs]
+    beside = next((other.runs for other in lonely if _said(other)), [])
+    pairs = [(run, _beside(run, beside)) for run in group.runs]
     alone = all(other is not None for _, other in pairs)
     names = group.runs[0].outputs["test"].names
     sites = []
@@ -304,13 +332,12 @@ def _best(methods: Sequence[Group], headline: str, more: bool) -> tuple[Group, s
     return methods[0], " It is the first of several methods."
 
 
-def _beside(run: Run, lonely: Group | None) -> Run | None:
+def _beside(run: Run, others: Sequence[Run]) -> Run | None:
     """The run alone on the same samples."""
-    for other in [] if lonely is None else lonely.runs:
+    for other in others:
         if other.seed == run.seed and other.hash == run.hash:
             mine, theirs = run.outputs["test"], other.outputs["test"]
-            same = mine.names == theirs.names and "personal" in theirs.by_model
-            if same and np.array_equal(mine.truth, theirs.truth):
+            if mine.names == theirs.names and np.array_equal(mine.truth, theirs.truth):
                 return other
     return None
 
@@ -324,8 +351,7 @@ def _part(pairs: Sequence[tuple[Run, Run | None]], split: str, number: int) -> P
         mine: Outputs = run.outputs[split]
         rows = mine.client == number
         models = {kind: outputs[rows] for kind, outputs in mine.by_model.items()}
-        own = models.get("personal", models.get("shared"))
-        named = {} if own is None else {"own": own}
+        named = {"own": models[_own(run)]}
         named |= {"shared": models["shared"]} if "shared" in models else {}
         if other is not None:
             named["alone"] = other.outputs[split].by_model["personal"][rows]
@@ -388,10 +414,12 @@ def _worth(sites: Sites) -> Table:
 
 def _thresholds(sites: Sites) -> Table | None:
     """Where a site of two classes says yes: chosen on its validation data, tried on its test data."""
+    if not sites.classes:
+        return None
     rows = []
     for site in sites.sites:
-        own = site.test.by_model.get("own")
-        if own is None or own.ndim != 2 or own.shape[1] != 2 or site.validation is None:
+        own = site.test.by_model["own"]
+        if own.shape[1] != 2 or site.validation is None:
             return None
         threshold = best_threshold(site.validation.truth, chances(site.validation.by_model["own"]))
         if threshold is None:
@@ -462,10 +490,7 @@ def _subgroups(sites: Sites) -> Table | None:
 
 def site_figures(sites: Sites) -> list[Figure]:
     """ROC curves of two classes, and how far confidence can be trusted, client by client."""
-    classes = not sites.counted and all(
-        model.ndim == 2 for site in sites.sites for model in site.test.by_model.values()
-    )
-    if not classes:
+    if not sites.classes:
         return []
     shown = sites.sites[:MOST_CURVES]
     two = all(model.shape[1] == 2 for site in shown for model in site.test.by_model.values())

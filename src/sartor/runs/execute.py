@@ -174,15 +174,15 @@ def carry_out(
         except KeyboardInterrupt:
             if folder is None:
                 raise
-            raise KeyboardInterrupt(f"stopped; {_how_to_resume(folder, run.saved)}") from None
+            raise KeyboardInterrupt(f"stopped; {_how_to_resume(folder, run)}") from None
         except (NotWritten, distributed.OtherRank) as error:
             if folder is None or not any(isinstance(one, NotWritten) for one in (error, error.__cause__)):
                 raise
-            raise SartorError(f"{error}; then {_how_to_resume(folder, run.saved)}") from None
+            raise SartorError(f"{error}; then {_how_to_resume(folder, run)}") from None
         except ObserverFailed as error:
             if folder is None:
                 raise
-            hint = "the run is complete" if folder.finished else _how_to_resume(folder, run.saved)
+            hint = "the run is complete" if folder.finished else _how_to_resume(folder, run)
             raise ObserverFailed(f"{error}; {hint}") from error.__cause__
 
 
@@ -202,9 +202,10 @@ def _keeping(
     yield Interrupting(interrupted)
 
 
-def _how_to_resume(folder: RunFolder, round: int) -> str:
-    begin = f"goes on after round {round}" if round >= 0 else "begins it again"
-    return f"`sartor resume {shlex.quote(str(folder.path))}` {begin}"
+def _how_to_resume(folder: RunFolder, run: Run) -> str:
+    begin = f"goes on after round {run.saved}" if run.saved >= 0 else "begins it again"
+    command = "resume" if run.federation.engine.pools else "serve --resume"
+    return f"`sartor {command} {shlex.quote(str(folder.path))}` {begin}"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from sartor.data.clients import ClientData, from_clients, prepare, relabel
 from sartor.data.loaders import is_dataset, source_from_dataset
 from sartor.data.named import named_by
-from sartor.data.settings import OWN_DATA
+from sartor.data.settings import COLUMN_KEYS, OWN_DATA, TEXT_KEYS, Data
 from sartor.data.sources import Source
 from sartor.errors import SettingError
 from sartor.extensions import function_file
@@ -29,7 +29,7 @@ from sartor.runs.experiment import (
     import_named,
     read_experiment,
 )
-from sartor.runs.setup import divided
+from sartor.runs.setup import divided, said_of_division
 from sartor.settings import unknown
 
 Model = nn.Module | Task | Callable[..., nn.Module | Task]
@@ -109,6 +109,8 @@ class Given:
         if there is not None:
             _put(chosen, "data", clients=max(1, there))  # nobody is refused where they are read
         experiment = from_mapping(chosen)
+        if self.data is not None:
+            _refuse_unused(experiment, self.data)
         objective = self.objective or chosen_objective(experiment.objective)
         own_data = self.data if isinstance(self.data, ClientData) else None
         if isinstance(self.data, Mapping):
@@ -174,6 +176,11 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     if transforms is not None:
         several = isinstance(transforms, (list, tuple))  # else it is refused when it is checked
         given["transforms"] = [*map(_named, transforms)] if several else transforms
+    there = _clients_of(data)
+    made = isinstance(data, (ClientData, Mapping, Source)) or is_dataset(data)
+    named = None if made else named_by(data)
+    if isinstance(start, (str, Path)) and data is not None and named != "path":
+        _leave_out_others(given, divided=there is not None)
     for section in {"aggregate", "attack"} & known.keys():
         known[section] = _named(known[section])
     for section, values in known.items():
@@ -186,18 +193,22 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
         _put(given, section, **values)
     _put(given, "engine", **_named(engine))
     _put(given, "engine", device=device)
-    there = _clients_of(data)
+    table = given.get("data")
+    stated = table if isinstance(table, Mapping) else {}
     if there is not None:
-        if clients is not None and clients != there:
-            raise SettingError(f"clients: {clients}, but the data has {there} clients; leave it out")
+        key, said, usual = "clients", clients, there
+        if clients is None:
+            key, said, usual = "data.clients", stated.get("clients"), Data.clients
+        if said not in (None, there, usual):
+            raise SettingError(f"{key}: {said}, but the data has {there} clients; leave it out")
         clients = there
-    if isinstance(data, (ClientData, Mapping, Source)) or is_dataset(data):
+    if named is None:
         # They are normalised where that is said; else they are as whoever gives them wants them.
-        stated = given.get("data")
-        said = stated.get("normalise", False) if isinstance(stated, Mapping) else False
-        _put(given, "data", name=OWN_DATA, normalise=said)
+        _put(given, "data", name=OWN_DATA, normalise=stated.get("normalise", False))
     else:
-        _put(given, "data", **{named_by(data): data})
+        if data is not None and named == "name" and stated.get("path") is not None:
+            raise SettingError(f"data.path: {stated['path']!r}, but data is {data!r}; leave one of them out")
+        _put(given, "data", **{named: data})
         data = None
     _put(given, "data", clients=clients)
     if isinstance(model, Task) or callable(model):
@@ -236,6 +247,38 @@ def _clients_of(data: Any) -> int | None:
     if isinstance(data, ClientData):
         return data.clients
     return len(data) if isinstance(data, Mapping) else None
+
+
+def _leave_out_others(given: dict[str, Any], divided: bool) -> None:
+    """Leave out of a file what it says of data in place of which others are given."""
+    given.pop("columns", None)
+    if divided:
+        given.pop("partition", None)
+    table = given.get("data")
+    for key in ("path", *COLUMN_KEYS, *TEXT_KEYS, *(("clients",) if divided else ())):
+        if isinstance(table, dict):
+            table.pop(key, None)
+
+
+def _refuse_unused(experiment: Experiment, data: Any) -> None:
+    """Refuse settings that would say nothing of data that are given in Python."""
+    said = [f"data.{key}" for key in ("path", *COLUMN_KEYS) if getattr(experiment.data, key) is not None]
+    known = data.columns if isinstance(data, ClientData) else None
+    if experiment.columns and experiment.columns != known:
+        said.append("columns")
+    if said:
+        raise SettingError(f"{', '.join(said)}: for data that are read, and yours are given; leave it out")
+    there = _clients_of(data)
+    said = said_of_division(experiment, there) if there else []
+    if said:
+        raise SettingError(
+            f"{', '.join(said)}: the samples are divided among {there} clients already; leave it out"
+        )
+    if isinstance(data, ClientData) and data.validation is None and experiment.data.validation:
+        raise SettingError(
+            "data.validation: the ClientData given has no validation samples; leave it out, or make it with "
+            f"them, as in from_clients(..., validation_fraction={experiment.data.validation:g})"
+        )
 
 
 def _own_models(models: Any) -> tuple[Any, tuple[tuple[Model, str | None] | None, ...]]:

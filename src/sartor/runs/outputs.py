@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +19,13 @@ import torch
 from torch import Tensor
 
 from sartor import nests
+from sartor.client.local import Client
 from sartor.data.clients import ClientData, LazySplit
 from sartor.data.preprocessing import NumberColumns, TableReader
+from sartor.engines import sharded as distributed
 from sartor.errors import SettingError
+from sartor.federation.exchange import Reply
+from sartor.runs.evaluation import personal_models
 from sartor.runs.predictor import kind_of
 from sartor.runs.result import personal_rows, rows_of_clients
 
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 
 MOST_NUMBERS, MOST_WORK = 2_000_000, 2 * 10**9
 """``evaluate.outputs = auto`` stores so many numbers at most, of so many samples × parameters."""
+MOST_ASKED = 10**8
+"""Numbers that clients are asked for at once, which are held for a moment."""
 MOST_VALUES = 20
 """Different values of a column that results are shown apart by."""
 SPLITS = ("test", "validation")
@@ -68,7 +75,7 @@ def final_outputs(run: Run) -> bytes | None:
         clients = np.repeat(np.arange(data.clients), split.count)
         held[f"{name}_client"] = clients
         held[f"{name}_truth"] = _joined([split.of(client)[1] for client in range(data.clients)])
-        for kind, outputs in _by_model(run, task, split).items():
+        for kind, outputs in _by_model(run, task, name, split).items():
             held[f"{name}_{kind}"] = outputs
         if run.experiment.evaluate.by is not None:
             values = values_of(data, run.experiment.evaluate.by, split)
@@ -84,8 +91,8 @@ def _rows(split: Any, client: int) -> slice:
     return slice(int(split.start[client]), int(split.start[client] + split.count[client]))
 
 
-def _by_model(run: Run, task: Task, split: Any) -> dict[str, np.ndarray]:
-    """What a client's own and the shared model put out, where the run has their vectors."""
+def _by_model(run: Run, task: Task, name: str, split: Any) -> dict[str, np.ndarray]:
+    """What a client's own and the shared model put out on the split of that name."""
     names, found = run.data.names, {}
     personal, own_buffers = (
         personal_rows(run.final, task, names),
@@ -99,6 +106,8 @@ def _by_model(run: Run, task: Task, split: Any) -> dict[str, np.ndarray]:
             assert w is not None
             parts.append(_put_out(run, task.of_client(client), w, split.of(client)[0], buffers))
         found["personal"] = _joined(parts)
+    elif (asked := _asked(run, name, split)) is not None:
+        found["personal"] = asked
     w, buffers = run.algorithm.shared(run.server), run.final.get("buffers")
     kept = run.experiment.model.buffers == "local" and task.buffer_size  # then each client has its own
     if w is not None and not kept:
@@ -107,6 +116,31 @@ def _by_model(run: Run, task: Task, split: Any) -> dict[str, np.ndarray]:
         parts = [_put_out(run, task, w, split.of(client)[0], buffers) for client in everyone]
         found["shared"] = _joined(parts)
     return found
+
+
+def _asked(run: Run, name: str, split: Any) -> np.ndarray | None:
+    """What clients' own models put out that are not stored as vectors: made as for their evaluation.
+
+    None where there are no such models, where their rows would be too many, filled up to those of the largest
+    client, and where several processes share the run: the one that stores would wait for the others.
+    """
+    federation, count = run.federation, split.count
+    everyone, longest = np.arange(federation.clients), max(1, int(count.max()))
+    call = personal_models(run.algorithm, run.server, everyone)
+    much = len(everyone) * longest * (federation.task.width or 1) > MOST_ASKED
+    if call is None or much or distributed.world() > 1:
+        return None
+    function, blank = call.function, federation.blank_sample()
+
+    @wraps(function)
+    def put_out(client: Client, hyper: Any, **arguments: Any) -> Reply:
+        model = function(client, hyper, **arguments).sent["w"]
+        outputs = partial(client.outputs, model) if isinstance(model, Tensor) else model
+        rows, _ = client.gather(lambda batch: outputs(batch.x), outputs(blank)[0], name)
+        return Reply(rows=torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])]))
+
+    rows = federation.ask(put_out, everyone, call.shared, call.each)["rows"].float().cpu()
+    return _joined([rows[client, : count[client]] for client in everyone])
 
 
 def _put_out(run: Run, task: Task, w: Tensor, x: Any, buffers: Tensor | None) -> Tensor:

@@ -116,7 +116,17 @@ class RunFolder:
             held = run._begin(experiment, partition, signature)
             if held is None:
                 return run
-        raise SartorError(f"{folder}: already holds a run ({held}); give another folder or remove it")
+            taken = run._taken(held)
+        raise taken
+
+    @classmethod
+    def require_free(cls, path: Path) -> None:
+        """Refuse, without touching it, what :meth:`create` would: a file, or a folder with another run."""
+        run = cls(path)
+        run._require_folder()
+        held = run._held()
+        if held is not None:
+            raise run._taken(held)
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
@@ -143,8 +153,7 @@ class RunFolder:
     ) -> str | None:
         """Write what a run begins with, the experiment last; or the file that tells of another run here."""
         with writing(self.path):
-            if self.path.exists() and not self.path.is_dir():
-                raise SartorError(f"{self.path}: is a file; give a folder that does not exist yet")
+            self._require_folder()
             self.path.mkdir(parents=True, exist_ok=True)
             held = self._held()
             if held is not None:
@@ -169,6 +178,13 @@ class RunFolder:
             self._store(SIGNATURE, _json_bytes(signature))
         self._store(CONFIG, _sealed_config(to_toml(experiment)))
         (self.path / BEGINNING).unlink()
+
+    def _require_folder(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise SartorError(f"{self.path}: is a file; give a folder that does not exist yet")
+
+    def _taken(self, held: str) -> SartorError:
+        return SartorError(f"{self.path}: already holds a run ({held}); give another folder or remove it")
 
     def _held(self) -> str | None:
         """A file of a run that has begun here."""
@@ -488,7 +504,9 @@ class RunFolder:
         if not is_whole(content):
             raise SartorError(f"{self.path / CLIENTS}: damaged, its seal does not fit; {self._anew()}")
         try:
-            return parquet.read_table(arrow.BufferReader(content)).replace_schema_metadata(None)
+            # Threads of Arrow's that are still being made when Python ends abort it, if torch was imported.
+            table = parquet.ParquetFile(arrow.BufferReader(content)).read(use_threads=False)
+            return table.replace_schema_metadata(None)
         except (OSError, arrow.ArrowException) as error:
             raise SartorError(f"{self.path / CLIENTS}: damaged or not readable: {error}") from None
 

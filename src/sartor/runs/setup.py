@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,12 @@ from sartor.data.clients import SPLITS, ClientData, LazySplit, prepare, relabel
 from sartor.data.download import user_cache
 from sartor.data.expect import check_expected, check_range
 from sartor.data.moments import Moments
-from sartor.data.named import read_data
+from sartor.data.named import decides_clients, read_data
 from sartor.data.partitions import Partition, apply, make_partition
 from sartor.data.preprocessing import Preprocessing
 from sartor.data.public import read_public
 from sartor.data.samples import is_class
-from sartor.data.settings import OWN_DATA
+from sartor.data.settings import OWN_DATA, Data
 from sartor.data.sources import Source
 from sartor.data.tables import blank
 from sartor.engines import choose_engine, federation_of, make_engine
@@ -35,18 +35,21 @@ from sartor.federation.clock import Conditions
 from sartor.federation.reduction import Mean, needs_selection
 from sartor.federation.settings import FederationSettings
 from sartor.kernels.ahead import begin
+from sartor.memory import free_memory
 from sartor.model.groups import assign, build_groups
 from sartor.model.networks import Factory, ModelChoice, build_task, check_told, settled
 from sartor.model.objectives import Objective, chosen_objective
 from sartor.model.task import Task
-from sartor.runs.experiment import Experiment, code_of, fingerprint
-from sartor.runs.metrics import measured
+from sartor.runs.experiment import Experiment, code_of, fingerprint, from_mapping
+from sartor.runs.metrics import Measured, measured
 from sartor.runs.outputs import values_of
 from sartor.runs.protection import refuse_buffers, refuse_unprotected, settled_privacy
 from sartor.runs.settings import AUTO
 
 log = logging.getLogger(__name__)
 
+COUNT_BYTES = 8
+"""Of a number that clients have counted."""
 Opened = Callable[[Experiment, Task, ClientData], Federation]
 """What opens the federation of a resolved experiment."""
 Loading = Callable[[Experiment, Objective | None], tuple[ClientData, Partition | None]]
@@ -99,13 +102,14 @@ def set_up(
     if normalise is None:
         plain = data is None or (data.preprocessing.moments is None and experiment.data.name == OWN_DATA)
         normalise = experiment.data.normalise and plain
-    if experiment.engine.device == "cuda" and not torch.cuda.is_available():
-        raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
+    check_device(experiment)
     begin(torch.device(experiment.engine.device))  # while data are read
     partition = None
     if data is None:
         objective = None if task is None else task.objective
         data, partition = distributed.first_alone(lambda: (load or load_data)(experiment, objective))
+        if partition is None:
+            experiment = undivided(experiment, data.clients)
     if experiment.data.labels is not None:
         data = relabel(data, experiment.data.labels)
     check_expected(experiment.expect, data)
@@ -113,7 +117,7 @@ def set_up(
         raise SettingError(
             f"cohort.count: must be at most the {data.clients} clients, got {experiment.cohort.count}"
         )
-    refuse_groups(experiment)
+    algorithm = checked_method(experiment)
     if task is None:
         objective = chosen_objective(experiment.objective)
         x, y = data.train.x, data.train.y
@@ -132,13 +136,52 @@ def set_up(
     if experiment.evaluate.by is not None and held:
         values_of(data, experiment.evaluate.by, data.test)  # what cannot be is said before the run
     data = with_public(data, experiment)
-    algorithm = registered()[experiment.algorithm](experiment.hyper)
-    algorithm.check(experiment.local)
-    refuse_unprotected(experiment, algorithm)
-    refuse_rule(experiment, data.clients)
+    experiment.aggregate.settings.check(experiment.cohort.size(data.clients))
     experiment, data = attacked(experiment, data)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
+
+
+def check_device(experiment: Experiment) -> None:
+    """Refuse a device that is not there."""
+    if experiment.engine.device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("engine.device = 'cuda': PyTorch sees no CUDA device here; take cpu")
+
+
+def checked_method(experiment: Experiment) -> Algorithm[Any, Any]:
+    """The method, unless the experiment asks for what it cannot do, whatever the data are."""
+    refuse_groups(experiment)
+    algorithm = registered()[experiment.algorithm](experiment.hyper)
+    algorithm.check(experiment.local)
+    refuse_unprotected(experiment, algorithm)
+    refuse_rule(experiment)
+    return algorithm
+
+
+def undivided(experiment: Experiment, clients: int) -> Experiment:
+    """The experiment without what says how to divide samples, which are those of clients already.
+
+    It may stand in a file that is for other data too.
+    """
+    said = said_of_division(experiment, clients)
+    if not said:
+        return experiment
+    log.warning("%s: left out, as the samples are divided among %d clients already", ", ".join(said), clients)
+    usual = from_mapping({"algorithm": experiment.algorithm}).partition
+    return replace(experiment, partition=usual, data=replace(experiment.data, clients=clients))
+
+
+def said_of_division(experiment: Experiment, clients: int) -> list[str]:
+    """What says how to divide the samples of so many clients; defaults may be stated."""
+    said = [
+        f"partition.{field.name}"
+        for part in (experiment.partition, experiment.partition.settings)
+        for field in fields(part)
+        if field.name != "settings" and getattr(part, field.name) != field.default
+    ]
+    if experiment.data.clients not in (Data.clients, clients) and not decides_clients(experiment.data):
+        said.append(f"data.clients = {experiment.data.clients}")
+    return said
 
 
 def settled_for(choice: ModelChoice, data: ClientData) -> ModelChoice:
@@ -221,8 +264,8 @@ def poisoned(data: ClientData, attack: Attack, attackers: np.ndarray, seed: int)
     return replace(data, train=replace(train, x=x, y=y))
 
 
-def refuse_rule(experiment: Experiment, clients: int) -> None:
-    """Refuse a rule in place of means that the method has no place for, or too few clients."""
+def refuse_rule(experiment: Experiment) -> None:
+    """Refuse a rule in place of means that the method has no place for."""
     rule, method = experiment.aggregate.settings, experiment.algorithm
     if rule == Mean():
         return
@@ -234,7 +277,6 @@ def refuse_rule(experiment: Experiment, clients: int) -> None:
         )
     if reduces == "rows" and not rule.selects:
         raise SettingError(needs_selection(rule, method))
-    rule.check(experiment.cohort.size(clients))
 
 
 def fitted(
@@ -367,6 +409,7 @@ def resolve(
     what = measured(
         task.objective, task.width, experiment.evaluate.metrics, experiment.evaluate.headline, _largest(data)
     )
+    refuse_matrices(what, task.width, experiment.evaluate.clients or data.clients, data)
     features = experiment.data.feature_columns if experiment.data.path is None else data.features
     buffers = experiment.model.buffers if experiment.model.buffers != "auto" else algorithm.buffers
     local = experiment.local
@@ -410,6 +453,24 @@ def _largest(data: ClientData) -> float | None:
     if not is_class(y) or len(y) < 2 or int(y.min()) < 0:
         return None
     return float(torch.bincount(y).max() / len(y))
+
+
+def refuse_matrices(what: Measured, width: int | None, clients: int, data: ClientData) -> None:
+    """Refuse confusion matrices of so many classes that memory does not hold one of each client."""
+    if width is None or "confusion" not in what.tallies:
+        return
+    needed, free = clients * width**2 * COUNT_BYTES, free_memory()
+    if needed <= free:
+        return
+    y = data.pooled_y if isinstance(data.train, LazySplit) else data.train.y
+    occur = len(y[y >= 0].unique())
+    cure = "take others as evaluate.metrics, such as log_loss"
+    if data.classes is not None and occur < data.classes / 2:
+        cure = f"only {occur} labels occur: number them from 0, or give them as texts (data.labels)"
+    raise DataError(
+        f"{data.name}: labels go up to {width - 1}, and {what.headline} is of a matrix of all labels for "
+        f"each of {clients} clients, {needed / 1e9:,.0f} GB, and {free / 1e9:,.1f} GB are free; {cure}"
+    )
 
 
 def open_federation(experiment: Experiment, task: Task, data: ClientData) -> Federation:

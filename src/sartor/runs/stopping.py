@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sartor.errors import SettingError
 from sartor.runs.evaluation import cells_of, measured_in, measured_scores
-from sartor.runs.metrics import more_is_better
+from sartor.runs.metrics import Measured, more_is_better
 from sartor.runs.observers import Observer
 from sartor.runs.run import Run
 from sartor.runs.settings import Stop
@@ -106,15 +106,20 @@ def value_of(cells: Mapping[str, Mapping[str, Any]], metric: str) -> float | Non
 def chosen_metric(run: Run) -> str:
     """The metric that the experiment names or, where it names none, the one that is looked at first."""
     cells = cells_of(run.algorithm, run.server, run.federation, run.experiment.evaluate)
-    scores = measured_scores(measured_in(run.federation, run.experiment.evaluate))
-    wanted = run.experiment.stop.metric
+    what, wanted = measured_in(run.federation, run.experiment.evaluate), run.experiment.stop.metric
     if wanted is None:
         order = ("personal_validation", "shared_validation", "personal_local", "shared_local")
-        return f"{next(cell for cell in order if cell in cells)}.{scores[0]}"
+        return f"{next(cell for cell in order if cell in cells)}.{measured_scores(what)[0]}"
+    refuse_unmeasured(wanted, cells, what)
+    return wanted
+
+
+def refuse_unmeasured(wanted: str, cells: Sequence[str], what: Measured) -> None:
+    """Refuse a ``stop.metric`` that is none of these cells' scores."""
+    scores = measured_scores(what)
     cell, _, score = wanted.partition(".")
     if cell not in cells or score not in scores:
         raise SettingError(
             f"stop.metric = {wanted!r}: not measured in this run; name a cell ({', '.join(cells)}) and "
             f"its score ({', '.join(scores)}), as in {cells[0]}.{scores[0]}"
         )
-    return wanted
