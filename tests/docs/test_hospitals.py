@@ -63,6 +63,8 @@ def test_the_example_runs_and_nodes_do_what_was_simulated(nursery: Nursery) -> N
         load_file(f"{run}/models.safetensors")["server.w"] for run in ("simulated", "deployed")
     )
     assert torch.equal(simulated, deployed)
+    headlines = {RunFolder.open(run).summary["headline"] for run in ("simulated", "deployed")}
+    assert headlines == {"balanced_accuracy"}
     columns = [RunFolder.open(run).experiment.columns for run in ("simulated", "deployed")]
     assert columns[0] == columns[1]
     assert settles(load("experiment.toml").columns, columns[0])
