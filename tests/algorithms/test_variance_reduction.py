@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from sartor.client.local import Client
 from sartor.data.clients import ClientData, Split
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation, Reply
+from sartor.federation.clock import Conditions, Presence
 from sartor.federation.exchange import NobodyAnswered
 from sartor.model.task import Batch, Task
 
@@ -732,6 +734,49 @@ def test_fsvrg_says_once_that_a_network_is_not_scaled(caplog: pytest.LogCaptureF
     linear = federation_of("loop", linear_task(5, 4), data, local={"batch": 8})
     play(method("fsvrg", linear), linear, COHORTS)
     assert not caplog.records
+
+
+def arrivals(place: Path, *times: float) -> Conditions:
+    """Clients that are there from these times on; feature counts are exchanged at time 0."""
+    file = place / "presence.csv"
+    rows = [f"client {number},{time},100" for number, time in enumerate(times)]
+    file.write_text("\n".join(["client,start,end", *rows]), encoding="utf-8")
+    return Conditions(availability=Presence(str(file)))
+
+
+@pytest.mark.parametrize("name", ["fsvrg", "a-fsvrg"])
+def test_fsvrg_goes_on_unscaled_where_nobody_told_its_features(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    task, local = linear_task(4), {"batch": 4, "steps": 3}
+    data = sparse((6, 10), torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1.0]], dtype=torch.float64))
+    ends = []
+    for scaled in (True, False):
+        late = federation_of("loop", task, data, local=local, conditions=arrivals(tmp_path, 0.5, 0.5))
+        if not scaled:
+            late.queue.wait_until(1.0)  # which is how long the others wait for nobody
+        ends.append(play(method(name, late, lr=0.3, scaled=scaled), late, [[0, 1]] * 2))
+    assert torch.equal(ends[0].w, ends[1].w)
+    assert not torch.equal(ends[0].w.flatten(), task.initial())
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"{name}: nobody answered when feature counts were exchanged: unknown ")
+
+
+def test_fsvrg_takes_features_that_it_was_not_told_of_as_there(tmp_path: Path) -> None:
+    """Client 0 tells of features 0 and 1, client 1 of nothing: A is 2 / 2 for these and 2 / 1 for others."""
+    task, conditions = linear_task(4), arrivals(tmp_path, 0.0, 0.5)
+    data = sparse((6, 10), torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1.0]], dtype=torch.float64))
+    federation = federation_of("loop", task, data, local={"batch": 4, "steps": 1}, conditions=conditions)
+    algorithm = method("fsvrg", federation, lr=0.3)
+    start = algorithm.start(federation)
+    federation.round = 1
+    federation.queue.wait_until(1.0)
+    server = algorithm.round(start, federation, np.arange(2))
+    assert torch.equal(federation.states["s_k"], torch.ones(2, 4, dtype=torch.float64))
+    w = task.initial()
+    g = weights_of([0, 1], (6, 10)) @ torch.stack([full_gradient(task, data, n, w) for n in (0, 1)])
+    factor = torch.cat([torch.tensor([1.0, 1, 2, 2]).repeat(3), torch.ones(3)]).double()
+    assert close(server.w, w - 0.3 * factor * g)
 
 
 def test_only_a_linear_layer_on_raw_input_has_raw_features() -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flower_processes import Nursery
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers import PATIENCE, process
 from sartor.algorithms.source import method_code
 from sartor.data.partitions import Partition, make_partition
 from sartor.errors import SartorError
@@ -196,6 +198,17 @@ def test_client_rows_of_different_columns_lie_below_each_other(run: RunFolder) -
     }
     assert run.clients == expected
     assert RunFolder.open(run.path).clients == expected
+
+
+def test_a_process_that_reads_client_rows_comes_to_its_end(run: RunFolder) -> None:
+    """Arrow's threads had aborted about every second one, after all was done."""
+    run.add_clients({"round": 1, "client": ["a"]})
+    run.write_clients()
+    read = f"from sartor.runs.record import RunFolder; RunFolder.open({str(run.path)!r}).clients"
+    with ExitStack() as processes:
+        started = [processes.enter_context(process([sys.executable, "-c", read])) for _ in range(6)]
+        ends = [(each.communicate(timeout=PATIENCE)[1], each.returncode) for each in started]
+    assert ends == [("", 0)] * len(started)
 
 
 def test_client_columns_of_different_length_are_a_bug(run: RunFolder) -> None:

@@ -236,13 +236,34 @@ def test_methods_may_be_tested_against_one(result: Comparison, data: ClientData)
     assert min(pair.p_holm for pair in against.pairs) == pytest.approx(min(1.0, 2 * smallest))
 
 
-def test_without_classes_the_smaller_loss_is_better(tmp_path: Path) -> None:
+def lines() -> ClientData:
+    """Clients whose targets are numbers, of one slope and different heights."""
     generator = np.random.default_rng(0)
     clients = {}
     for number in range(4):
         x = generator.normal(size=(20, 3)).astype(np.float32)
         clients[f"c{number}"] = (x, (x @ np.array([1.0, -2.0, 0.5]) + number).astype(np.float32))
-    data = from_clients(clients, targets="number")
+    return from_clients(clients, targets="number")
+
+
+def test_a_target_may_lie_below_zero(tmp_path: Path) -> None:
+    """As with R², which is 0 for whoever answers with the mean."""
+    given: dict[str, Any] = {"model": "softmax", "rounds": 2, "seeds": 1, "references": False}
+    given |= {"objective": "regression", "evaluate": {"headline": "r2"}}
+    methods = {"still": {"algorithm": "fedavg", "lr": 0.0}}
+    scores = compare(methods, data=lines(), out=tmp_path, **given)
+    reached = scores.method("still").cells["shared_local"].mean
+    assert reached is not None
+    assert reached < 0
+    for target, rounds in ((reached - 0.1, 1), (reached / 2, None)):
+        found = compare(methods, data=lines(), out=tmp_path, target=target, **given)
+        assert found.score == "r2"
+        assert found.methods[0].to_target is not None
+        assert found.methods[0].to_target.rounds.values == (rounds,)
+
+
+def test_without_classes_the_smaller_loss_is_better(tmp_path: Path) -> None:
+    data = lines()
     torch.manual_seed(0)
     task = sartor.Task(nn.Linear(3, 1), loss=lambda outputs, y: (outputs[:, 0] - y) ** 2, name="line")
     methods = {"still": {"algorithm": "fedavg", "lr": 0.0}, "moving": {"algorithm": "fedavg", "lr": 0.05}}
@@ -406,7 +427,10 @@ def test_runs_of_a_model_given_in_python_are_made_anew(data: ClientData, tmp_pat
         ({"seeds": 0}, "compare.seeds: give at least one seed"),
         ({"seeds": [1, 1]}, "compare.seeds: every seed once, got [1, 1]"),
         ({"against": "ditot"}, "compare.against = 'ditot': unknown name; known: fedavg, fedupdate, separate"),
-        ({"target": -1}, "compare.target: must be at least 0, got -1.0"),
+        (
+            {"experiment": {"compare": {"fedavg": {"algorithm": "ditto"}}}},
+            "compare.fedavg.algorithm = 'ditto': fedavg is a method of its own; give the table a name that",
+        ),
         ({"rounds": -1}, "rounds: must be at least 0, got -1"),
         ({"seed": "x"}, "seed: expected a whole number"),
         ({"clients": 7}, "clients: 7, but the data has 5 clients; leave it out"),
@@ -636,6 +660,10 @@ def test_the_command_ends_in_an_error_where_runs_failed(tmp_path: Path) -> None:
         (["--algorithms", "fedavg", "dta.clients=1"], "dta: unknown key; did you mean data?"),
         (["--algorithms", "fedavg", "--seeds", "x"], "--seeds: expected how many, or a list"),
         (["rounds=3"], "compare: name the algorithms, as in --algorithms fedavg,ditto"),
+        (
+            ["--algorithms", "fedavg", "fedavg.algorithm=ditto"],
+            "compare.fedavg.algorithm = 'ditto': fedavg is a method of its own",
+        ),
         (["--algorithms", "fedavg", "--rounds", "3", "rounds=4"], "rounds: given twice, as 4 and as 3"),
     ],
 )

@@ -382,6 +382,10 @@ def test_the_command_prints_every_trial_and_goes_on_to_compare(tmp_path: Path) -
             "data.validation: a search chooses on validation data",
         ),
         (["--algorithms", "fedavg", "evry.lr=[0.1]"], "evry: unknown key; did you mean every?"),
+        (
+            ["--algorithms", "fedavg", "fedavg.algorithm=ditto"],
+            "search.fedavg.algorithm = 'ditto': fedavg is a method of its own",
+        ),
     ],
 )
 def test_wrong_words_are_one_message(words: list[str], message: str, tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ def read_table(path: Path, texts: Sequence[str] | None = ()) -> dict[str, Any]:
         elif path.suffix.lower() in TABLES:
             groups = parquet.read_metadata(path)
             check_fits(path, sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)))
-            table = parquet.read_table(path)
+            # Threads of Arrow's that are still being made when Python ends abort it, if torch was imported.
+            table = parquet.ParquetFile(path).read(use_threads=False)
         else:
             raise DataError(f"{path}: expected a name that ends in {', '.join(TABLES)}")
         names = list(table.column_names)

@@ -131,13 +131,8 @@ class Owners:
         self._named = {key: tuple(names) for key, names in (named or {}).items() if names}
         self._known: dict[str, Any] = dict(known or {})
 
-    def fault(
-        self, key: str, names: Sequence[str], counts: Mapping[str, Sequence[int]], hash: str = ""
-    ) -> str | None:
-        """Why the node with this key may not bring these clients with so many samples; None where it may.
-
-        ``hash`` is of the data of all of them, as it was when they came together before.
-        """
+    def fault(self, key: str, names: Sequence[str], counts: Mapping[str, Sequence[int]]) -> str | None:
+        """Why the node with this key may not bring these clients with so many samples; None where it may."""
         mine = self._named.get(key, ())
         others = {name for other, held in self._named.items() if other != key for name in held}
         for place, name in enumerate(names):
@@ -152,11 +147,15 @@ class Owners:
                 )
             if known and counts and known["counts"] != {part: held[place] for part, held in counts.items()}:
                 return f"client {shown(name)} has other data than at the start"
+        return None
+
+    def changed(self, names: Sequence[str], hash: str) -> str | None:
+        """Why these clients are not those that came together before, by the hash of their data."""
         hashes = {self._known[name]["hash"] for name in names if name in self._known}
         together = {name for name, known in self._known.items() if known["hash"] in hashes}
-        if hash and hash not in hashes and len(hashes) == 1 and together == set(names):
-            return f"{listed_names(names, 3)}: other data than at the start; put them back"
-        return None
+        if hash in hashes or len(hashes) != 1 or together != set(names):
+            return None
+        return f"{listed_names(names, 3)}: other data than at the start; put them back"
 
     def bind(self, key: str, met: Introduction) -> None:
         """From now on these clients are those of this key."""
@@ -208,7 +207,10 @@ class Admission:
                 answer = self._requests.look(request)
                 if answer is None:
                     continue
-                answers[node] = self._introduction(node, *answer)
+                met = answers[node] = self._introduction(node, *answer)
+                changed = self._owners.changed(met.names, met.hash)
+                if changed is not None:
+                    raise Failed("stranger", changed)
             except Failed as error:
                 answers[node] = error
                 if error.kind not in AGAIN:
@@ -254,8 +256,7 @@ class Admission:
         experiment = self._experiment
         met = introduction_of(told, groups, experiment.data.normalise, experiment.columns)
         reason = not_expected(met, self._experiment)
-        key = self._requests.grid.key(node)
-        reason = reason or self._owners.fault(key, met.names, met.counts, met.hash)
+        reason = reason or self._owners.fault(self._requests.grid.key(node), met.names, met.counts)
         if reason is not None:
             raise Failed("stranger", reason)
         return met

@@ -74,7 +74,7 @@ class CompareSettings:
         (), "the methods; left out: those that have a table, or the experiment's"
     )
     seeds: int | tuple[int, ...] = setting(5, "number of seeds from `seed` on, or a list of them", low=0)
-    target: float | None = setting(None, "score to reach, for rounds and bytes to it", low=0)
+    target: float | None = setting(None, "score to reach, for rounds and bytes to it")
     against: str | None = setting(None, "test the other methods against this one; left out: all pairs")
     references: bool = setting(
         True, "whether separate and fedupdate are compared too, as far as [privacy] has a guarantee for them"
@@ -394,12 +394,22 @@ def split_table(
     asked: Mapping[str, Any],
     algorithms: str | Sequence[str] | OwnTables | None,
 ) -> tuple[Any, dict[str, dict[str, Any]]]:
-    """A section's own settings, as ``cls``, and its tables by label; what was asked for wins over both."""
+    """A section's own settings, as ``cls``, and its tables by label; what was asked for wins over both.
+
+    No table of the section makes a method's name that of another; ``algorithms`` may, as papers do in theirs.
+    """
     if not isinstance(table, Mapping):
         raise SettingError(f"{section}: expected a table, got {shown(table)}; write [{section}] and its keys")
     fields = {field.name for field in dataclasses.fields(cls)}
     values = {key: value for key, value in table.items() if key in fields or not isinstance(value, Mapping)}
     tables = {key: dict(value) for key, value in table.items() if key not in values}
+    for label, named in tables.items():
+        algorithm = named.get("algorithm")
+        if label in registered() and algorithm not in (None, label):
+            raise SettingError(
+                f"{section}.{label}.algorithm = {shown(algorithm)}: {label} is a method of its own; "
+                "give the table a name that no method has"
+            )
     values.update({key: value for key, value in asked.items() if value is not None})
     if isinstance(algorithms, Mapping):
         for label, own in algorithms.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 from sartor.algorithms.base import ASKS_EVERYONE, SEES_SAMPLES, Algorithm, Hyper, Server, register
 from sartor.algorithms.variance_reduction.mime import gradient_at
 from sartor.client.local import Client, require_plain_sgd
-from sartor.federation.exchange import Reply
+from sartor.federation.exchange import NobodyAnswered, Reply
 from sartor.federation.federation import Federation
 from sartor.model.task import Batch, Task
 from sartor.settings import setting
@@ -76,7 +76,8 @@ def scaled_training(client: Client, hyper: FSVRGHyper, w: Tensor, g: Tensor, s_k
 def exchange_counts(federation: Federation, name: str, symbol: str) -> Tensor | None:
     """Have every client keep its scaling ``s_k``; returns which client has which feature, ``[N, features]``.
 
-    None for a model that has no raw features, which the log says.
+    None for a model that has no raw features, which the log says. Who does not answer keeps a scaling of 1
+    and counts as having every feature: where nobody does, A is 1.
     """
     task = federation.task
     features = task.raw_features
@@ -85,11 +86,16 @@ def exchange_counts(federation: Federation, name: str, symbol: str) -> Tensor | 
         return None
     zero = federation.initial().new_zeros(features)
     federation.declare(s_k=torch.ones_like(zero))
-    replies = federation.map(feature_counts, np.arange(federation.clients), {"zero": zero})
-    frequency = replies.sum("counts") / replies.n.sum().clamp(min=1)  # φ^j = n^j / n
-    federation.map(scaling, replies.clients, {"frequency": frequency}, {"counts": replies["counts"]})
-    present = federation.table(features, fill=False, dtype=torch.bool)
-    present[replies.clients] = replies["counts"] > 0
+    present = federation.table(features, fill=True, dtype=torch.bool)
+    try:
+        replies = federation.map(feature_counts, np.arange(federation.clients), {"zero": zero})
+        present[replies.clients] = replies["counts"] > 0
+        frequency = replies.sum("counts") / replies.n.sum().clamp(min=1)  # φ^j = n^j / n
+        federation.map(scaling, replies.clients, {"frequency": frequency}, {"counts": replies["counts"]})
+    except NobodyAnswered:
+        log.warning(
+            "%s: nobody answered when feature counts were exchanged: unknown %s and A are 1", name, symbol
+        )
     return present
 
 
@@ -106,9 +112,10 @@ class FSVRG(Algorithm[FSVRGHyper, FSVRGServer]):
     Variant: FSVRG with mini-batches, h_k = h / T_k for T_k local steps. The scalings S_k and A are for models
     that are one linear layer on raw features; for others they are the identity, which the log says once.
     Frequencies φ^j are those over all clients, exchanged once at the start; A counts the clients of the
-    round. Biases have scale 1, and weight decay stays outside of the scaled bracket. The paper has all
-    clients in each round. Evaluated: w after aggregation. Traffic: w, then w and G down; ∇f_k(w), then the
-    change up; at the start one number per feature each way.
+    round. Who does not answer at the start has S_k = 1, and every feature as far as A goes. Biases have scale
+    1, and weight decay stays outside of the scaled bracket. The paper has all clients in each round.
+    Evaluated: w after aggregation. Traffic: w, then w and G down; ∇f_k(w), then the change up; at the start
+    one number per feature each way.
     """
 
     name = "fsvrg"
