@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +14,13 @@ from sartor.algorithms.base import ASKS_EVERYONE, SEES_SAMPLES, Algorithm, Hyper
 from sartor.algorithms.split_models.linear_heads import affine, linear_head, linear_layer
 from sartor.algorithms.split_models.prototypes import class_counts
 from sartor.client.local import Client
-from sartor.federation.exchange import Reply
+from sartor.federation.exchange import NobodyAnswered, Reply
 from sartor.federation.federation import Federation
 from sartor.model.optimizers import Memory, adam
 from sartor.model.task import Batch, Pass
 from sartor.settings import setting
+
+log = logging.getLogger(__name__)
 
 ADAM = adam(0.9, 0.999, 1e-8, corrected=True)
 
@@ -118,8 +121,11 @@ class FedGen(Algorithm[FedGenHyper, FedGenServer]):
         norm = torch.cat([w.new_ones(hyper.width), w.new_zeros(hyper.width)])
         first = linear_layer(federation, "generator 1", hyper.noise + classes, hyper.width)
         generator = torch.cat([first, norm, linear_layer(federation, "generator 2", hyper.width, size)])
-        everyone = np.arange(federation.clients)
-        found = federation.map(counts, everyone, {"zero": w.new_zeros(classes)}).sum("counts")
+        found, everyone = w.new_ones(classes), np.arange(federation.clients)
+        try:
+            found = federation.map(counts, everyone, {"zero": w.new_zeros(classes)}).sum("counts")
+        except NobodyAnswered:
+            log.warning("%s: nobody told its classes at the start: all have the same share", self.name)
         return FedGenServer(w, generator, ADAM.init(generator), found / found.sum().clamp(min=1))
 
     def round(self, server: FedGenServer, federation: Federation, cohort: np.ndarray) -> FedGenServer:
