@@ -192,7 +192,6 @@ X, Y = numbered(0, 4)
         ({"Train": (X, Y), "val": (X, Y)}, "clients are called Train and val, as splits are"),
         ({"a": (np.full((4, 2), 2**64 - 1, np.uint64), Y)}, "x has 18446744073709551615 in sample 0; whole"),
         ({"a": ({"id": np.uint64([1, 2, 2**63, 3])}, Y)}, r"x\.id has 9223372036854775808 in sample 2"),
-        ({"a": (X[:1], Y[:1])}, "no client has a test sample"),
     ],
 )
 def test_what_is_wrong_is_named(clients, message):

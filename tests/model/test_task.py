@@ -19,7 +19,7 @@ from helpers import classification, federation_of, flat, module_of, plain_cnn, p
 from sartor.algorithms import make, registered
 from sartor.engines import choose_engine
 from sartor.engines.base import LocalEngine
-from sartor.errors import NotStackable, SartorError
+from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.federation import Federation, Reply
 from sartor.model.networks import MODELS
 from sartor.model.task import Batch, Task
@@ -1191,3 +1191,55 @@ def test_shared_evaluation_uses_each_clients_own_statistics() -> None:
     pooled = Batch(pool.x, pool.y)
     mean_loss = task.losses(server.w, pooled, federation.mean_buffers).mean()
     assert float(cells["shared_pooled"].loss[0]) == pytest.approx(float(mean_loss), rel=1e-6)
+
+
+class Last(nn.Module):
+    """The last output of a recurrent layer."""
+
+    def forward(self, given: tuple[Tensor, Any]) -> Tensor:
+        return given[0][:, -1]
+
+
+class Beside(nn.Module):
+    """A layer's weight is in a list too."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.layer, self.reads = nn.Linear(4, 3), reads
+        self.held = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.held[0].T if self.reads else self.layer(x)
+
+
+def test_a_module_that_computes_with_parameters_of_a_list_is_refused() -> None:
+    x, y = torch.randn(5, 4), torch.arange(5) % 3
+    assert Task(Beside(reads=False)).suited(x, y, 3).classes == 3
+    with pytest.raises(SettingError, match="those in a list, or in another object, stay as they were"):
+        Task(Beside(reads=True)).suited(x, y, 3)
+
+
+class AlwaysDrawing(nn.Module):
+    """Draws in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layer(x), 0.5, training=True)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        AlwaysDrawing(),
+        nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LSTM(2, 3, batch_first=True), Last()),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+        nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)),
+    ],
+    ids=["draws", "recurrent", "parametrised", "statistics"],
+)
+def test_other_modules_give_what_their_parameters_say(module: nn.Module) -> None:
+    x, y = torch.randn(5, 4), torch.arange(5) % 3
+    assert Task(module).suited(x, y, 3).classes == 3

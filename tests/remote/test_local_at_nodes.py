@@ -69,3 +69,25 @@ def test_nodes_train_as_a_simulation_does(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.w is not None
     assert found.w.dtype == torch.float64
     torch.testing.assert_close(found.w, expected.w, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "fedrep"])
+def test_a_node_of_a_single_sample_takes_part(tmp_path: Path, method: str) -> None:
+    """It trains, and has nothing to be tested on."""
+    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    given = {"north": (x[:20], torch.arange(20) % 3), "one": (x[20:21], torch.tensor([1]))}
+    given["south"] = (x[21:], torch.arange(19) % 3)
+    settings = {"model": {"name": "mlp"}, "rounds": 2, "data": {"normalise": True}}
+    expected = sartor.run(method, data=given, experiment=settings, store=False)
+    nodes = {
+        place: Node(lambda experiment, name=name: from_clients({name: given[name]}, seed=experiment.seed))
+        for place, name in enumerate(given, 1)
+    }
+    words = [f"algorithm={method}", "model.name=mlp", "rounds=2"]
+    found = serve_on(HereGrid(nodes), load(None, words), Service(min_nodes=3), out=tmp_path / "run")
+    for cell in ("shared_local", "personal_local"):
+        assert found.summary["accuracy"][cell] == expected.summary["accuracy"][cell]
+    assert found.clients["n_test"] == expected.clients["n_test"]
+    assert 0 in found.clients["n_test"]
+    if method == "fedavg":
+        torch.testing.assert_close(found.w, expected.w, rtol=1e-5, atol=1e-6)

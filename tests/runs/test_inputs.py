@@ -15,6 +15,7 @@ from owned import forgetful
 from sartor.commands.main import app
 from sartor.data import Source, from_clients
 from sartor.errors import DataError, SettingError
+from sartor.runs.newcomers import evaluate_run
 
 __all__ = ["forgetful"]
 CALL = CliRunner()
@@ -152,6 +153,15 @@ def test_validation_samples_of_client_data_are_its_own() -> None:
         go(data=from_clients(clients(8, 10)), **wanted)
     result = go(data=from_clients(clients(8, 10), validation_fraction=0.25), **wanted)
     assert result.summary["best_by_validation"]["shared_local"] is not None
+
+
+def test_some_client_has_a_test_sample(tmp_path: Path) -> None:
+    assert go(data=clients(1, 8)).clients["n_test"] == [0, 2]
+    with pytest.raises(DataError, match="no client has a test sample; give each client at least two samples"):
+        go(data=clients(1, 1))
+    run = go(store=True, out=tmp_path / "run", experiment={"checkpoint": {"every": 1}})
+    with pytest.raises(DataError, match="no client has a test sample"):
+        evaluate_run(tmp_path / "run", data=from_clients(clients(1)), task=run.task)
 
 
 def test_labels_far_apart_are_refused_before_a_matrix_of_them_is_made() -> None:

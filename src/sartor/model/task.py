@@ -747,6 +747,8 @@ class Task:
             raise SettingError(
                 f"model {self.name}: cannot take samples of {nests.words(x)}: {reason}"
             ) from error
+        if not self.drawn:
+            self._check_values(few[0])
         own = isinstance(self.objective, Own) or self.objective.targets == "any"
         scores = (
             isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] >= max(classes or 0, 2)
@@ -764,6 +766,22 @@ class Task:
         suited = copy.copy(self)
         suited.classes, suited.width = found
         return suited
+
+    def _check_values(self, x: Nest) -> None:
+        """Refuse a module that computes with parameters it has in a list too: a pass is given its layers'."""
+        noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=self.dtype) - 0.5
+        w, (arguments, named) = self.initial() + 0.2 * noise, self.arguments(x)
+        found: list[list[Tensor]] = []
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):  # as of such numbers
+            module = self.module(w)
+            for given in (module(*arguments, **named), module(*arguments, **named), self.outputs(w, x)):
+                found.append([leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)])
+        if len(found) < 3 or not _all_close(found[0], found[1]) or _all_close(found[0], found[2]):
+            return
+        raise SettingError(
+            f"model {self.name}: it does not give what its parameters say; have each as an attribute of its "
+            "layer alone: those in a list, or in another object, stay as they were"
+        )
 
     def numbers(self, x: Nest) -> frozenset[str]:
         """The leaves of whole numbers that the model takes as floats alone, by path; found on zeros."""
@@ -1120,6 +1138,11 @@ def merged(slices: list[slice]) -> tuple[slice, ...]:
         else:
             merged.append(piece)
     return tuple(merged)
+
+
+def _all_close(values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether tensors are equal up to rounding, whatever computed them."""
+    return all(_close(value, other, 1e-3) for value, other in zip(values, others, strict=True))
 
 
 def _close(value: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -26,7 +26,7 @@ from sartor.runs.evaluation import CELLS, evaluate
 from sartor.runs.experiment import Experiment, anchored, import_named
 from sartor.runs.record import CONFIG, STATES, RunFolder
 from sartor.runs.resume import check_data, check_here
-from sartor.runs.setup import Setup, fitted, load_data, open_federation, set_up, with_public
+from sartor.runs.setup import Setup, fitted, load_data, open_federation, refuse_untested, set_up, with_public
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ def evaluate_run(
     if not isinstance(data, ClientData):
         check_here(folder)
     newcomers, own, normalise = _clients_to_evaluate(experiment, data, partition, task)
+    refuse_untested(newcomers)
     if data is None and partition is None:
         check_data(saved, newcomers, folder)
     took_part = newcomers.hash == saved.data

@@ -137,6 +137,7 @@ def _asked(run: Run, name: str, split: Any) -> np.ndarray | None:
         model = function(client, hyper, **arguments).sent["w"]
         outputs = partial(client.outputs, model) if isinstance(model, Tensor) else model
         rows, _ = client.gather(lambda batch: outputs(batch.x), outputs(blank)[0], name)
+        rows = rows[:longest]  # the engine may have clients of other runs beside these
         return Reply(rows=torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])]))
 
     rows = federation.ask(put_out, everyone, call.shared, call.each)["rows"].float().cpu()

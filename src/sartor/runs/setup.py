@@ -110,6 +110,7 @@ def set_up(
         data, partition = distributed.first_alone(lambda: (load or load_data)(experiment, objective))
         if partition is None:
             experiment = undivided(experiment, data.clients)
+    refuse_untested(data)
     if experiment.data.labels is not None:
         data = relabel(data, experiment.data.labels)
     check_expected(experiment.expect, data)
@@ -140,6 +141,12 @@ def set_up(
     experiment, data = attacked(experiment, data)
     experiment = resolve(experiment, algorithm, task, data)
     return Setup(experiment, algorithm, task, data, partition)
+
+
+def refuse_untested(data: ClientData) -> None:
+    """Refuse clients of whom none has a test sample; a node of a federation may have such."""
+    if not data.test.count.sum():
+        raise DataError(f"{data.name}: no client has a test sample; give each client at least two samples")
 
 
 def check_device(experiment: Experiment) -> None:
