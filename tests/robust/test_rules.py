@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import minimize
 from torch import Tensor
 
 from sartor.errors import SettingError
@@ -265,3 +266,27 @@ def test_fewer_replies_take_the_attackers_that_they_allow() -> None:
     # share = 0.45 of four is f = 2, for which seven are needed; f = 0 is what four allow: all are used.
     assert reduced(MultiKrum(share=0.45), column(1, 2, 3, 6)).tolist() == pytest.approx([3])
     assert reduced(Bulyan(share=0.24), column(1, 2, 3, 6)).tolist() == pytest.approx([3])
+
+
+@pytest.mark.parametrize("case", ["sparse", "a row is the coordinates' median", "near a row", "equal rows"])
+def test_the_geometric_median_leaves_a_row_that_it_begins_at(case: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, 4, generator=generator, dtype=torch.float64)
+    if case == "sparse":  # most rows have nothing at each place, and one has nothing at all
+        rows = torch.zeros(9, 50, dtype=torch.float64)
+        for place in range(1, 9):
+            rows[place, 5 * place : 5 * place + 3] = 1 + torch.rand(3, generator=generator).double()
+    elif case != "equal rows":
+        rows[0] = rows[1:].median(dim=0).values + (1e-5 if case == "near a row" else 0)
+    else:
+        rows[:4] = rows[0]
+    weights = torch.full((9,), 1 / 9, dtype=torch.float64)
+
+    def cost(point: Any) -> float:
+        return float(weights @ torch.linalg.vector_norm(rows - torch.as_tensor(point), dim=1))
+
+    starts = [*rows, rows.mean(0)]
+    best = min(float(minimize(cost, start.numpy(), method="BFGS").fun) for start in starts)
+    rule = GeometricMedian()
+    found, _ = rule.reduce(0, rows, weights, rule.init(rows[0]))
+    assert cost(found) <= 1.001 * best

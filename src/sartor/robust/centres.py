@@ -18,6 +18,8 @@ from sartor.settings import setting
 
 Reduced = tuple[Tensor, State]
 
+NEAR = 1e-6
+"""Share of the median distance below which a row is where the centre is."""
 ASKED = 4
 """Iterations after which a device is asked whether they are enough: it is waited for meanwhile."""
 
@@ -49,7 +51,8 @@ class TrimmedMean(Reduction):
 class GeometricMedian(Reduction):
     """The point with the least sum of distances to the rows (Pillutla et al. 2022).
 
-    Weiszfeld's iterations begin at the coordinates' medians and end when a step is small.
+    Weiszfeld's iterations begin at the coordinates' medians and end when a step is small. From a row they go
+    as Vardi and Zhang (2000) do: its weight holds against the pull of the others, or they leave it.
     """
 
     steps: int = setting(50, "iterations at most", low=1)
@@ -58,13 +61,19 @@ class GeometricMedian(Reduction):
     def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> Reduced:
         """Rows weighted by the inverse of their distance, again and again."""
         centre = median(rows, weights)
+        tiny = torch.finfo(rows.dtype).tiny
         near = torch.zeros((), dtype=torch.bool, device=rows.device)
         for step in range(1, self.steps + 1):
             distance = distances_from(centre, rows)
             scale = distance.median().double()
-            least = (1e-12 * scale).clamp(min=torch.finfo(rows.dtype).tiny).to(rows.dtype)
-            share = weights / distance.clamp(min=least)
-            after = (share / share.sum()) @ rows
+            least = (max(self.tolerance, NEAR) * scale).clamp(min=tiny).to(rows.dtype)
+            here = distance <= least
+            pulls = torch.where(here, 0.0, weights / distance.clamp(min=least))
+            total = pulls.sum().clamp(min=tiny)
+            way = (pulls / total) @ rows - centre
+            pull = torch.linalg.vector_norm(way) * total
+            held = (torch.where(here, weights, 0.0).sum() / pull.clamp(min=tiny)).clamp(max=1)
+            after = centre + (1 - held) * way
             moved = torch.linalg.vector_norm(after - centre).double()
             centre = torch.where(near, centre, after)
             near = near | (moved <= self.tolerance * scale)
