@@ -27,8 +27,9 @@ from sartor.data.clients import ClientData, Split
 from sartor.engines import make_federation
 from sartor.federation import Federation, Reply
 from sartor.federation.exchange import NobodyAnswered
+from sartor.model.batch import Batch
 from sartor.model.networks import MODELS, make_task, seeded
-from sartor.model.task import Batch, Task
+from sartor.model.task import Task
 from sartor.runs.evaluation import Cell
 
 RAGGED = (5, 17, 33, 9, 7, 16)

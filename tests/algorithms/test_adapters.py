@@ -19,8 +19,9 @@ from sartor.commands.main import app
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError, SettingError
 from sartor.model.adapters import adapter_parts, with_adapters
+from sartor.model.batch import Batch
 from sartor.model.networks import seeded
-from sartor.model.task import Batch, Task
+from sartor.model.task import Task
 from sartor.runs.evaluation import model_of
 
 METHODS = ("fedit", "ffa-lora", "fedsa-lora")

@@ -32,7 +32,8 @@ from sartor.data.clients import ClientData
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Reply
 from sartor.federation.exchange import NobodyAnswered
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 from sartor.runs.experiment import load
 from sartor.studies import presets
 

@@ -26,7 +26,8 @@ from sartor.algorithms.references.fedavg import local_training
 from sartor.data.clients import Split
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 
 ENGINES = ["loop", "stacked"]
 EVERYONE = list(range(6))

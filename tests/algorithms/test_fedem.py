@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from helpers import classification, federation_of, method, play, quadratics, task_and_data
 from sartor.federation import Federation, Reply
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate
 from sartor.runs.settings import Evaluate
 

@@ -36,7 +36,8 @@ from sartor.client.local import Client
 from sartor.data.clients import ClientData
 from sartor.errors import SettingError
 from sartor.federation import Federation, Reply
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 
 ENGINES = ["loop", "stacked"]
 NAMES = ["per-fedavg", "pfedme", "fedamp", "heurfedamp", "fedfomo", "apple", "ditto", "cfl", "ifca"]

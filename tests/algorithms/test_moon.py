@@ -26,7 +26,8 @@ from helpers import (
 )
 from sartor.algorithms.variance_reduction.moon import contrast
 from sartor.errors import SartorError
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 
 ENGINES = ["loop", "stacked"]
 COHORTS = [[0, 1, 2, 4], [1, 3, 4, 5], [0, 2, 3, 5]]

@@ -14,7 +14,8 @@ from helpers import batches_of, federation_of, method, play, quadratics, task_an
 from sartor.algorithms.mixing.discrepancy import mean_discrepancy
 from sartor.errors import SartorError
 from sartor.federation import Federation
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 
 COHORTS = [[0, 1, 3], [2, 3, 4], [0, 3]]
 

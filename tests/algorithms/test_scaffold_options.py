@@ -11,7 +11,7 @@ from sartor.algorithms.comfed.comfed import MECHANISMS
 from sartor.algorithms.comfed.scaf import Scaf, anew
 from sartor.engines import ENGINES
 from sartor.errors import SettingError
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.runs.experiment import load
 from sartor.studies import presets
 from sartor.studies.entries import entry

@@ -36,7 +36,8 @@ from sartor.client.local import Client
 from sartor.data.clients import ClientData
 from sartor.errors import SartorError
 from sartor.federation import Federation, Reply
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate, model_of
 from sartor.runs.settings import Evaluate
 

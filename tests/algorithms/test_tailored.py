@@ -23,7 +23,8 @@ from sartor.data.clients import ClientData, Split
 from sartor.errors import SettingError
 from sartor.federation import Reply
 from sartor.federation.exchange import NobodyAnswered
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 
 ENGINES = ["loop", "stacked"]
 EVERYONE = list(range(6))

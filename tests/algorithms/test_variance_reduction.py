@@ -26,7 +26,8 @@ from sartor.errors import SartorError, SettingError
 from sartor.federation import Federation, Reply
 from sartor.federation.clock import Conditions, Presence
 from sartor.federation.exchange import NobodyAnswered
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 
 ENGINES = ["loop", "stacked"]
 EVERYONE = list(range(6))

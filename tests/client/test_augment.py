@@ -16,7 +16,8 @@ from sartor.client.augment import AUGMENTATIONS, Augmentation, augmented, beta_q
 from sartor.client.local import Client
 from sartor.errors import SartorError, SettingError
 from sartor.federation import Reply
-from sartor.model.task import Batch, Mixed, Task
+from sartor.model.batch import Batch, Mixed
+from sartor.model.task import Task
 from sartor.runs.experiment import fingerprint, from_mapping, to_mapping, to_toml
 
 ALL = [

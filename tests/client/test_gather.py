@@ -11,7 +11,7 @@ from torch import Tensor
 from helpers import RAGGED, federation_of, task_and_data
 from sartor.client.local import Client
 from sartor.federation import Reply
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 
 
 def rows_of(client: Client, most: int, stream: str = "") -> tuple[Tensor, Tensor]:

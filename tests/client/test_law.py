@@ -21,7 +21,7 @@ from sartor.client.local import Client
 from sartor.client.settings import Local
 from sartor.errors import SettingError
 from sartor.federation import Reply
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.runs.experiment import fingerprint, from_mapping, load, to_mapping
 
 COHORTS = [[0, 1, 2, 3, 4, 5], [1, 3, 5], [0, 2, 4, 5]]

@@ -17,7 +17,8 @@ from sartor.client.local import Batches, Client
 from sartor.client.settings import Local
 from sartor.data.clients import ClientData, Split
 from sartor.federation import Federation, Reply
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 from sartor.runs.metrics import confusion
 
 SIZES = (3, 11, 16, 21)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import sartor
 from sartor.client.augment import Crop
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 
 
 def test_mirrored_edges_are_windows_of_the_mirrored_picture() -> None:

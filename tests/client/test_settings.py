@@ -18,7 +18,8 @@ from sartor.client.settings import Local
 from sartor.data.clients import ClientData
 from sartor.errors import SettingError
 from sartor.federation import Reply
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 
 ENGINES = ["loop", "stacked"]
 SIZES = (3, 11, 16, 21)

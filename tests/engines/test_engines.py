@@ -26,7 +26,8 @@ from sartor.federation import Federation, Reply
 from sartor.federation.clock import Conditions, World
 from sartor.federation.exchange import ClientError, Work
 from sartor.model.adapters import with_adapters
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 from sartor.runs.evaluation import model_of
 from sartor.runs.run import tensors_of
 

@@ -12,7 +12,7 @@ from helpers import federation_of, quadratics
 from sartor.client.local import Client
 from sartor.federation import Reply
 from sartor.federation.exchange import ClientError
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 
 
 def adds(client: Client, hyper: Any, w: Tensor, mine: Tensor) -> Reply:

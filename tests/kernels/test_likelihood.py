@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from sartor.kernels import likelihood, products
 from sartor.kernels.views import straighten
+from sartor.model.batch import Batch
 from sartor.model.objectives import cross_entropies
-from sartor.model.task import Batch
 
 aten = torch.ops.aten
 GRADIENT = torch.ops.sartor.likelihood_gradient.default

@@ -15,8 +15,9 @@ import sartor
 from helpers import classification, federation_of
 from sartor.client.local import Client
 from sartor.federation import Reply
+from sartor.model.batch import Batch
 from sartor.model.draws import Drawing, Keyed
-from sartor.model.task import Batch, Task
+from sartor.model.task import Task
 
 ONES = torch.ones(40, 4, 5)
 DRAWS: dict[str, Callable[[], Tensor]] = {

@@ -14,7 +14,8 @@ from helpers import federation_of, play
 from sartor.algorithms import registered
 from sartor.data import from_clients
 from sartor.errors import SartorError
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 
 COUNT = 60
 CLASSES = torch.arange(COUNT) * 6 // COUNT  # sorted, as data often are

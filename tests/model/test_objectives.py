@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import sartor
 from sartor.errors import SettingError
+from sartor.model.batch import Batch
 from sartor.model.objectives import (
     OBJECTIVES,
     Classification,
@@ -22,7 +23,7 @@ from sartor.model.objectives import (
     Segmentation,
     objective_of,
 )
-from sartor.model.task import Batch, Task
+from sartor.model.task import Task
 from sartor.runs.experiment import load, to_mapping
 
 

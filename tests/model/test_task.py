@@ -21,8 +21,9 @@ from sartor.engines import choose_engine
 from sartor.engines.base import LocalEngine
 from sartor.errors import NotStackable, SartorError, SettingError
 from sartor.federation import Federation, Reply
+from sartor.model.batch import Batch
 from sartor.model.networks import MODELS
-from sartor.model.task import Batch, Task
+from sartor.model.task import Task
 from sartor.runs.evaluation import evaluate
 from sartor.runs.settings import Evaluate
 

@@ -15,10 +15,11 @@ from sartor import nests
 from sartor.algorithms import make, registered
 from sartor.data.clients import ClientData, from_clients
 from sartor.errors import SettingError
+from sartor.model.batch import Batch
 from sartor.model.networks import MODELS, ModelChoice, build_task, make_task
 from sartor.model.objectives import OBJECTIVES
 from sartor.model.sequences import _Layer
-from sartor.model.task import Batch, Task
+from sartor.model.task import Task
 
 SIZES = (5, 9, 4)
 

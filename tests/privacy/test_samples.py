@@ -17,7 +17,8 @@ from sartor.client.local import Batches, Client
 from sartor.data.clients import ClientData
 from sartor.errors import SettingError
 from sartor.federation import Federation, Reply
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 from sartor.privacy.settings import Privacy
 
 

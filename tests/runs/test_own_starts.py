@@ -17,8 +17,9 @@ from sartor.client.local import Client
 from sartor.data.clients import from_clients
 from sartor.errors import SettingError
 from sartor.federation import Reply
+from sartor.model.batch import Batch
 from sartor.model.networks import Factory
-from sartor.model.task import Batch, Task
+from sartor.model.task import Task
 from sartor.runs.record import RunFolder
 
 GENERATOR = torch.Generator().manual_seed(0)

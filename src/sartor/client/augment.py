@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from sartor import nests, random
 from sartor.errors import SartorError, SettingError
 from sartor.extensions import Registry
+from sartor.model.batch import Batch, Mixed
 from sartor.model.draws import Drawing, Keyed
-from sartor.model.task import Batch, Mixed
 from sartor.nests import Nest
 from sartor.settings import build, setting, shown, unknown
 

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from sartor import nests, random
 from sartor.errors import SettingError
-from sartor.model.task import Batch, Frozen, Task
+from sartor.model.batch import Batch
+from sartor.model.layers import Frozen
+from sartor.model.task import Task
 
 SECRET = int.from_bytes(os.urandom(7), "little")
 """What noise is drawn from where it is not to follow from the seed: this process's own."""

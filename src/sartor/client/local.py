@@ -22,7 +22,9 @@ from sartor.client.hidden import Covered, SampleNoise, noised_gradient, unseen
 from sartor.client.law import Law
 from sartor.client.steps import kept, optimizer_of, parts
 from sartor.errors import SartorError, SettingError
-from sartor.model.task import Batch, Change, Frozen, LossAndPass, Pass, Penalty, Task
+from sartor.model.batch import Batch, Pass
+from sartor.model.layers import Change, Frozen
+from sartor.model.task import LossAndPass, Penalty, Task
 from sartor.nests import Nest
 from sartor.settings import shown
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sartor import nests, random
+from sartor.model.batch import Batch
 from sartor.model.optimizers import Optimizer, adagrad, adam, chain, clip, decay, momentum
-from sartor.model.task import Batch
 
 if TYPE_CHECKING:
     from sartor.client.settings import Local

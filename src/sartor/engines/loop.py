@@ -30,7 +30,8 @@ from sartor.federation.exchange import NOBODY, ClientError, Outcome, Reply, Work
 from sartor.federation.functions import name_of
 from sartor.federation.settings import FederationSettings
 from sartor.kernels.device import Computing, room_for_rows
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 
 log = logging.getLogger(__name__)
 

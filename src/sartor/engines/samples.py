@@ -11,7 +11,7 @@ from torch import Tensor
 from sartor import nests
 from sartor.data.clients import LazySplit, Split
 from sartor.kernels.device import to_device
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.nests import Nest
 
 MOST_LAID_OUT = 1 << 27

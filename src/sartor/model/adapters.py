@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from sartor.errors import SartorError, SettingError
-from sartor.model.task import Part, Task, merged
+from sartor.model.parts import Part, merged
+from sartor.model.task import Task
 
 _NAME = re.compile(r"(?:^|\.)lora_(?:embedding_)?([AB])(?:\.|$)")
 

@@ -6,11 +6,8 @@ and predictions as functions of them. Parameters are views of ``w``: nothing is 
 vector, ``task.parts``, are declared by module path. Integer buffers stay as they were in the module; so do
 float buffers that the vector cannot hold, as a mask of minus infinity, which a pass must not change.
 
-Two kinds of layers do something that depends on more than their input, and become versions that a
-cohort of clients can share: BatchNorm (statistics over the real samples of a padded batch, running
-statistics handed out instead of changed in place) and Dropout (masks from the keyed streams). Layers with a
-``forward`` of their own stay what they are. What else a module draws, by ``F.dropout`` or ``torch.rand``,
-comes from the keyed streams too (``draws.py``).
+What a client's pass must not share with others, as BatchNorm's statistics and what is drawn, is seen to in
+``layers.py`` and ``draws.py``; what only trying a model shows, in ``trials.py``.
 """
 
 from __future__ import annotations
@@ -21,10 +18,9 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,21 +30,31 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.func import grad
-from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sartor import nests, random
 from sartor.errors import NotStackable, SartorError, SettingError
-from sartor.kernels import batch_norm
-from sartor.kernels.convolution import conv2d
 from sartor.kernels.dense import Dense
 from sartor.kernels.norms import Norms, serves_lanes
-from sartor.model.draws import Keyed, dropped, inside_transform
+from sartor.model import trials
+from sartor.model.batch import Batch, Mixed, Pass
+from sartor.model.draws import Keyed, inside_transform
+from sartor.model.layers import (
+    BatchNorm,
+    Change,
+    Conv2d,
+    Dropout,
+    Frozen,
+    Mode,
+    note_features,
+    shareable,
+    tensor_names,
+    told,
+)
 from sartor.model.means import is_mean
 from sartor.model.objectives import Classification, Loss, Objective, Own, OwnLoss, objective_of
+from sartor.model.parts import Layout, Part, below, gaps, merged
 from sartor.model.placed import Placed
 from sartor.model.precision import half_precision
 from sartor.nests import Nest
@@ -58,95 +64,10 @@ if TYPE_CHECKING:
 
 Penalty = Callable[[Tensor], Tensor]
 """From the features (the head's input) of a batch to one number per sample, added to the losses."""
-Change = Callable[[Tensor], Tensor]
-"""From the features to what the head is given in their place."""
-Frozen = bool | Callable[[str], bool]
-"""Which layers, by module path, use their running statistics without changing them: all, none, or some.
-
-Where some are frozen they are as in evaluation, without dropout; ``True`` is about statistics alone.
-"""
-
-
-class Batch(NamedTuple):
-    """Some samples of one client: inputs and targets, nests of tensors.
-
-    ``weight`` is 1 for a real sample and 0 for padding; None when all are real. ``importance`` is how much a
-    sample counts, 1 on average over a client's training samples; None when all count the same.
-    """
-
-    x: Nest
-    y: Nest
-    weight: Tensor | None = None
-    key: Tensor | int = 0
-    importance: Tensor | None = None
-
-    @property
-    def size(self) -> Tensor | int:
-        """The number of real samples."""
-        return nests.length(self.y) if self.weight is None else self.weight.sum()
-
-    def mean(self, values: Tensor) -> Tensor:
-        """The mean over the real samples of a quantity that has one entry per sample, by their importance."""
-        if self.importance is not None:
-            values = values * self.importance.to(values.dtype)
-        if self.weight is None:
-            return values.mean()
-        return (values * self.weight).sum() / self.weight.sum()
-
-
-class Mixed(NamedTuple):
-    """Targets of samples that are mixed of two, and the share of the first; a row each."""
-
-    one: Nest
-    other: Nest
-    share: Tensor
-
-
-class Pass(NamedTuple):
-    """What a pass over a batch in training mode gives; no features where no head is declared."""
-
-    outputs: Any
-    features: Tensor | None
-    buffers: Tensor | None
 
 
 LossAndPass = Callable[[Tensor], tuple[Tensor, Pass]]
 """From a vector to a loss and the pass it was computed from."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Named entries of the vector: a few slices, in the vector's order."""
-
-    name: str
-    slices: tuple[slice, ...]
-
-    @property
-    def size(self) -> int:
-        """How many numbers the part has."""
-        return sum(piece.stop - piece.start for piece in self.slices)
-
-    def take(self, w: Tensor) -> Tensor:
-        """The part of a vector, or of every row of a matrix."""
-        return torch.cat([w[..., :0], *(w[..., piece] for piece in self.slices)], dim=-1)
-
-    def put(self, w: Tensor, values: Tensor) -> Tensor:
-        """A copy of the vector (or matrix) with this part replaced."""
-        # Joined from pieces, as nothing can be written into a vector that stacked clients share.
-        w = w.expand(*values.shape[:-1], w.shape[-1])
-        pieces, end, offset = [], 0, 0
-        for piece in self.slices:
-            length = piece.stop - piece.start
-            pieces += [w[..., end : piece.start], values[..., offset : offset + length]]
-            end, offset = piece.stop, offset + length
-        return torch.cat([*pieces, w[..., end:]], dim=-1)
-
-    def mask(self, like: Tensor) -> Tensor:
-        """A boolean vector that is true on this part."""
-        mask = torch.zeros(like.shape[-1], dtype=torch.bool, device=like.device)
-        for piece in self.slices:
-            mask[piece] = True
-        return mask
 
 
 Reasons: TypeAlias = dict[Hashable, tuple[str | None, bool]]
@@ -219,14 +140,14 @@ class Task:
                 f"model {name}: parameters must share one float type, found {sorted(map(str, kinds))}"
             )
         self.dtype = next(iter(kinds))
-        self._module = _shareable(module, name)
+        self._module = shareable(module, name)
         self._norms = {
             path: layer
             for path, layer in self._module.named_modules()
-            if isinstance(layer, (_BatchNorm, nn.modules.batchnorm._BatchNorm))
+            if isinstance(layer, (BatchNorm, nn.modules.batchnorm._BatchNorm))
         }
         buffers = dict(module.named_buffers())
-        running = {key for path in self._norms for key in _names(path, "running_mean", "running_var")}
+        running = {key for path in self._norms for key in tensor_names(path, "running_mean", "running_var")}
         floats = {
             key: value
             for key, value in buffers.items()
@@ -240,21 +161,21 @@ class Task:
         self._constants_by_device: dict[torch.device, dict[str, Tensor]] = {}
         self._reasons: Reasons = {}
         """Why the model cannot be stacked, if so, by the kind of samples."""
-        self._parameters, self._buffers = _Layout(parameters), _Layout(floats)
+        self._parameters, self._buffers = Layout(parameters), Layout(floats)
         self.size, self.buffer_size = self._parameters.size, self._buffers.size
         self._initial_w = self._parameters.flatten(parameters).to(self.dtype)
         self._initial_b = self._buffers.flatten(floats).to(self.dtype)
         self._original = module
         self._names = _parameter_names(module)
         self._stored = _stored_names(module)
-        plain = [path for path, layer in self._norms.items() if isinstance(layer, _BatchNorm)]
-        handed = {key for path in plain for key in _names(path, "running_mean", "running_var")}
+        plain = [path for path, layer in self._norms.items() if isinstance(layer, BatchNorm)]
+        handed = {key for path in plain for key in tensor_names(path, "running_mean", "running_var")}
         self._changed_in_place = [key for key in floats if key not in handed]
         """Float buffers of layers that may change them in place while they train."""
         self._own_norms = [path for path in self._norms if path not in plain]
-        counts = [key for path in self._own_norms for key in _names(path, "num_batches_tracked")]
+        counts = [key for path in self._own_norms for key in tensor_names(path, "num_batches_tracked")]
         self._counted = [key for key in counts if key in fixed]
-        self._layers_draw = any(isinstance(layer, _Dropout) for layer in self._module.modules())
+        self._layers_draw = any(isinstance(layer, Dropout) for layer in self._module.modules())
         self._module_paths = [path for path, _ in module.named_modules() if path]
         self._local = threading.local()
         self.parts: dict[str, Part] = {}
@@ -394,21 +315,21 @@ class Task:
     def outside(self, paths: Iterable[str]) -> tuple[Part, Part]:
         """The parameters and the float buffers that :meth:`select` leaves of the model."""
         parameters, buffers = self.select(paths)
-        return self.rest(parameters), Part("rest", _gaps(buffers.slices, self.buffer_size))
+        return self.rest(parameters), Part("rest", gaps(buffers.slices, self.buffer_size))
 
     def norms(self) -> tuple[Part, Part]:
         """The parameters and the running statistics of all BatchNorm layers, found by their type."""
         learnt = [
             place
             for key, place in self._parameters.places.items()
-            if any(_below(key, path) for path in self._norms)
+            if any(below(key, path) for path in self._norms)
         ]
         return Part("norms", merged(learnt)), self._buffers_below("norms", list(self._norms))
 
     def inside(self, paths: Iterable[str]) -> Callable[[str], bool]:
         """Whether a module's path is one of these or lies below one; named as for :meth:`select`."""
         named = [self._declared_head() if path == "head" else path for path in paths]
-        return lambda path: any(_below(path, name) for name in named)
+        return lambda path: any(below(path, name) for name in named)
 
     def rest(self, part: Part) -> Part:
         """All parameters outside of a part."""
@@ -421,14 +342,12 @@ class Task:
 
     def _buffers_below(self, name: str, paths: list[str]) -> Part:
         places = self._buffers.places.items()
-        return Part(
-            name, merged([place for key, place in places if any(_below(key, path) for path in paths)])
-        )
+        return Part(name, merged([place for key, place in places if any(below(key, path) for path in paths)]))
 
     def _part(self, name: str, paths: list[str]) -> Part:
         slices = []
         for path in paths:
-            found = [place for key, place in self._parameters.places.items() if _below(key, path)]
+            found = [place for key, place in self._parameters.places.items() if below(key, path)]
             if not found:
                 raise SartorError(
                     f"model {self.name}: part {name!r} names the module path {path!r}, which has no "
@@ -441,7 +360,7 @@ class Task:
         taken = sorted((piece for part in parts for piece in part.slices), key=lambda piece: piece.start)
         if any(piece.start < before.stop for before, piece in pairwise(taken)):
             raise SartorError(f"model {self.name}: parts {', '.join(part.name for part in parts)} overlap")
-        return Part(name, _gaps(taken, self.size))
+        return Part(name, gaps(taken, self.size))
 
     # The functions --------------------------------------------------------------------------------
 
@@ -450,7 +369,7 @@ class Task:
 
         ``change`` is applied to the features before the head gets them.
         """
-        return self._call(w, x, buffers, _Mode(training=False, change=change))
+        return self._call(w, x, buffers, Mode(training=False, change=change))
 
     def predict(self, w: Tensor, x: Nest, buffers: Tensor | None = None) -> Any:
         """What the model says of every sample: its most likely class, or what the objective has instead."""
@@ -458,7 +377,7 @@ class Task:
 
     def features(self, w: Tensor, x: Nest, buffers: Tensor | None = None) -> Tensor:
         """The input of the head, in evaluation mode."""
-        mode = _Mode(training=False)
+        mode = Mode(training=False)
         self._call(w, x, buffers, mode)
         return self.noted_features(mode)
 
@@ -471,7 +390,7 @@ class Task:
         change: Change | None = None,
     ) -> Pass:
         """A pass over a batch in training mode: outputs, features and the buffers after it."""
-        mode = _Mode(training=True, weight=batch.weight, frozen=frozen, key=batch.key, change=change)
+        mode = Mode(training=True, weight=batch.weight, frozen=frozen, key=batch.key, change=change)
         outputs = self._call(w, batch.x, buffers, mode)
         if not mode.changed:
             return Pass(outputs, mode.features, buffers)
@@ -589,7 +508,7 @@ class Task:
                 (gradient,) = torch.autograd.grad(loss, live)
         return gradient, Pass(found["outputs"], found.get("features"), found.get("buffers"))
 
-    def noted_features(self, run: Pass | _Mode) -> Tensor:
+    def noted_features(self, run: Pass | Mode) -> Tensor:
         """What the head was given in a pass; an error that says why where there is nothing."""
         self.part("head")
         if run.features is None:
@@ -620,7 +539,7 @@ class Task:
             return (), x
         return (x,), {}
 
-    def _call(self, w: Tensor, x: Nest, buffers: Tensor | None, mode: _Mode) -> Any:
+    def _call(self, w: Tensor, x: Nest, buffers: Tensor | None, mode: Mode) -> Any:
         module = self._placed(mode.training)
         named = self._parameters.views(w)
         if self.buffer_size:
@@ -631,14 +550,13 @@ class Task:
         for key in self._counted:  # such a layer shall not count in what all share
             named[key] = named[key].clone()
         tables = {key: (named[key], named[key]._version) for key in self._tables}
-        previous = getattr(_context, "mode", None)
-        _context.mode = mode
         half = self.precision == "bf16" and mode.training
         many = not mode.training and w.device.type == "cpu" and inside_transform()
         keyed = None if self._keyed is False else Keyed(mode)
         stills = self._stilled(module.module, mode)
         try:
             with (
+                told(mode),
                 half_precision(w.device.type) if half else nullcontext(),
                 keyed or nullcontext(),
                 Dense() if many else nullcontext(),
@@ -655,7 +573,6 @@ class Task:
                 "what its forward adds behind it"
             ) from error
         finally:
-            _context.mode = previous
             for layer in stills:
                 layer.training = True
         self._called |= keyed is not None and keyed.called
@@ -690,12 +607,12 @@ class Task:
             module.train(training)
             head = dict(module.named_modules()).get(self.head_path or "")
             if self.head_path and head is not None:
-                head.register_forward_pre_hook(_note_features)
+                head.register_forward_pre_hook(note_features)
             self._local.modules[training] = Placed(module)
         found: Placed = self._local.modules[training]
         return found
 
-    def _stilled(self, module: nn.Module, mode: _Mode) -> list[nn.Module]:
+    def _stilled(self, module: nn.Module, mode: Mode) -> list[nn.Module]:
         """Layers that are as in evaluation during a pass in training mode, where one may ask what it is.
 
         BatchNorm with a ``forward`` of its own asks always.
@@ -748,7 +665,7 @@ class Task:
                 f"model {self.name}: cannot take samples of {nests.words(x)}: {reason}"
             ) from error
         if not self.drawn:
-            self._check_values(few[0])
+            trials.check_values(self, few[0])
         own = isinstance(self.objective, Own) or self.objective.targets == "any"
         scores = (
             isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] >= max(classes or 0, 2)
@@ -766,22 +683,6 @@ class Task:
         suited = copy.copy(self)
         suited.classes, suited.width = found
         return suited
-
-    def _check_values(self, x: Nest) -> None:
-        """Refuse a module that computes with parameters it has in a list too: a pass is given its layers'."""
-        noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=self.dtype) - 0.5
-        w, (arguments, named) = self.initial() + 0.2 * noise, self.arguments(x)
-        found: list[list[Tensor]] = []
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):  # as of such numbers
-            module = self.module(w)
-            for given in (module(*arguments, **named), module(*arguments, **named), self.outputs(w, x)):
-                found.append([leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)])
-        if len(found) < 3 or not _all_close(found[0], found[1]) or _all_close(found[0], found[2]):
-            return
-        raise SettingError(
-            f"model {self.name}: it does not give what its parameters say; have each as an attribute of its "
-            "layer alone: those in a list, or in another object, stay as they were"
-        )
 
     def numbers(self, x: Nest) -> frozenset[str]:
         """The leaves of whole numbers that the model takes as floats alone, by path; found on zeros."""
@@ -809,16 +710,16 @@ class Task:
         """
         if self._undone is not None or _counted_by_us(self.objective):
             return
-        few, targets = self._few(x, y)
+        few, targets = trials.few(x, y)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             outputs = self.outputs(self.initial(), self.typed(few))
             targets = self.typed(targets)
             found = self._raw_losses(outputs, targets)
             self._undone = False
             if found.dim() == 0:
-                trials = [outputs, *self._other_outputs(self.typed(few))]
+                several = [outputs, *trials.other_outputs(self, self.typed(few))]
                 self._undone = is_mean(
-                    lambda outputs, y: self.objective.losses(outputs, self.typed(y)), trials, y
+                    lambda outputs, y: self.objective.losses(outputs, self.typed(y)), several, y
                 )
                 return
             fewer = self._raw_losses(*nests.rows((outputs, targets), slice(0, 2)))
@@ -828,13 +729,6 @@ class Task:
                     f"number per sample, or their mean. Outputs: {_shapes(outputs)}, targets: "
                     f"{_shapes(targets)}; bring them to one shape"
                 )
-
-    def _other_outputs(self, x: Nest) -> Iterator[Any]:
-        """What models near the initial one and far from it give: that one may give all samples the same."""
-        noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=self.dtype) - 0.5
-        for scale in (0.02, 1.0):
-            with suppress(Exception):  # some models allow but few values
-                yield self.outputs(self.initial() + scale * noise, x)
 
     @property
     def draws(self) -> bool:
@@ -858,12 +752,12 @@ class Task:
         self._keyed = self._called
         tolerance = torch.finfo(self.dtype).eps ** 0.5
         pairs = [pair for pair in zip(*results, strict=True) if pair[0].is_floating_point()]
-        self.unkeyed = not all(_close(one, other, tolerance) for one, other in pairs)
+        self.unkeyed = not all(trials.close(one, other, tolerance) for one, other in pairs)
 
     def check_weighable(self, x: Nest, y: Nest) -> None:
         """Refuse samples of different weights where the loss of a sample cannot be told."""
         self.check_loss(x, y)
-        if self._mixes(*self._few(x, y)):
+        if self._mixes(*trials.few(x, y)):
             raise SettingError(
                 f"model {self.name}: samples have weights, but its loss gives one number for a batch that is "
                 "no mean over samples, as far as their targets tell; give one number per sample, or leave "
@@ -887,19 +781,6 @@ class Task:
     def typed(self, nest: Nest) -> Nest:
         """A nest whose floats have the model's type."""
         return nests.mapped(lambda leaf: leaf.to(self.dtype) if leaf.is_floating_point() else leaf, nest)
-
-    @staticmethod
-    def _few(x: Nest, y: Nest) -> tuple[Nest, Nest]:
-        """Three samples on the CPU; where there are fewer, one that comes again has its numbers moved on."""
-        held = nests.length(y)
-        few = torch.arange(3) % held
-
-        def others(leaf: Tensor) -> Tensor:
-            rows = leaf[:3].cpu()[few]
-            turned = [row.flatten().roll(turn // held).view(row.shape) for turn, row in enumerate(rows)]
-            return torch.stack(turned)
-
-        return nests.mapped(others, x), nests.mapped(lambda leaf: leaf[:3].cpu()[few], y)
 
     def alike(self, network: Hashable) -> None:
         """Say that tasks of such a network differ in their numbers alone, so that one is tried for all."""
@@ -929,11 +810,11 @@ class Task:
         kind = (nests.form(x), nests.form(y))
         if kind not in self._reasons:
             self.check_loss(x, y)
-            few = self._few(x, y)
-            if not self._mixes(*few) and self._unlike(*few, padded=True) is None:
+            few = trials.few(x, y)
+            if not self._mixes(*few) and trials.why_unlike(self, *few, padded=True) is None:
                 self._reasons[kind] = None, False
             else:
-                self._reasons[kind] = self._unlike(*few, padded=False), True
+                self._reasons[kind] = trials.why_unlike(self, *few, padded=False), True
         return self._reasons[kind]
 
     def _why_not_traceable(self, x: Nest, y: Nest) -> str | None:
@@ -956,25 +837,10 @@ class Task:
         except Exception as error:  # whatever torch says about this module is the reason
             if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
                 return "its forward pass branches on the data"
-            return _in_a_line(error)
+            return trials.in_a_line(error)
         finally:
             self._local.modules = held
         return None
-
-    def _unlike(self, x: Nest, y: Nest, padded: bool) -> str | None:
-        """Why a client does not get in a stack what it gets alone, if so; one step is tried."""
-        reason = None
-        for dtype in dict.fromkeys((torch.float64, self.dtype)):
-            try:
-                with torch.random.fork_rng(devices=[]):
-                    alike = self._stacks_alike(x, y, dtype, padded)
-            except Exception as error:  # whatever torch says about this module is the reason
-                reason = _in_a_line(error)
-                if "data-dependent control flow" in str(error):
-                    reason = "its forward pass branches on the data"
-            else:
-                return None if alike else "it gives another result in a stack: a layer draws at random"
-        return reason
 
     def _mixes(self, x: Nest, y: Nest) -> bool:
         """Whether the loss is one number for a batch that is no mean over samples."""
@@ -983,54 +849,6 @@ class Task:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             outputs = self.outputs(self.initial(), self.typed(x))
             return self.objective.losses(outputs, self.typed(y)).dim() == 0
-
-    def _stacks_alike(self, x: Nest, y: Nest, dtype: torch.dtype, padded: bool) -> bool:
-        """Whether a step gives the same for a client alone and in a stack, there padded by a sample or not.
-
-        In a stack the model may be each client's own or the same for all; the latter only has to run.
-        """
-        x, y = nests.mapped(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, (x, y))
-        real = Batch(*nests.rows((x, y), slice(0, -1)))
-        initial, buffers = self.initial().to(dtype), self.initial_buffers().to(dtype)
-        # Not at the initial values: a layer of zeros hides what mixes samples before it, and where a unit
-        # stands on the edge of being active rounding would decide about its gradient.
-        noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=dtype)
-        with torch.no_grad():
-            for w in (initial + 0.02 * (noise - 0.5), initial):
-                outputs = self.outputs(w, real.x, buffers)
-                if self.loss_function(outputs, real.y).isfinite().all():  # some layers allow but few values
-                    break
-
-        def step(w: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            gradient, after = self.grad_and_buffers(w, batch, buffers)
-            assert after is not None  # as there were some before
-            return gradient, after
-
-        def lane(w: Tensor, buffers: Tensor, x: Nest, *others: Nest) -> tuple[Tensor, Tensor, Any]:
-            return *step(w, buffers, Batch(x, *others)), self.outputs(w, x, buffers)
-
-        weight = torch.ones(nests.length(y), dtype=dtype)
-        weight[-1] = 0
-        given = nests.rows((x, y, weight) if padded else (real.x, real.y), None)
-        with torch.no_grad():
-            torch.vmap(lambda *given: self.loss(w, Batch(*given), buffers))(*given)
-        stacked = torch.vmap(lane)(w[None], buffers[None], *given)
-        alone = (*step(w, buffers, real), outputs)
-
-        def alike(types: set[torch.dtype]) -> bool:
-            """To half of the digits of the coarsest of these types."""
-            tolerance = max(torch.finfo(kind).eps for kind in types) ** 0.5
-            return all(
-                _close(value[0, : len(one)], one, tolerance)
-                for value, one in zip(nests.leaves(stacked), nests.leaves(alone), strict=True)
-                if one.is_floating_point()
-            )
-
-        if alike({dtype}):
-            return True
-        with _FloatTypes() as used, torch.no_grad():  # a layer may have a type of its own
-            self.loss_function(self.outputs(w, real.x, buffers), real.y)
-        return alike({dtype, *used.found})
 
     def require_stackable(self, x: Nest, y: Nest, apart: bool = False) -> None:
         """Raise :class:`NotStackable`, with the reason, for a model that only the loop engine can run."""
@@ -1047,9 +865,7 @@ class Task:
     def has_kernels(self) -> bool:
         """Whether all layers have kernels for many clients on a GPU, each with weights of its own."""
         large = (nn.modules.conv._ConvNd, nn.RNNBase)
-        known = all(
-            isinstance(layer, _Conv2d) for layer in self._module.modules() if isinstance(layer, large)
-        )
+        known = all(isinstance(layer, Conv2d) for layer in self._module.modules() if isinstance(layer, large))
         return known and self.dtype == torch.float32 and self.precision != "bf16"
 
     def activations(self, x: Nest) -> int:
@@ -1081,92 +897,9 @@ def unkeyed_words(task: Task) -> str:
     )
 
 
-class _Layout:
-    """Where named tensors lie in a vector."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.shapes = {key: value.shape for key, value in tensors.items()}
-        self.sizes = [value.numel() for value in tensors.values()]
-        self.size = sum(self.sizes)
-        self.places, position = {}, 0
-        for key, length in zip(self.shapes, self.sizes, strict=True):
-            self.places[key] = slice(position, position + length)
-            position += length
-
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        if not tensors:
-            return torch.zeros(0)
-        return torch.cat([tensors[key].detach().reshape(-1).cpu() for key in self.shapes])
-
-    def views(self, vector: Tensor) -> dict[str, Tensor]:
-        # One split whose backward is one concatenation; slices would each give a gradient of the whole
-        # vector.
-        pieces = vector.split_with_sizes(self.sizes) if self.sizes else ()
-        return {
-            key: piece.view(shape) for (key, shape), piece in zip(self.shapes.items(), pieces, strict=True)
-        }
-
-
-def _below(key: str, path: str) -> bool:
-    """Whether a name is a module's path or lies below it; the empty path is the whole module."""
-    return not path or key == path or key.startswith(path + ".")
-
-
-def _names(path: str, *tensors: str) -> list[str]:
-    """What tensors of a layer are called in the module."""
-    return [f"{path}.{name}" if path else name for name in tensors]
-
-
 def _holds(dtype: torch.dtype, value: Tensor) -> bool:
     """Whether a type has all these numbers, and they are finite."""
     return bool(value.isfinite().all()) and torch.equal(value.to(dtype).to(value.dtype), value)
-
-
-def _gaps(slices: Iterable[slice], size: int) -> tuple[slice, ...]:
-    """What lies between slices that are sorted and apart, from 0 to ``size``."""
-    edges = [0, *(edge for piece in slices for edge in (piece.start, piece.stop)), size]
-    pairs = zip(edges[::2], edges[1::2], strict=True)
-    return tuple(slice(start, stop) for start, stop in pairs if start < stop)
-
-
-def merged(slices: list[slice]) -> tuple[slice, ...]:
-    """Sorted slices with neighbours joined."""
-    merged: list[slice] = []
-    for piece in sorted(slices, key=lambda piece: piece.start):
-        if merged and merged[-1].stop == piece.start:
-            merged[-1] = slice(merged[-1].start, piece.stop)
-        else:
-            merged.append(piece)
-    return tuple(merged)
-
-
-def _all_close(values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether tensors are equal up to rounding, whatever computed them."""
-    return all(_close(value, other, 1e-3) for value, other in zip(values, others, strict=True))
-
-
-def _close(value: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether two tensors are not finite in the same places and differ by at most this share elsewhere."""
-    finite = other.isfinite()
-    if not torch.equal(value.isfinite(), finite):
-        return False
-    if not finite.all():
-        value, other = value[finite], other[finite]
-    return bool((value - other).norm() <= tolerance * other.norm())
-
-
-class _FloatTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the float types that operations give."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        leaves = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
-        self.found |= {value.dtype for value in leaves if value.is_floating_point()}
-        return result
 
 
 @contextmanager
@@ -1181,10 +914,6 @@ def _unbranched() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def _counted_by_us(objective: Objective) -> bool:
@@ -1211,156 +940,6 @@ def _shapes(nest: Nest) -> str:
     return str(found[""]) if list(found) == [""] else str(found)
 
 
-# Layers that need to know more than their input ---------------------------------------------------
-
-
-class _Mode:
-    """What a forward pass tells the replaced layers, and the running statistics they hand back."""
-
-    def __init__(
-        self,
-        *,
-        training: bool,
-        weight: Tensor | None = None,
-        frozen: Frozen = False,
-        key: Tensor | int = 0,
-        change: Change | None = None,
-    ) -> None:
-        self.training, self.weight, self.frozen, self.key = training, weight, frozen, key
-        self.change = change
-        self.changed: dict[str, Tensor] = {}
-        self.features: Tensor | None = None
-        self.draws = 0
-
-    def still(self, path: str) -> bool:
-        """Whether the running statistics of the layer at this path are used and stay as they are."""
-        return not self.training or (self.frozen(path) if callable(self.frozen) else self.frozen)
-
-    def drops(self, path: str) -> bool:
-        """Whether dropout at this path drops anything: not in a layer that is as in evaluation."""
-        return self.training and not (callable(self.frozen) and self.frozen(path))
-
-
-_context = threading.local()
-
-
-def _note_features(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A hook of the head: what it is given are the features; a change is made here."""
-    mode: _Mode = _context.mode
-    mode.features = inputs[0]
-    return None if mode.change is None else (mode.change(inputs[0]), *inputs[1:])
-
-
-class _BatchNorm(nn.Module):
-    """BatchNorm over the real samples of a padded batch.
-
-    It returns running statistics rather than changing them.
-    """
-
-    path: str
-    eps: float
-    momentum: float
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        mode: _Mode = _context.mode
-        still = mode.still(self.path) or not self.training
-        if self.running_mean is not None and self.running_var is not None and still:
-            mean, variance = self.running_mean, self.running_var
-        elif self._is_usual(x):
-            return self._usual(x)
-        elif self.weight is not None and self.bias is not None and batch_norm.serves(x, self.weight):
-            return self._normalised(x, mode.weight, self.weight, self.bias)
-        else:
-            mean, variance = self._statistics(x, mode.weight)
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        normal = (x - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
-        if self.weight is None or self.bias is None:
-            return normal
-        return normal * self.weight.view(shape) + self.bias.view(shape)
-
-    def _is_usual(self, x: Tensor) -> bool:
-        """Whether PyTorch's own layer would do the same, in fewer operations: all samples of a client."""
-        held = (self.weight, self.running_mean)
-        alike = all(tensor is None or tensor.dtype == x.dtype for tensor in held)
-        several = x.dim() > 1 and x.numel() > x.shape[1]
-        return alike and several and _context.mode.weight is None and not inside_transform()
-
-    def _usual(self, x: Tensor) -> Tensor:
-        """The same by PyTorch's own layer."""
-        if self.running_mean is not None and self.running_var is not None:
-            others = [axis for axis in range(x.dim()) if axis != 1]
-            unbiased, mean = torch.var_mean(x.detach(), others)
-            before_mean, before_var = self._before(self.running_mean, self.running_var)
-            self._change(before_mean.lerp(mean, self.momentum), before_var.lerp(unbiased, self.momentum))
-        return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
-
-    def _before(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """The running statistics; a layer that is called twice in a pass goes on from its first change."""
-        changed = _context.mode.changed
-        named = _names(self.path, "running_mean", "running_var")
-        return changed.get(named[0], mean), changed.get(named[1], variance)
-
-    def _change(self, mean: Tensor, variance: Tensor) -> None:
-        """Hand back what the running statistics have become."""
-        named = _names(self.path, "running_mean", "running_var")
-        _context.mode.changed |= dict(zip(named, (mean, variance), strict=True))
-
-    def _normalised(self, x: Tensor, weight: Tensor | None, gamma: Tensor, beta: Tensor) -> Tensor:
-        """The same by kernels that know the gradients."""
-        counted = _ones_like_rows(x) if weight is None else weight
-        count = counted.sum() * x[0, 0].numel()
-        mean, variance = self._moved(*batch_norm.moments(x, counted), count)
-        given = count <= 1 if self.running_mean is not None else torch.zeros_like(count, dtype=torch.bool)
-        share = torch.where(given, 0.0, 1 / count)
-        return batch_norm.normalised(x, gamma, beta, counted, mean, variance, share, self.eps)
-
-    def _statistics(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        others = [axis for axis in range(x.dim()) if axis != 1]
-        weight = _ones_like_rows(x) if weight is None else weight
-        weight = weight.view([-1] + [1] * (x.dim() - 1))
-        count = weight.sum() * (x[0, 0].numel())
-        mean = (x * weight).sum(others) / count
-        centred = (x - mean.view([1, -1] + [1] * (x.dim() - 2))) * weight
-        variance = (centred * centred).sum(others) / count
-        return self._moved(mean, variance, count)
-
-    def _moved(self, mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """The statistics to normalise by, after the running ones have moved towards them."""
-        if self.running_mean is not None and self.running_var is not None:
-            share = self.momentum
-            unbiased = variance * count / (count - 1).clamp(min=1)
-            before_mean, before_var = self._before(self.running_mean, self.running_var)
-            # One value has no variance, and PyTorch refuses it; here the running statistics stand in and
-            # stay.
-            single = count <= 1
-            mean, variance = torch.where(single, before_mean, mean), torch.where(single, before_var, variance)
-            moved = before_var + share * (unbiased - before_var)
-            self._change(before_mean + share * (mean - before_mean), torch.where(single, before_var, moved))
-        return mean, variance
-
-
-def _ones_like_rows(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[0], dtype=x.dtype, device=x.device)
-
-
-class _Dropout(nn.Module):
-    """Dropout whose mask is a function of the batch's key, so that every engine draws the same."""
-
-    path: str
-    p: float
-    whole_channels: bool
-
-    def forward(self, x: Tensor) -> Tensor:
-        mode: _Mode = _context.mode
-        if self.p == 0 or not self.training or not mode.drops(self.path):
-            return x
-        return dropped(mode, x, self.p, self.whole_channels)
-
-
 def _stored_names(module: nn.Module) -> dict[str, str]:
     """The keys of the module's ``state_dict`` with the name each tensor goes by.
 
@@ -1369,51 +948,3 @@ def _stored_names(module: nn.Module) -> dict[str, str]:
     first = {id(value): key for key, value in [*module.named_parameters(), *module.named_buffers()]}
     stored = module.state_dict(keep_vars=True)
     return {key: first[id(value)] for key, value in stored.items() if id(value) in first}
-
-
-class _Conv2d(nn.Conv2d):
-    """A convolution that many clients, each with its own weights, compute together on a GPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return conv2d(
-            x, self.weight, self.bias, cast("tuple[int, int]", self.stride), cast(Any, self.padding)
-        )
-
-
-_NORM_FORWARDS = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
-_DROPOUT_FORWARDS = tuple(kind.forward for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
-
-
-def _shareable(module: nn.Module, name: str) -> nn.Module:
-    """A copy of the module whose BatchNorm and Dropout layers are versions that clients can share.
-
-    They stay the objects they are, with their hooks, wherever the module holds them.
-    """
-    module = copy.deepcopy(module)
-    for path, layer in module.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
-            what = "BatchNorm with momentum=None, an average over all batches ever seen"
-            raise SartorError(f"model {name}: layer {path!r} is {what}; give it a momentum, such as 0.1")
-        kind = _shareable_kind(layer)
-        if kind is not None:
-            vars(layer).update(path=path, whole_channels=not isinstance(layer, nn.Dropout))
-            layer.__class__ = kind
-    return module
-
-
-def _shareable_kind(layer: nn.Module) -> type[nn.Module] | None:
-    """What a layer becomes, if anything: not where it computes or is put into a mode in a way of its own."""
-    forward = getattr(layer.forward, "__func__", None)
-    if type(layer).train is not nn.Module.train or is_parametrized(layer):
-        return None
-    if forward in _NORM_FORWARDS:
-        return _BatchNorm
-    if forward in _DROPOUT_FORWARDS:
-        return _Dropout
-    if type(layer) is nn.Conv2d and (layer.groups, layer.dilation, layer.padding_mode) == (
-        1,
-        (1, 1),
-        "zeros",
-    ):
-        return _Conv2d
-    return None

@@ -14,7 +14,8 @@ from torch import Tensor
 from sartor import nests
 from sartor.errors import Diverged, SartorError
 from sartor.federation import Federation
-from sartor.model.task import Batch, Task, unkeyed_words
+from sartor.model.batch import Batch
+from sartor.model.task import Task, unkeyed_words
 from sartor.runs.cadence import Cadence
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.evaluation import (

@@ -12,7 +12,8 @@ from sartor.algorithms.split_models.fedper import SplitHyper, SplitModel, assemb
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.model.adapters import adapter_parts
-from sartor.model.task import Part, Task
+from sartor.model.parts import Part
+from sartor.model.task import Task
 
 
 @dataclass(frozen=True)

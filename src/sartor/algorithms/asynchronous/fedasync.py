@@ -19,7 +19,7 @@ from sartor.algorithms.base import Algorithm, register
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply, changes
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 

@@ -14,7 +14,8 @@ from sartor.client.local import Client
 from sartor.errors import SettingError
 from sartor.federation.exchange import Reply, changes
 from sartor.federation.federation import Federation
-from sartor.model.task import Part, Task
+from sartor.model.parts import Part
+from sartor.model.task import Task
 from sartor.settings import setting
 
 

@@ -21,7 +21,7 @@ from sartor.algorithms.server.optimizers import Sgd, State
 from sartor.client.local import Client, Direction, refuse
 from sartor.federation.exchange import Replies, Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 TINY = 1e-30

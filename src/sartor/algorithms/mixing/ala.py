@@ -9,7 +9,9 @@ from torch import Tensor
 
 from sartor.algorithms.base import Hyper
 from sartor.client.local import Client
-from sartor.model.task import Batch, Part, Pass, Task
+from sartor.model.batch import Batch, Pass
+from sartor.model.parts import Part
+from sartor.model.task import Task
 from sartor.settings import setting
 
 WINDOW = 10

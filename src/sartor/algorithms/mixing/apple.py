@@ -14,7 +14,7 @@ from sartor.algorithms.server.tables import rows
 from sartor.client.local import Client, refuse
 from sartor.federation.exchange import Call, Reply, changes, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 
 KERNELS = 5
 """Kernels whose widths double from one to the next."""

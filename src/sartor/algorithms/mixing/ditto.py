@@ -14,7 +14,7 @@ from sartor.client.local import Client
 from sartor.client.settings import Local
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 

@@ -14,7 +14,7 @@ from sartor.algorithms.mixing.ifca import models_apart
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Pass
+from sartor.model.batch import Batch, Pass
 from sartor.settings import setting
 
 

@@ -14,7 +14,7 @@ from sartor.client.local import Client, refuse
 from sartor.errors import SartorError
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Pass
+from sartor.model.batch import Batch, Pass
 from sartor.settings import setting
 
 TEMPERATURE = 4.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from sartor.client.local import Client
 from sartor.federation.exchange import Replies, Reply, changes
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 
 
 @dataclass(frozen=True)

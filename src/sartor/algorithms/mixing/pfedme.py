@@ -13,7 +13,7 @@ from sartor.algorithms.server.weights import weights_of
 from sartor.client.local import Client, require_plain_sgd
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 

@@ -15,8 +15,9 @@ from sartor.algorithms.split_models.prototypes import need_classes
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, PerGroup, Replies, Reply, personal
 from sartor.federation.federation import Federation
+from sartor.model.batch import Pass
 from sartor.model.optimizers import adam
-from sartor.model.task import Pass, Task
+from sartor.model.task import Task
 from sartor.settings import setting
 
 

@@ -15,7 +15,8 @@ from sartor.client.local import Client
 from sartor.errors import SettingError
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Pass, Task
+from sartor.model.batch import Pass
+from sartor.model.task import Task
 from sartor.nests import Nest
 from sartor.settings import setting
 

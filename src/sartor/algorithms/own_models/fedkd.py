@@ -15,7 +15,7 @@ from sartor.algorithms.split_models.prototypes import need_classes, width
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, PerGroup, Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Pass
+from sartor.model.batch import Batch, Pass
 
 
 def local_training(client: Client, hyper: Hyper, w: Tensor, w_i: Tensor, map_i: Tensor) -> Reply:

@@ -14,7 +14,7 @@ from sartor.client.local import Batches, Client
 from sartor.errors import SettingError
 from sartor.federation.exchange import Call, Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Pass
+from sartor.model.batch import Batch, Pass
 from sartor.settings import setting
 
 

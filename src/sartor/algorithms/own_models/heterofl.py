@@ -15,7 +15,7 @@ from sartor.client.local import Client
 from sartor.errors import SettingError
 from sartor.federation.exchange import Call, PerGroup, Replies, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sartor.client.local import Client
-from sartor.model.task import Batch, Pass
+from sartor.model.batch import Batch, Pass
 
 
 def divergence(teacher: Tensor, pupil: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sartor.federation.exchange import Replies
-from sartor.model.task import Part
+from sartor.model.parts import Part
 
 
 @dataclass(frozen=True)

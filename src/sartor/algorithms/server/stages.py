@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sartor.algorithms.server.similarity import cosines, mixtures
 from sartor.federation.reduction import PLAIN, Reducer
-from sartor.model.task import Part, Task
+from sartor.model.parts import Part
+from sartor.model.task import Task
 
 
 def stages_of(task: Task, layers: bool = False) -> list[Part]:

@@ -25,7 +25,7 @@ from sartor.client.settings import Local
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
 from sartor.federation.reduction import Reducer
-from sartor.model.task import Part
+from sartor.model.parts import Part
 from sartor.settings import setting
 
 

@@ -24,7 +24,7 @@ from sartor.algorithms.spfl.spfl import (
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.federation import Federation
 from sartor.federation.reduction import Reducer
-from sartor.model.task import Part
+from sartor.model.parts import Part
 from sartor.settings import setting
 
 

@@ -8,7 +8,7 @@ from sartor.algorithms.base import register
 from sartor.algorithms.server.stages import mixed_by_stage
 from sartor.algorithms.spfl.spfl import SimilarHyper, Together
 from sartor.federation.reduction import Reducer
-from sartor.model.task import Part
+from sartor.model.parts import Part
 
 
 @register

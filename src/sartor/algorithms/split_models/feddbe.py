@@ -14,7 +14,7 @@ from sartor.algorithms.split_models.prototypes import feature_size
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Pass
+from sartor.model.batch import Batch, Pass
 from sartor.nests import Nest
 from sartor.settings import setting
 

@@ -25,7 +25,8 @@ from sartor.algorithms.split_models.prototypes import (
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, NobodyAnswered, Reply, changes, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Penalty
+from sartor.model.batch import Batch
+from sartor.model.task import Penalty
 from sartor.settings import setting
 
 HEAD = ("head",)

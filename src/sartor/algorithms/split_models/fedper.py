@@ -15,7 +15,9 @@ from sartor.algorithms.base import TRAINS_FOR_EVALUATION, Algorithm, Hyper, Serv
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, ClientFunction, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Part, Task
+from sartor.model.batch import Batch
+from sartor.model.parts import Part
+from sartor.model.task import Task
 from sartor.settings import setting
 
 

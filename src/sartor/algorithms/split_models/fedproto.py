@@ -22,7 +22,7 @@ from sartor.algorithms.split_models.prototypes import (
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 

@@ -11,7 +11,8 @@ from sartor.algorithms.base import MORE_THAN_SAMPLES, register
 from sartor.algorithms.split_models.fedper import FedPer, FedPerHyper, answer, assemble, train_inside
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
-from sartor.model.task import Batch, Penalty
+from sartor.model.batch import Batch
+from sartor.model.task import Penalty
 from sartor.settings import setting
 
 

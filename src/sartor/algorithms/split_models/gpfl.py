@@ -16,7 +16,7 @@ from sartor.algorithms.split_models.prototypes import class_counts
 from sartor.client.local import Client
 from sartor.federation.exchange import Call, Reply, personal
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Pass
+from sartor.model.batch import Batch, Pass
 from sartor.settings import setting
 
 TINY = 1e-24

@@ -13,7 +13,8 @@ from sartor.client.local import Client
 from sartor.errors import SartorError, SettingError
 from sartor.federation.exchange import Replies
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 from sartor.nests import Nest
 
 

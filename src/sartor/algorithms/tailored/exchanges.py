@@ -14,7 +14,7 @@ from sartor.algorithms.mixing.ifca import losses
 from sartor.algorithms.variance_reduction.fsvrg import anchored_descent
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply, changes
-from sartor.model.task import Batch, Pass
+from sartor.model.batch import Batch, Pass
 
 
 def gradients(client: Client, w: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from sartor.client.local import Client
 from sartor.errors import SartorError
 from sartor.federation.exchange import Replies, Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 RESOLUTION = 1e-10

@@ -12,7 +12,7 @@ from sartor.algorithms.base import SEES_SAMPLES, Algorithm, Hyper, Server, regis
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Pass
+from sartor.model.batch import Batch, Pass
 from sartor.settings import setting
 
 

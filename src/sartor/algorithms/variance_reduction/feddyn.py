@@ -12,7 +12,7 @@ from sartor.algorithms.base import Algorithm, Hyper, Server, register
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 

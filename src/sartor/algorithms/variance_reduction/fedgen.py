@@ -16,8 +16,8 @@ from sartor.algorithms.split_models.prototypes import class_counts
 from sartor.client.local import Client
 from sartor.federation.exchange import NobodyAnswered, Reply
 from sartor.federation.federation import Federation
+from sartor.model.batch import Batch, Pass
 from sartor.model.optimizers import Memory, adam
-from sartor.model.task import Batch, Pass
 from sartor.settings import setting
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from sartor.algorithms.split_models.prototypes import need_classes
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Pass
+from sartor.model.batch import Batch, Pass
 from sartor.settings import setting
 
 

@@ -11,7 +11,7 @@ from sartor.algorithms.base import register
 from sartor.algorithms.references.fedavg import FedAvg, FedAvgHyper
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 TINY = 1e-16

@@ -14,7 +14,8 @@ from sartor.algorithms.variance_reduction.mime import gradient_at
 from sartor.client.local import Client, require_plain_sgd
 from sartor.federation.exchange import NobodyAnswered, Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 from sartor.settings import setting
 
 log = logging.getLogger(__name__)

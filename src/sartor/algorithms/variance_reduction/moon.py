@@ -13,7 +13,7 @@ from sartor.algorithms.base import MORE_THAN_SAMPLES, Algorithm, Hyper, Server, 
 from sartor.client.local import Client
 from sartor.federation.exchange import Reply
 from sartor.federation.federation import Federation
-from sartor.model.task import Batch
+from sartor.model.batch import Batch
 from sartor.settings import setting
 
 

@@ -62,7 +62,8 @@ from sartor.kernels.ahead import Ahead
 from sartor.kernels.gpu import HAS_TRITON, has_tensor_cores, side_by_side
 from sartor.kernels.in_place import in_place
 from sartor.kernels.views import quicken, straighten
-from sartor.model.task import Batch, Task
+from sartor.model.batch import Batch
+from sartor.model.task import Task
 from sartor.nests import Nest
 from sartor.random import FEW
 
