@@ -122,6 +122,72 @@ def test_a_run_that_failed_before_it_was_evaluated_says_how(tmp_path: Path) -> N
         read([run])
 
 
+def test_of_a_measure_of_ones_own_more_may_be_better(tmp_path: Path) -> None:
+    """Its direction is the runs': the best was called the worst, and the worst was bold."""
+    runs = []
+    for place in range(10):
+        accuracies, hyper = (place / 20, place / 10), {"lr": place + 1.0}
+        run = store_run(tmp_path / f"run {place}", accuracies=accuracies, finished=False, hyper=hyper)
+        rewrite(run, '"accuracy', '"hits')
+        told = {"headline": "hits", "more_is_better": True}
+        RunFolder.open(run).write_summary({"data": "own", "partition_hash": "h", "last": {}, **told})
+        runs.append(run)
+    read_back = read(runs)
+    assert read_back.headline == "hits"
+    table = comparison(read_back)
+    assert [row[0].text.split("=")[1] for row in table.rows][:2] == ["10.0", "9.0"]
+    assert [place for place, row in enumerate(table.rows) if row[2].best] == [0]
+    shown = view(curves(read_back, "hits"), "shared_local", "round")
+    assert "hyper.lr=10.0 has the highest hits, 0.9" in shown.sentence
+    assert isinstance(shown.panel, Lines)
+    assert shown.panel.lines[-5].label.endswith("lr=10.0")  # the first of those that are in colour
+    assert shown.table[1][2] == shown.table[1][1]
+
+
+def test_a_run_that_goes_on_is_shown_by_its_own_score(tmp_path: Path) -> None:
+    """What it is judged by, and of which data it is, stands in its settings; and how it failed beside it."""
+    settings = {"data": {"path": "hospitals.csv"}, "evaluate": {"headline": "macro_f1"}}
+    going = store_run(tmp_path / "going", finished=False, **settings)
+    RunFolder.open(going).write_diverged("fedavg, round 3: not finite", "hash of the data")
+    shown = read([going])
+    assert shown.headline == "macro_f1"
+    assert shown.runs[0].data == "hospitals"
+    (note,) = shown.notes
+    assert note.endswith("shown as far as it has come, it failed: fedavg, round 3: not finite.")
+
+
+def test_a_run_with_nothing_to_show_is_left_out_and_named(tmp_path: Path) -> None:
+    store_run(tmp_path / "done")
+    store_run(tmp_path / "begun", accuracies=(), finished=False)
+    failed = store_run(tmp_path / "failed", accuracies=(), finished=False)
+    RunFolder.open(failed).write_diverged("fedavg, round 1: not finite", "hash of the data")
+    shown = read([tmp_path])
+    assert [run.path.name for run in shown.runs] == ["done"]
+    assert [note.split(", ")[0] for note in shown.notes] == ["Left out", "Left out"]
+    assert "begun: no evaluation is recorded yet" in shown.notes[0]
+    assert "failed: failed before it was evaluated: fedavg, round 1: not finite" in shown.notes[1]
+
+
+def test_methods_of_several_comparisons_are_told_apart(tmp_path: Path) -> None:
+    """Two of one name stood in all tables, each with the worst clients of the second."""
+    folders = []
+    for alpha in (0.1, 10.0):
+        settings = {"partition": {"alpha": alpha}, "model": {"name": "softmax"}}
+        methods = {"fedavg": {}, "strong": {"algorithm": "fedprox", "mu": 1.0}}
+        out = tmp_path / str(alpha)
+        compare(methods, experiment=settings, clients=6, rounds=1, seeds=1, references=False, out=out)
+        folders.append(out)
+    both = read(folders)
+    names = [f"fedavg partition.alpha={alpha}" for alpha in (0.1, 10.0)]
+    others = [f"strong: fedprox partition.alpha={alpha}" for alpha in (0.1, 10.0)]
+    assert [group.label for group in both.groups] == [names[0], others[0], names[1], others[1]]
+    assert [group.label for group in read(folders[:1]).groups] == ["fedavg", "strong"]
+    rows = view(distribution(both), "shared_local", "accuracy").table
+    for group, row in zip(both.groups, rows[1:], strict=True):
+        worst = group.runs[0].last["shared_local"]["accuracy_spread"]["worst_decile"]
+        assert (row[0], row[-1]) == (group.label, f"{100 * worst:.1f} %")
+
+
 def test_damage_is_one_message(tmp_path: Path) -> None:
     run = store_run(tmp_path / "run")
     (tmp_path / "comparison.json").write_text('{"methods": [{}]}')

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as arrow
 import pytest
+import torch
 from pyarrow import csv
+from torch import nn
 
 import sartor
 from sartor.errors import SartorError, SettingError
@@ -344,3 +346,87 @@ def test_numbers_have_no_curves_and_no_thresholds(tmp_path: Path) -> None:
     assert (sites.counted, sites.alone, material.headline) == (False, True, "rmse")
     assert site_figures(sites) == []
     assert [table.title for table in site_tables(sites)] == ["Is it worth it?"]
+
+
+def test_few_test_samples_are_no_proof() -> None:
+    """Were all of five in favour of one model, that would still happen by chance once in sixteen times."""
+    for count, words in ((1, ", which may be chance"), (5, ", which may be chance"), (6, "")):
+        one = site({"own": [1] * count, "alone": [0] * count})
+        assert one.gain() == (1.0, 1.0, 1.0)
+        assert one.beyond_chance == (words == "")
+        assert (one.sentence() or "").endswith(
+            f"gains 100.0 points over training alone (95 % 100.0 to 100.0){words}"
+        )
+
+
+def test_samples_that_every_seed_has_count_once(tmp_path: Path) -> None:
+    """Where the table divides its rows, more seeds are more models and no more samples."""
+    random = np.random.default_rng(1)
+    rows = 120
+    x = random.normal(0, 1, (rows, 2))
+    columns = {
+        "hospital": np.array(NAMES)[np.arange(rows) % 3],
+        "split": np.where(np.arange(rows) // 3 % 4 == 0, "test", "train"),
+        "a": x[:, 0],
+        "b": x[:, 1],
+        "state": (x.sum(1) + random.normal(0, 1, rows) > 0).astype(int),
+    }
+    csv.write_csv(arrow.table(columns), tmp_path / "all.csv")
+    data = {"path": str(tmp_path / "all.csv"), "client_column": "hospital", "label_column": "state"}
+    data |= {"split_column": "split", "feature_columns": ["a", "b"]}
+    for seed in (0, 1, 2):
+        settings = {"data": data, "model": {"name": "softmax"}, "checkpoint": {"every": 0}}
+        for method in ("fedavg", "separate"):
+            sartor.run(method, experiment=settings, rounds=1, seed=seed, out=tmp_path / f"{method}-{seed}")
+    every = [tmp_path / f"{method}-{seed}" for method in ("fedavg", "separate") for seed in (0, 1, 2)]
+    for counted in (False, True):
+        if counted:
+            for run in every:
+                (run / "outputs.npz").unlink()
+        found = sites_of(read(every))
+        assert found is not None
+        assert (found.counted, found.alone) == (counted, True)
+        for one in found.sites:
+            assert one.test.count == 10
+            assert len(one.test.truth) == 30
+            # What is drawn of one seed is drawn of the others.
+            assert (one.weights.reshape(-1, 3, 10) == one.weights[:, None, :10]).all()
+            runs = [RunFolder.open(run).clients for run in every[:3]]
+            wanted = np.mean([run["shared_local_accuracy"][run["client"].index(one.name)] for run in runs])
+            assert (one.value("own") or (None,))[0] == pytest.approx(wanted)
+
+
+def test_shares_of_labels_are_no_counts_of_samples(tmp_path: Path) -> None:
+    """Three of four labels right at a client's only sample are no sample that is right."""
+    generator = torch.Generator().manual_seed(0)
+    data = {
+        name: (torch.randn(count, 3, generator=generator), torch.rand(count, 4, generator=generator).round())
+        for name, count in zip(NAMES, (20, 31, 6), strict=True)
+    }
+    for method in ("fedavg", "separate"):
+        settings: dict[str, Any] = {"objective": "multi-label", "evaluate": {"headline": "accuracy"}}
+        sartor.run(
+            method, data=data, model=lambda: nn.Linear(3, 4), rounds=1, out=tmp_path / method, **settings
+        )
+    material = read([tmp_path / "fedavg", tmp_path / "separate"])
+    assert material.headline == "accuracy"
+    assert sites_of(material) is None
+
+
+def test_a_run_without_the_score_is_named_and_not_judged_by_it(runs: Path, tmp_path: Path) -> None:
+    """What models say of numbers was taken for scores of classes, all of them wrong; and training alone is
+    that of the same clients, whichever is named first."""
+    random = np.random.default_rng(0)
+    columns = {"who": ["x", "y"] * 20, "a": random.normal(0, 1, 40), "y": random.normal(0, 1, 40)}
+    csv.write_csv(arrow.table(columns), tmp_path / "t.csv")
+    data = {"path": str(tmp_path / "t.csv"), "client_column": "who", "label_column": "y"}
+    for method in ("fedavg", "separate"):
+        settings = {"data": data, "objective": {"name": "regression"}, "model": {"name": "softmax"}}
+        sartor.run(method, experiment=settings, rounds=1, out=tmp_path / method)
+    folders = [tmp_path / "fedavg", tmp_path / "separate", runs / "ditto", runs / "separate"]
+    found, alone = sites_of(read(folders)), sites_of(read(folders[2:]))
+    assert found is not None
+    assert alone is not None
+    assert found.group.runs[0].algorithm == "ditto"
+    assert "as they have no accuracy: fedavg, separate " in found.chosen
+    assert found.sentences()[1:] == alone.sentences()[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_runs import store_run
 from typer.testing import CliRunner
 
 import sartor
@@ -96,6 +98,40 @@ def test_a_folder_that_is_damaged_or_has_not_begun_harms_no_other(runs: Path, tm
     assert [run["name"] for run in state["runs"]] == ["broken", "done"]
     assert "config.toml" in state["runs"][0]["error"]
     assert state["left"] is None
+
+
+def test_a_run_that_failed_is_waited_for_no_more(runs: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(runs, tmp_path / "runs")
+    RunFolder.open(copy / "going").write_diverged("ditto, round 3: not finite", "hash of the data")
+    state = state_of([copy])
+    assert [run["failed"] for run in state["runs"]] == [None, "ditto, round 3: not finite"]
+    assert state["left"] is None
+
+
+def test_a_run_that_stands_still_is_not_among_those_under_way(runs: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(runs, tmp_path / "runs")
+    assert state_of([copy])["left"] is not None
+    for file in (copy / "going").iterdir():
+        os.utime(file, (1e9, 1e9))
+    state = state_of([copy])
+    assert [run["still"] for run in state["runs"]] == [False, True]
+    assert state["left"] is None
+
+
+def test_replies_that_are_under_way_are_not_missing(tmp_path: Path) -> None:
+    """A step of an asynchronous server takes one reply; those who have not come are at work."""
+    settings = {"model": {"name": "softmax"}, "delay": {"name": "lognormal"}}
+    sartor.run("fedasync", clients=4, rounds=6, experiment=settings, out=tmp_path / "run")
+    rows = RunFolder.open(tmp_path / "run").rounds
+    assert any(row["cohort"] > row["answered"] for row in rows)
+    assert run_state(tmp_path / "run")["troubles"] == {}
+
+
+def test_a_long_curve_ends_with_the_last_round(tmp_path: Path) -> None:
+    store_run(tmp_path / "run", accuracies=[place / 1000 for place in range(1001)])
+    for curve in run_state(tmp_path / "run")["curves"].values():
+        assert len(curve) <= 400
+        assert (curve[0], curve[-1]) == ([1, 0.0], [1001, 1.0])
 
 
 def test_only_who_knows_the_secret_is_answered(watch: Watch) -> None:

@@ -294,6 +294,27 @@ def reused(result: Comparison) -> dict[str, list[bool]]:
     return {method.label: [run.reused for run in method.runs] for method in result.methods}
 
 
+def test_seeds_that_are_judged_otherwise_are_compared_by_one_score(tmp_path: Path) -> None:
+    """Where the largest class has about 60 %, the seed decides whether accuracy is the headline."""
+    generator = np.random.default_rng(0)
+    labels = np.repeat([0, 1], [600, 400])
+    rows = generator.normal(size=(1000, 2)) + labels[:, None]
+    lines = [f"{a:.3f},{b:.3f},{label}" for (a, b), label in zip(rows.tolist(), labels.tolist(), strict=True)]
+    (tmp_path / "all.csv").write_text("\n".join(["a,b,y", *lines]) + "\n")
+    data = {"path": str(tmp_path / "all.csv"), "label_column": "y", "validation": 0.2, "clients": 15}
+    settings = {"data": data, "model": {"name": "softmax"}, "evaluate": {"every": 1}}
+    found = compare(
+        ["fedavg"], experiment=settings, rounds=3, seeds=8, references=False, out=tmp_path / "compared"
+    )
+    runs = stored(found, "fedavg")
+    assert {run.summary["headline"] for run in runs} == {"accuracy", "balanced_accuracy"}
+    assert found.score == runs[0].summary["headline"]
+    for run, value in zip(runs, found.methods[0].best_by_validation["shared_local"].values, strict=True):
+        cells = [row["evaluation"] for row in run.rounds if "evaluation" in row]
+        scores = [each["shared_validation"][found.score] for each in cells]
+        assert value == cells[int(np.argmax(scores))]["shared_local"][found.score]
+
+
 def test_only_what_is_missing_is_run(data: ClientData, tmp_path: Path) -> None:
     first = go(["fedavg"], data, tmp_path, references=False)
     assert reused(first) == {"fedavg": [False, False]}

@@ -82,6 +82,12 @@ def test_latex_has_its_signs_escaped() -> None:
     assert text.splitlines()[0] == rf"\begin{{tabular}}{{l{'r' * len(columns(RESULT))}}}"
 
 
+def test_latex_reads_every_sign_of_a_name_as_that_sign() -> None:
+    text = FORMATS["latex"](compared(method(r"a^2 ~ \b|<c>", 0.5, 1.0)))
+    wanted = r"a\textasciicircum{}2 \textasciitilde{} \textbackslash{}b\textbar{}\textless{}c\textgreater{} &"
+    assert wanted in text
+
+
 def test_csv_has_the_numbers_as_they_are() -> None:
     rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](RESULT))))
     assert [row["method"] for row in rows] == ["alike", "high", "low_one"]

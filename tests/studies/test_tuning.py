@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -130,6 +131,27 @@ def test_without_validation_data_nothing_is_run(data: ClientData, tmp_path: Path
     with pytest.raises(SettingError, match=r"there is none; .* as in data.validation=0.2"):
         go({"fedavg": {"lr": [0.1]}}, bare, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_clients_without_validation_samples_say_nothing(tmp_path: Path) -> None:
+    """One client is evaluated; where that has no validation samples, other seeds decide, if there are any."""
+    made = classification((12, 12, 12, 12), shape=(6,), classes=4)
+    test, few = made.test, 4
+    count = np.array([few, 0, 0, 0])
+    split = Split(test.x[:few], test.y[:few], np.minimum(np.cumsum(count) - count, few), count)
+    data = dataclasses.replace(made, validation=split)
+    evaluated = {"clients": 1, "metrics": ["log_loss"], "headline": "log_loss"}
+    more: dict[str, Any] = {"method": "grid", "experiment": {"evaluate": evaluated}}
+    space = {"fedavg": {"lr": [0.1, 0.2]}}
+    found = go(space, data, tmp_path / "several", seeds=range(8), **more)
+    for trial in found.methods[0].trials:
+        assert trial.validation is not None
+        there = [value for value in trial.validation.values if value is not None]
+        assert 0 < len(there) < 8
+        assert trial.validation.mean == pytest.approx(sum(there) / len(there))
+    nothing = [value is None for value in found.methods[0].trials[0].validation.values]  # type: ignore[union-attr]
+    with pytest.raises(SartorError, match=r"failed; the first: no log_loss follows from the validation data"):
+        go(space, data, tmp_path / "one", seeds=[nothing.index(True)], **more)
 
 
 def test_a_trial_that_fails_is_recorded_and_not_chosen(data: ClientData, tmp_path: Path) -> None:

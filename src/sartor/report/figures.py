@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from sartor.report.runs import CELL_WORDS, OWN, Group, Material, Run, cell_of, cells_in, own_cell
-from sartor.runs.metrics import is_share, more_is_better, spread
+from sartor.runs.metrics import is_share, spread
 
 MOST_POINTS = 300
 """A line, a box or a bar chart with more points is drawn from so many of them, evenly chosen."""
@@ -242,12 +242,13 @@ def curves(material: Material, measure: str) -> Figure | None:
         if any(row.get(key) is not None for run in material.runs for row in run.evaluated)
     }
     views: Views = {}
+    more = material.more_is_better(measure)
     for cell, axis in product(cells_in(material.runs), axes):
         lines = [
             line for group in material.groups if (line := _curve(group, measure, cell, axis)) is not None
         ]
         if lines:
-            lines = calmed(lines, measure)
+            lines = calmed(lines, more)
             panel = Lines(
                 AXIS_LABELS[axis],
                 spoken(measure),
@@ -255,7 +256,7 @@ def curves(material: Material, measure: str) -> Figure | None:
                 percent=is_share(measure),
                 bytes=axis == "bytes",
             )
-            views[cell, axis] = View(panel, *_curve_words(lines, measure, cell))
+            views[cell, axis] = View(panel, *_curve_words(lines, measure, cell, more))
     if not views:
         return None
     several = any(len(group.runs) > 1 for group in material.groups)
@@ -272,11 +273,11 @@ def curves(material: Material, measure: str) -> Figure | None:
     )
 
 
-def calmed(lines: list[Line], measure: str) -> list[Line]:
+def calmed(lines: list[Line], more: bool) -> list[Line]:
     """Of many lines the best few as they are, on top of the others, which are quiet."""
     if len(lines) <= MOST_LINES:
         return lines
-    sign = 1.0 if more_is_better(measure) else -1.0
+    sign = 1.0 if more else -1.0
 
     def end(line: Line) -> float:
         return sign * next(value for value in reversed(line.y) if value is not None)
@@ -324,8 +325,8 @@ def mean_line(label: str, place: int, by_round: Sequence[Mapping[int, tuple[floa
     return Line(label, place, x, y, low, high)
 
 
-def _curve_words(lines: Sequence[Line], measure: str, cell: str) -> tuple[str, list[list[str]]]:
-    better, word = max if more_is_better(measure) else min, spoken(measure)
+def _curve_words(lines: Sequence[Line], measure: str, cell: str, more: bool) -> tuple[str, list[list[str]]]:
+    better, word = max if more else min, spoken(measure)
     ends, table = {}, [["method", f"last {word}", f"best {word}"]]
     for line in lines:
         known = [value for value in line.y if value is not None]
@@ -429,15 +430,16 @@ def _box_words(
     material: Material, boxes: Sequence[Box], measure: str, cell: str
 ) -> tuple[str, list[list[str]]]:
     heads = ["method", "mean", "lowest", "lower quarter", "median", "upper quarter", "highest"]
-    heads += ["worst decile"] if more_is_better(measure) else []
+    more = material.more_is_better(measure)
+    heads += ["worst decile"] if more else []
     table = [heads]
-    groups = {group.label: group for group in material.groups}
+    groups = {group.place: group for group in material.groups}
     for box in boxes:
         row = [box.label, _shown(box.mean, measure), *(_shown(value, measure) for value in box.five)]
-        if more_is_better(measure):
+        if more:
             each = [
                 spread(values).worst_decile
-                for run in groups[box.label].runs
+                for run in groups[box.place].runs
                 if (values := _client_values(run, cell, measure))
             ]
             row.append(_shown(float(np.mean(each)), measure))

@@ -31,6 +31,7 @@ from sartor.report.images import write_figures
 from sartor.report.runs import own_cell, read_run
 from sartor.report.tables import Entry as Cell
 from sartor.report.tables import Table
+from sartor.runs.metrics import more_is_better
 from sartor.runs.record import write_text
 from sartor.studies import reproduction
 from sartor.studies.entries import Column, Entry, Setting, entry
@@ -286,7 +287,7 @@ def _marks(drawn: Drawn, place: int, points: Sequence[tuple[Number, reproduction
 
 def _together(lines: list[Line], marks: Sequence[Line], score: str) -> list[Line]:
     """Lines and the marks of those that are in colour."""
-    shown = calmed(lines, score)
+    shown = calmed(lines, more_is_better(score))
     bright = {line.place for line in shown if not line.quiet}
     return [*shown, *(mark for mark in marks if mark.place in bright)]
 

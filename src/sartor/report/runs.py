@@ -16,6 +16,8 @@ import numpy as np
 from sartor.data.partitions import Partition
 from sartor.data.schema import LEARNED
 from sartor.errors import SartorError
+from sartor.extensions import function_file
+from sartor.runs.metrics import more_is_better
 from sartor.runs.outputs import Outputs, read_outputs
 from sartor.runs.record import CONFIG, OUTPUTS, PARTITION, RunFolder
 from sartor.studies.comparison import FILE as COMPARISON
@@ -32,6 +34,10 @@ CELL_WORDS = {
     "personal_validation": "personal models, validation data",
     "shared_validation": "shared model, validation data",
 }
+
+
+class NotEvaluated(SartorError):
+    """A run of which there is nothing to show."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +57,8 @@ class Run:
     """What a comparison calls it."""
     outputs: dict[str, Outputs] = field(default_factory=dict)
     """What its final models say of every sample, by split, where that is stored."""
+    failed: str | None = None
+    """The message with which it ended, if its numbers were not finite."""
 
     @property
     def algorithm(self) -> str:
@@ -77,8 +85,18 @@ class Run:
     @property
     def data(self) -> str:
         """The name of the data."""
+        stored = self.config.get("data", {})
+        own = stored.get("path")
         named = None if self.summary is None else self.summary.get("data")
-        return str(named or self.config.get("data", {}).get("name", "unknown"))
+        named = named or (None if own is None else Path(function_file(own) or own).resolve().stem)
+        return str(named or stored.get("name", "unknown"))
+
+    @property
+    def headline(self) -> str | None:
+        """What it is judged by; None where its folder does not tell."""
+        told = None if self.summary is None else self.summary.get("headline")
+        found: str | None = told or self.config.get("evaluate", {}).get("headline")
+        return found
 
     @cached_property
     def evaluated(self) -> list[dict[str, Any]]:
@@ -140,8 +158,13 @@ class Material:
     @property
     def headline(self) -> str:
         """What the runs are judged by; accuracy where they differ in that."""
-        found = {run.summary.get("headline") for run in self.runs if run.summary is not None} - {None}
+        found = {run.headline for run in self.runs} - {None}
         return str(found.pop()) if len(found) == 1 else "accuracy"
+
+    def more_is_better(self, measure: str) -> bool:
+        """Whether more of a metric is better; of a measure of an objective's own, its runs say."""
+        told = [run.summary for run in self.runs if run.summary is not None and run.headline == measure]
+        return more_is_better(measure) or any(summary.get("more_is_better", False) for summary in told)
 
     def labelled(self) -> list[tuple[str, Group, Run]]:
         """Every run with a label of its own."""
@@ -169,9 +192,18 @@ def read(paths: Iterable[str | Path]) -> Material:
         folders |= {folder.resolve(): (folder, label) for folder, label in named}
     if not folders:
         raise SartorError("name at least one run folder, as in `sartor report runs/*`")
-    kept, twice = _one_per_seed([read_run(folder, label) for folder, label in folders.values()])
+    runs, empty = [], []
+    for folder, label in folders.values():
+        try:
+            runs.append(read_run(folder, label))
+        except NotEvaluated as error:
+            empty.append(error)
+    if not runs:
+        raise empty[0]
+    kept, twice = _one_per_seed(runs)
     groups = _grouped(kept)
-    return Material(groups, comparisons, [*notes, *twice, *_notes(groups)])
+    left_out = [f"Left out, {error}." for error in empty]
+    return Material(groups, comparisons, [*notes, *left_out, *twice, *_notes(groups)])
 
 
 def read_run(path: Path, label: str | None = None) -> Run:
@@ -180,9 +212,9 @@ def read_run(path: Path, label: str | None = None) -> Run:
     rounds = folder.rounds
     evaluated = [row.get("round") for row in rounds if row.get("evaluation")]
     if not evaluated and folder.diverged is not None:
-        raise SartorError(f"{path}: failed before it was evaluated: {folder.diverged['message']}")
+        raise NotEvaluated(f"{path}: failed before it was evaluated: {folder.diverged['message']}")
     if not evaluated:
-        raise SartorError(f"{path}: no evaluation is recorded yet; wait for the first one, or run it again")
+        raise NotEvaluated(f"{path}: no evaluation is recorded yet; wait for the first one, or run it again")
     columns = folder.clients
     clients: dict[str, list[Any]] = {}
     if "round" in columns:
@@ -199,6 +231,7 @@ def read_run(path: Path, label: str | None = None) -> Run:
         summary=folder.summary if folder.finished else None,
         label=label,
         outputs=_outputs(folder),
+        failed=None if folder.diverged is None or folder.finished else str(folder.diverged["message"]),
     )
 
 
@@ -328,10 +361,15 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
         together.setdefault(alike, []).append(run)
     lists = [sorted(members, key=lambda run: run.seed) for members in together.values()]
     groups = []
-    named = labels([flat(members[0].config) for members in lists])
-    for place, (members, label) in enumerate(zip(lists, named, strict=True)):
+    settings = [flat(members[0].config) for members in lists]
+    named = labels(settings)
+    compared = [members[0].label or label for members, label in zip(lists, named, strict=True)]
+    for place, (members, words) in enumerate(zip(lists, compared, strict=True)):
         first = members[0]
-        words = first.label or label
+        rivals = [other for other, same in enumerate(compared) if same == words]
+        apart = dict(zip(rivals, labels([settings[other] for other in rivals]), strict=True))
+        if len(set(apart.values())) > 1:  # of several comparisons
+            words = apart[place] if apart[place].split()[0] == words else f"{words}: {apart[place]}"
         if not first.finished:
             words += f" (unfinished, round {first.rounds[-1].get('round')})"
         groups.append(Group(words, members, place))
@@ -377,5 +415,6 @@ def _notes(groups: Sequence[Group]) -> list[str]:
         notes.append("Not all methods were run with the same seeds.")
     for group in groups:
         if not group.runs[0].finished:
-            notes.append(f"{group.label}: shown as far as it has come.")
+            why = "".join(f", it failed: {run.failed}" for run in group.runs if run.failed is not None)
+            notes.append(f"{group.label}: shown as far as it has come{why}.")
     return notes

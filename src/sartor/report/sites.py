@@ -1,8 +1,9 @@
 """Is it worth it for my site? Each client's own, shared and lonely model on its own test data.
 
 Intervals are of 95 %, by the bootstrap over the client's test samples: all models of a client are judged on
-the same draws, which follow from the client's name. Training alone is the run of ``separate`` beside the
-method's, on the same clients and samples.
+the same draws, which follow from the client's name. Where all seeds have the same samples, as where a table
+says which are for testing, a sample is drawn in all of them at once. Training alone is the run of
+``separate`` beside the method's, on the same clients and samples.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from sartor import random
 from sartor.report.figures import Choice, Figure, Line, Lines, View, Views
-from sartor.report.runs import Group, Material, Run, own_cell
+from sartor.report.runs import OWN, Group, Material, Run, cell_of, own_cell
 from sartor.report.tables import Entry, Table
 from sartor.runs.outputs import Outputs
 
@@ -24,6 +25,8 @@ ALONE = "separate"
 DRAWS = 1000
 MOST_DRAWN = 4_000_000
 """Numbers drawn for a client; of more samples fewer draws are made."""
+FEWEST = 6
+"""Of fewer test samples nothing is beyond chance: five that all favour one model come with p = 1/16."""
 MOST_SENTENCES = 6
 MOST_CURVES = 20
 """Clients that curves can be chosen of."""
@@ -86,16 +89,19 @@ class Part:
     truth: Floats
     by_model: dict[str, Floats]
     group: Floats | None
+    repeated: int = 1
+    """How many seeds have the same samples, those of one behind those of the other."""
 
     @property
     def count(self) -> int:
         """How many samples there are."""
-        return len(self.truth)
+        return len(self.truth) // self.repeated
 
     def some(self, rows: Floats) -> Part:
         """Some of the samples."""
         models = {name: outputs[rows] for name, outputs in self.by_model.items()}
-        return Part(self.truth[rows], models, None if self.group is None else self.group[rows])
+        group = None if self.group is None else self.group[rows]
+        return Part(self.truth[rows], models, group, self.repeated)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,14 +120,15 @@ class Site:
     @cached_property
     def weights(self) -> Floats:
         """How often each sample is in each draw; the first row is the samples as they are."""
-        return _weights(self.test.count, self.seed, self.name)
+        return self._weights(self.name)
+
+    def _weights(self, name: str) -> Floats:
+        return np.tile(_weights(self.test.count, self.seed, name), self.test.repeated)
 
     def scores(self, model: str) -> Floats:
         """A model's score on the samples, and on every draw of them."""
         if model not in self.drawn:
-            own = (
-                self.weights if self.paired else _weights(self.test.count, self.seed, f"{model} {self.name}")
-            )
+            own = self.weights if self.paired else self._weights(f"{model} {self.name}")
             self.drawn[model] = self.score.of(own, self.test.truth, self.test.by_model[model])
         return self.drawn[model]
 
@@ -136,6 +143,12 @@ class Site:
         sign = 1.0 if self.score.more else -1.0
         return _interval(sign * (self.scores("own") - self.scores(over)))
 
+    @property
+    def beyond_chance(self) -> bool:
+        """Whether there is a gain or a loss over training alone that is no chance."""
+        gain = self.gain()
+        return gain is not None and self.test.count >= FEWEST and (gain[1] > 0 or gain[2] < 0)
+
     def sentence(self) -> str | None:
         """Whether it is worth it, in words."""
         gain = self.gain()
@@ -149,7 +162,7 @@ class Site:
         if mean == 0:
             return f"{who} is as well off as training alone {ends}"
         word = "gains" if mean > 0 else "loses"
-        unsure = "" if low > 0 or high < 0 else ", which may be chance"
+        unsure = "" if self.beyond_chance else ", which may be chance"
         return f"{who} {word} {size} {unit} over training alone {ends}{unsure}"
 
 
@@ -189,14 +202,18 @@ class Sites:
 
     def sentences(self) -> list[str]:
         """What to say on top of the page: a sentence for each client, or for the outermost of many."""
-        told = [(site.gain(), sentence) for site in self.sites if (sentence := site.sentence()) is not None]
+        told = [
+            (gain[0], site.beyond_chance, sentence)
+            for site in self.sites
+            if (gain := site.gain()) is not None and (sentence := site.sentence()) is not None
+        ]
         if not told:
             return []
-        sure = [gain for gain, _ in told if gain is not None]
-        better, worse = sum(low > 0 for _, low, _ in sure), sum(high < 0 for _, _, high in sure)
-        lines = [sentence for _, sentence in told]
+        sure = [gain for gain, beyond, _ in told if beyond]
+        better, worse = sum(gain > 0 for gain in sure), sum(gain < 0 for gain in sure)
+        lines = [sentence for _, _, sentence in told]
         if len(lines) > MOST_SENTENCES:
-            order = sorted(range(len(told)), key=lambda place: sure[place][0])
+            order = sorted(range(len(told)), key=lambda place: told[place][0])
             half = MOST_SENTENCES // 2
             lines = [lines[place] for place in (*order[::-1][:half], *order[:half][::-1])]
         rest = len(told) - better - worse
@@ -213,12 +230,16 @@ def sites_of(material: Material) -> Sites | None:
     score = SCORES.get(material.headline)
     if score is None:
         return None
-    known = [group for group in material.groups if _said(group) or _counts(group, score)]
+    judged = [group for group in material.groups if _judged(group, material.headline)]
+    known = [group for group in judged if _said(group) or _counts(group, score)]
     methods = [group for group in known if group.runs[0].algorithm != ALONE]
     if not methods:
         return None
     group, chosen = _best(methods, material.headline, score.more)
-    unknown = [group.label for group in material.groups if group not in known]
+    others = [group.label for group in material.groups if group not in judged]
+    if others:
+        chosen += f" Left out, as they have no {score.name}: {', '.join(others)}."
+    unknown = [group.label for group in judged if group not in known]
     if unknown:
         chosen += f" Left out, as what models say of single samples is not stored: {', '.join(unknown)}."
     lonely = [group for group in known if group.runs[0].algorithm == ALONE]
@@ -231,6 +252,11 @@ def _own(run: Run) -> str:
     return own_cell(run.last).removesuffix("_local")
 
 
+def _judged(group: Group, headline: str) -> bool:
+    """Whether clients' own models have this score."""
+    return all((cell_of(run.last, OWN) or {}).get(headline) is not None for run in group.runs)
+
+
 def _said(group: Group) -> bool:
     """Whether it is stored what clients' own models say of single samples."""
     return all(
@@ -240,15 +266,31 @@ def _said(group: Group) -> bool:
 
 
 def _counts(group: Group, score: Score) -> bool:
-    """Whether it is stored how many samples clients' own models get right."""
-    return score is SCORES["accuracy"] and all("n_test" in run.clients for run in group.runs)
+    """Whether it is stored how many samples clients' own models get right; not how many labels or pixels."""
+    return score is SCORES["accuracy"] and all(
+        "n_test" in run.clients
+        and all(map(_is_count, run.clients["n_test"], run.clients.get(f"{own_cell(run.last)}_accuracy", ())))
+        for run in group.runs
+    )
+
+
+def _is_count(samples: int | None, share: float | None) -> bool:
+    """Whether a share can be one of so many samples; stored numbers are rounded."""
+    right = (share or 0.0) * (samples or 0)
+    return abs(right - round(right)) < 0.01
+
+
+def _repeated(group: Group) -> int:
+    """How many seeds have the same samples: all of them or each its own."""
+    same = len({run.hash for run in group.runs}) == 1 and group.runs[0].hash is not None
+    return len(group.runs) if same else 1
 
 
 def _by_counts(group: Group, lonely: Sequence[Group], chosen: str, score: Score) -> Sites | None:
     """The clients by how many samples each model gets right: of runs on real machines there is no more."""
     if not _counts(group, score):
         return None
-    beside = next((other.runs for other in lonely if _counts(other, score)), [])
+    beside = [run for other in lonely if _counts(other, score) for run in other.runs]
     pairs = []
     for run in group.runs:
         same = (o for o in beside if (o.seed, o.hash, o.names) == (run.seed, run.hash, run.names))
@@ -258,7 +300,8 @@ def _by_counts(group: Group, lonely: Sequence[Group], chosen: str, score: Score)
     for place, name in enumerate(group.runs[0].names):
         parts = [_counted(run, other if alone else None, place) for run, other in pairs]
         if all(part.count for part in parts):
-            sites.append(Site(name, _together(parts), None, score, group.runs[0].seed, paired=False))
+            test = _together(parts, _repeated(group))
+            sites.append(Site(name, test, None, score, group.runs[0].seed, paired=False))
     return Sites(group, alone, chosen, None, sites, counted=True) if sites else None
 
 
@@ -285,14 +328,16 @@ def _by_samples(group: Group, lonely: Sequence[Group], chosen: str, score: Score
     """The clients by what models say of each of their samples."""
     if not _said(group):
         return None
-    beside = next((other.runs for other in lonely if _said(other)), [])
+    beside = [run for other in lonely if _said(other) for run in other.runs]
     pairs = [(run, _beside(run, beside)) for run in group.runs]
     alone = all(other is not None for _, other in pairs)
     names = group.runs[0].outputs["test"].names
     sites = []
     for number, name in enumerate(names):
         parts = {
-            split: _part([(run, other if alone else None) for run, other in pairs], split, number)
+            split: _part(
+                [(run, other if alone else None) for run, other in pairs], split, number, _repeated(group)
+            )
             for split in ("test", "validation")
         }
         test = parts["test"]
@@ -342,7 +387,7 @@ def _beside(run: Run, others: Sequence[Run]) -> Run | None:
     return None
 
 
-def _part(pairs: Sequence[tuple[Run, Run | None]], split: str, number: int) -> Part | None:
+def _part(pairs: Sequence[tuple[Run, Run | None]], split: str, number: int, repeated: int) -> Part | None:
     """A client's samples of all seeds."""
     if any(split not in run.outputs for run, _ in pairs):
         return None
@@ -356,18 +401,18 @@ def _part(pairs: Sequence[tuple[Run, Run | None]], split: str, number: int) -> P
         if other is not None:
             named["alone"] = other.outputs[split].by_model["personal"][rows]
         found.append(Part(mine.truth[rows], named, None if mine.group is None else mine.group[rows]))
-    return _together(found)
+    return _together(found, repeated)
 
 
-def _together(found: Sequence[Part]) -> Part:
-    """The samples of several seeds."""
+def _together(found: Sequence[Part], repeated: int) -> Part:
+    """The samples of several seeds, which may all have the same."""
     common = set.intersection(*(set(part.by_model) for part in found))
     models = {
         name: np.concatenate([part.by_model[name] for part in found]) for name in MODELS if name in common
     }
     groups = [part.group for part in found if part.group is not None]
     group = np.concatenate(groups) if len(groups) == len(found) else None
-    return Part(np.concatenate([part.truth for part in found]), models, group)
+    return Part(np.concatenate([part.truth for part in found]), models, group, repeated)
 
 
 # Tables ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sartor.report.runs import CELL_WORDS, OWN, Group, Material, Run, cell_of, cells_in, mean_and_deviation
-from sartor.runs.metrics import is_share, more_is_better
+from sartor.runs.metrics import is_share
 from sartor.runs.participation import by_round
 
 WORST = "worst decile"
@@ -54,7 +54,7 @@ def comparison(material: Material) -> Table:
         about += " The best method comes first, by clients' own test data; the best of each column is bold."
     if any(column.head == WORST for column in columns):
         about += (
-            " Accuracies are in percent. The worst decile is the mean of the lowest tenth of clients on "
+            " Accuracies are in percent. The worst decile is the mean of the worst tenth of clients on "
             "their own test data, with their personal model, or with the shared one where there is no other."
         )
     return Table(
@@ -81,7 +81,7 @@ def _columns(material: Material) -> list[_Column]:
     """Every column that some run has a value for."""
     score = material.headline
     shown = _percent if is_share(score) else "{:.4g}".format
-    more = more_is_better(score)
+    more = material.more_is_better(score)
 
     def of_cell(cell: str, *path: str) -> Callable[[Run], float | None]:
         def value(run: Run) -> float | None:
@@ -128,7 +128,8 @@ def _columns(material: Material) -> list[_Column]:
 
 def _sorted(material: Material) -> list[Group]:
     """The methods, the best on clients' own test data first."""
-    score, sign = material.headline, -1.0 if more_is_better(material.headline) else 1.0
+    score = material.headline
+    sign = -1.0 if material.more_is_better(score) else 1.0
 
     def place(group: Group) -> float:
         found = [(cell_of(run.last, OWN) or {}).get(score) for run in group.runs]

@@ -28,6 +28,7 @@ function status(run) {
   if (run.stopped) return `stopped after round ${run.stopped.round}: ${run.stopped.reason}`;
   if (run.finished) return `finished, ${run.round} rounds in ${duration(run.seconds)}`;
   const going = `round ${run.round} of ${run.rounds}`;
+  if (run.failed) return `failed after ${going}: ${run.failed}`;
   if (run.still) return `${going}; nothing new for ${duration(run.quiet)}`;
   return run.left === null ? going : `${going}, about ${duration(run.left)} left`;
 }

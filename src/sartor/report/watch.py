@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sartor.errors import SartorError
+from sartor.report.figures import evenly
 from sartor.report.html import Markup, element, own_file, policy, style_of
 from sartor.runs.durations import left
 from sartor.runs.participation import by_round
@@ -36,7 +37,8 @@ PLAIN = ("round", "cohort", "answered", "bytes_down", "bytes_up", "updates")
 def state_of(paths: Iterable[Path]) -> dict[str, Any]:
     """What there is to show: every run in these folders, and when all of them will be done."""
     runs = [run_state(folder) for folder in folders_in(paths)]
-    open_ones = [run["left"] for run in runs if not run.get("error") and not run["finished"]]
+    ended = ("error", "finished", "failed", "still")
+    open_ones = [run["left"] for run in runs if not any(run.get(how) for how in ended)]
     known = [rest for rest in open_ones if rest is not None]
     return {"runs": runs, "left": sum(known) if known and len(known) == len(open_ones) else None}
 
@@ -56,6 +58,7 @@ def run_state(path: Path) -> dict[str, Any]:
         folder = RunFolder.open(path)
         config, rows, finished = folder.config, folder.rounds, folder.finished
         summary = folder.summary if finished else {}
+        failed = None if finished or folder.diverged is None else str(folder.diverged["message"])
         names = _names(folder)
     except SartorError as error:
         return {"name": path.name, "error": str(error)}
@@ -71,6 +74,7 @@ def run_state(path: Path) -> dict[str, Any]:
         "rounds": rounds,
         "finished": finished,
         "stopped": summary.get("stopped"),
+        "failed": failed,
         "still": not finished and quiet > STILL,
         "quiet": quiet,
         "left": 0.0 if finished else left(spent, done, rounds),
@@ -112,7 +116,9 @@ def _curves(rows: Sequence[Mapping[str, Any]], headline: str) -> dict[str, list[
             value = scores.get(headline) if isinstance(scores, Mapping) else None
             if value is not None:
                 curves.setdefault(cell, []).append([row["round"], value])
-    return {cell: points[:: 1 + len(points) // MOST_POINTS] for cell, points in curves.items()}
+    return {
+        cell: [points[place] for place in evenly(len(points), MOST_POINTS)] for cell, points in curves.items()
+    }
 
 
 def _last(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -122,10 +128,13 @@ def _last(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _troubles(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """How often replies were late, refused or wrong, by what the rounds call it, and how many never came."""
+    """How often replies were late, refused or wrong, by what the rounds call it, and how many never came.
+
+    Where replies arrive one by one, those of a round's cohort that have not come are still under way.
+    """
     found: dict[str, int] = {}
     for row in rows:
-        if "answered" in row and row.get("cohort", 0) > row["answered"]:
+        if "answered" in row and "arrivals" not in row and row.get("cohort", 0) > row["answered"]:
             found["not answered"] = found.get("not answered", 0) + row["cohort"] - row["answered"]
         for key, value in row.items():
             told = value if isinstance(value, Mapping) else {key: value}

@@ -564,7 +564,7 @@ def _method_result(
     method: Method, runs: Sequence[KeptRun], main: str, score: str, target: float | None, sign: float
 ) -> MethodResult:
     last = [run.summary["last"] for run in runs]
-    validated = [run.summary["best_by_validation"] for run in runs]
+    validated = {cell: [_best_validated(run, cell, score, sign) for run in runs] for cell in CELLS}
     spreads = []
     for run in runs:
         there = [sign * value for value in run.clients[f"{main}_{score}"] if value is not None]
@@ -581,9 +581,9 @@ def _method_result(
             if any(every[cell] is not None for every in last)
         },
         best_by_validation={
-            cell: estimate(None if best[cell] is None else best[cell][score] for best in validated)
-            for cell in CELLS
-            if any(best[cell] is not None for best in validated)
+            cell: estimate(values)
+            for cell, values in validated.items()
+            if any(value is not None for value in values)
         },
         client_deviation=estimate(each.deviation for each in spreads),
         worst_decile=estimate(sign * each.worst_decile for each in spreads),
@@ -592,6 +592,22 @@ def _method_result(
         to_target=None if target is None else _to_target(runs, main, score, target, sign),
         runs=tuple(RunOf(run.experiment.seed, run.folder.name, run.reused) for run in runs),
     )
+
+
+def _best_validated(run: KeptRun, cell: str, score: str, sign: float) -> float | None:
+    """The score of a cell in the first round in which its model was best by it on validation data.
+
+    A run has noted that for its own headline, which may be another under another seed: where the largest
+    class has about the share from which on accuracy says little.
+    """
+    judge = f"{cell.split('_')[0]}_validation"
+    judged = [
+        cells
+        for row in run.evaluations
+        if cell in (cells := row["evaluation"]) and cells.get(judge, {}).get(score) is not None
+    ]
+    best = max(judged, key=lambda cells: sign * float(cells[judge][score]), default=None)
+    return None if best is None else best[cell].get(score)
 
 
 def _to_target(runs: Sequence[KeptRun], main: str, score: str, target: float, sign: float) -> ToTarget:

@@ -15,6 +15,17 @@ from sartor.runs.evaluation import CELLS
 from sartor.runs.metrics import is_share
 from sartor.studies.comparison import Comparison, Estimate, MethodResult
 
+TEX = str.maketrans({
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+})  # fmt: skip
+"""What stands in LaTeX for signs that it reads otherwise."""
+
 Of = Callable[[MethodResult], Estimate | None]
 
 
@@ -145,6 +156,4 @@ def _bold(
 
 
 def _tex(text: str) -> str:
-    for sign in "&%$#_{}":
-        text = text.replace(sign, f"\\{sign}")
-    return text
+    return text.translate(TEX)

@@ -504,8 +504,12 @@ def _try(
         made.append(run)
     cell = made[0].cell("validation")
     score = made[0].score
-    values = [run.evaluations[-1]["evaluation"][cell][score] for run in made]
-    return Trial(number, point, cell, estimate(values), None, _runs_of(made)), made[0]
+    found = estimate(run.evaluations[-1]["evaluation"][cell].get(score) for run in made)
+    if found.mean is None:
+        message = f"no {score} follows from the validation data of the clients that are evaluated; keep a "
+        message += "larger share of the training data for them (data.validation)"
+        return Trial(number, point, cell, None, message, _runs_of(made)), made[0]
+    return Trial(number, point, cell, found, None, _runs_of(made)), made[0]
 
 
 def _runs_of(runs: Sequence[KeptRun]) -> tuple[RunOf, ...]:
