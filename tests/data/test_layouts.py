@@ -28,9 +28,11 @@ from sartor.data import (
 from sartor.data.leaf import LETTERS
 from sartor.data.named import read_data
 from sartor.data.preprocessing import Preprocessing
+from sartor.data.readers import read_table
 from sartor.data.settings import Data
 from sartor.data.texts import TextColumn
 from sartor.errors import DataError, SartorError, SettingError
+from sartor.runs.newcomers import evaluate_run
 
 __all__ = ["forgetful"]
 NEWS = "kind,site,text\n" + "".join(
@@ -147,6 +149,54 @@ def test_texts_are_trained_from_the_command_line(tmp_path: Path, monkeypatch: py
     assert "mine.py:letters" in told
     assert 'labels = ["money", "sport"]' in told
     assert call("resume", "run", "--rounds", "2").exit_code == 0
+    shown = call("data", "news.csv", *own[1:], "data.length=5", "partition.name=iid", "data.clients=3")
+    assert shown.exit_code == 0, shown.stderr
+    assert "news.csv: 3 clients" in shown.stdout
+
+
+def test_texts_of_newcomers_are_numbered_as_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    head, *rows = NEWS.replace(",text\n", ",set,text\n", 1).splitlines()
+    rows = [
+        ",".join([*row.split(",")[:2], ("train", "test")[place % 2], *row.split(",")[2:]])
+        for place, row in enumerate(rows)
+    ]
+    Path("news.csv").write_text("\n".join([head, *rows]) + "\n")
+    own = ["data.path=news.csv", "data.label_column=kind", "data.client_column=site", "data.split_column=set"]
+    model = ["data.text_column=text", "data.length=6", "model.name=lstm", "model.width=3", "model.hidden=4"]
+    assert call("run", "fedavg", *own, *model, "hyper.lr=0.5", "rounds=3", "--out", "run").exit_code == 0
+    own_rows = evaluate_run("run")["last"]["shared_local"]
+    # The same texts to test on, and training rows by which other words would be frequent.
+    tests = [row for row in rows if ",test," in row]
+    others = [f"sport,{site},train,{' '.join(f'word{k}' for k in range(40))}" for site in ("north", "south")]
+    Path("new.csv").write_text("\n".join([head, *others, *tests]) + "\n")
+    assert evaluate_run("run", data="new.csv")["last"]["shared_local"] == own_rows
+    options: dict[str, Any] = {"text_column": "text", "split_column": "set", "length": 6}
+    mine = from_table("news.csv", "site", "kind", **options)
+    alike = from_table("new.csv", "site", "kind", **options, tokens=mine.preprocessing.table)
+    assert evaluate_run("run", data=alike)["last"]["shared_local"] == own_rows
+    with pytest.raises(SettingError, match="numbered by another vocabulary"):
+        evaluate_run("run", data=from_table("new.csv", "site", "kind", **options))
+
+
+def test_texts_that_are_not_there_are_not_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("news.csv").write_text(NEWS)
+    data = from_table("news.csv", "site", "kind", text_column="text", length=4)
+    read = data.preprocessing.transform
+    with pytest.raises(DataError, match="no column text; did you mean txt"):
+        read({"txt": ["a goal"]})
+    with pytest.raises(DataError, match=r"column text has no value in row 1 \(first row is 0\)"):
+        read({"text": ["a goal", None]})
+    assert read({"text": []}).shape == (0, 4)
+    model = {"name": "lstm", "width": 3, "hidden": 4}
+    run = sartor.run("fedavg", data=data, experiment={"model": model}, rounds=1, out="run")
+    Path("new.csv").write_text("id,text\n1,1.50\n2,2.5\n")  # a text, though all of them look like numbers
+    assert call("predict", "run", "new.csv").exit_code == 0
+    scored = read_table(Path("scored.csv"))["probability_money"].to_pylist()
+    assert scored == run.predict(None, {"text": ["1.50", "2.5"]})["probability_money"].tolist()
 
 
 WRONG_TABLES = [

@@ -69,6 +69,13 @@ def test_columns_are_what_they_seem(table: Path) -> None:
         propose(table)
 
 
+def test_numbers_of_rows_without_a_name_are_left_out(table: Path, tmp_path: Path) -> None:
+    lines = table.read_text().splitlines()
+    numbered = tmp_path / "t.csv"
+    numbered.write_text("\n".join(f"{place - 1 if place else ''},{line}" for place, line in enumerate(lines)))
+    assert propose(numbered, label="ill") == propose(table, label="ill")
+
+
 def test_what_is_odd_is_told_with_who_and_where(table: Path) -> None:
     found = findings(table, propose(table, label="ill"))
     seen = {(each.client, each.column, each.what) for each in found}
@@ -106,12 +113,14 @@ def call(*words: str) -> Any:
 def test_the_command_proposes_shows_and_writes(table: Path, tmp_path: Path) -> None:
     file = tmp_path / "e.toml"
     file.write_text('algorithm = "fedprox"\n[data]\nvalidation = 0.1\nlabel_column = "ill"\n')
-    shown = call(str(table), "data.label_column=ill", "--write", str(file))
+    words = "data.label_column=ill", "data.clients=7", "seed=5", "partition.alpha=0.2"
+    shown = call(str(table), *words, "--partition", "dirichlet", "--write", str(file))
     assert shown.exit_code == 0, shown.stderr
     for words in ("median", "leaking", "other codes for the same?", f"the schema is in {file}"):
         assert words in shown.stdout
     written = load(file)
     assert (written.algorithm, written.data.validation) == ("fedprox", 0.1)
+    assert (written.data.clients, written.seed, written.partition.name) == (7, 5, "dirichlet")
     assert written.columns == propose(table, label="ill")
     assert written.data.path == str(table)
     again = json.loads(call(str(file), "columns.age.scale=robust", "--json").stdout)

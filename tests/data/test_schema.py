@@ -22,6 +22,7 @@ from sklearn.preprocessing import OneHotEncoder, QuantileTransformer, StandardSc
 
 import sartor
 from sartor.data.clients import from_clients
+from sartor.data.loaders import from_table
 from sartor.data.readers import read_table
 from sartor.data.schema import columns_mapping, feature_names, read_columns, settles
 from sartor.data.statistics import (
@@ -334,6 +335,52 @@ def test_a_parquet_file_is_read_like_a_csv_file(tmp_path: Path, folder: Path) ->
     assert ways[0].hash == ways[1].hash
 
 
+def test_words_are_found_as_another_kind_of_file_writes_them() -> None:
+    reader = SchemaColumns(
+        read_columns(
+            {
+                "smokes": {"kind": "category", "values": ["False", "True"]},
+                "stage": {"kind": "category", "codes": {"1": "early"}, "values": ["2.0", "early"]},
+                "ward": {"kind": "category", "values": ["01", "1.0"]},
+            }
+        )
+    )
+    csv_file = {"smokes": ["True", "False"], "stage": ["1.0", "2"], "ward": ["01", "1.0"]}
+    wanted = reader.samples({name: pyarrow.array(values) for name, values in csv_file.items()}, "t")
+    other = {"smokes": [True, False], "stage": [1, 2], "ward": ["01", "1.0"]}
+    found = reader.samples({name: pyarrow.array(values) for name, values in other.items()}, "t")
+    assert reader.values(wanted, "smokes") == ["True", "False"]
+    assert reader.values(wanted, "stage") == ["early", "2.0"]
+    assert torch.equal(found, wanted)
+    # Nobody can say which of two like ones is meant.
+    unclear = reader.samples({name: pyarrow.array(v) for name, v in (other | {"ward": [1, 1]}).items()}, "t")
+    assert reader.values(unclear, "ward") == ["unknown", "unknown"]
+
+
+def test_numbers_and_dates_that_are_written_as_texts_are_read() -> None:
+    schema = {
+        "age": {"missing": "mean", "fill": 5.0, "scale": "none"},
+        "seen": {"kind": "date", "scale": "none"},
+    }
+    held = {
+        "age": [" 61", "47 ", "", "NA"],
+        "seen": ["1970-01-02", " 1970-01-03", "1970-01-04 ", "1970-01-05"],
+    }
+    found = SchemaColumns(read_columns(schema)).samples({k: pyarrow.array(v) for k, v in held.items()}, "t")
+    assert found.tolist() == [[61, 1], [47, 2], [5, 3], [5, 4]]
+
+
+def test_two_tables_of_one_client_are_refused(tmp_path: Path, folder: Path) -> None:
+    table = pyarrow.csv.read_csv(folder / "oslo.csv")
+    pyarrow.parquet.write_table(table, tmp_path / "oslo.parquet")
+    for name in ("oslo.csv", "oslo.b.csv"):
+        (tmp_path / name).write_bytes((folder / "oslo.csv").read_bytes())
+    with pytest.raises(DataError, match=r"oslo\.csv and oslo\.parquet are both the table of client oslo"):
+        from_schema(tmp_path, SCHEMA)
+    (tmp_path / "oslo.parquet").unlink()
+    assert from_schema(tmp_path, SCHEMA).names == ("oslo", "oslo.b")
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -365,6 +412,7 @@ def test_a_wrong_schema_is_one_message(schema: Any, message: str) -> None:
         ({"age": "old"}, "column age holds 'old' in row 1 (first row is 0), which is no number"),
         ({"age": "1e300"}, "column age holds 1e+300 in row 1, which is too large"),
         ({"born": "yesterday"}, "column born holds 'yesterday' in row 1"),
+        ({"sex": "f\xa0x"}, "which names no category; say which one it is (columns.sex.codes)"),
         ({"grade": "huge"}, "column grade holds 'huge', which is not among its values 'low', 'mid', 'high'"),
         ({"note": ""}, "column note has no value in row 1 (first row is 0); say what fills gaps"),
         ({"ill": ""}, "column ill has no value in row 1 (first row is 0); every row needs one"),
@@ -386,6 +434,9 @@ def test_a_column_that_is_not_there_is_named_and_one_too_many_is_told(
     with caplog.at_level(logging.WARNING):
         from_schema(write(tmp_path / "t.csv", rows, names), SCHEMA)
     assert "does not have the columns weight; they are left out" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        from_schema(write(tmp_path / "t.csv", [{"": 1, **row} for row in rows_of("oslo", 6, "fm")]), SCHEMA)
+    assert "does not have the columns without a name; they are left out" in caplog.text
     with pytest.raises(DataError, match=r"no column dose, which the schema has .* did you mean"):
         from_schema(write(tmp_path / "t.csv", rows, [name for name in rows[0] if name != "dose"]), SCHEMA)
 
@@ -652,6 +703,34 @@ def test_columns_of_a_plain_table_are_settings_and_found_by_name(tmp_path: Path)
     assert evaluate_run(tmp_path / "run", data=swapped)["last"] == found["last"]
     with pytest.raises(DataError, match="no column u"):
         evaluate_run(tmp_path / "run", data=write(tmp_path / "x.csv", rows, ["y", "v", "p", "s"]))
+
+
+def test_what_is_odd_in_a_plain_table_is_refused(tmp_path: Path) -> None:
+    rows = [{"": place, "site": "ns"[place % 2], "a": place, "y": place % 2} for place in range(12)]
+    numbered = write(tmp_path / "numbered.csv", rows)  # as pandas writes it
+    with pytest.raises(DataError, match="a column has no name"):
+        from_table(numbered, "site", "y")
+    assert from_table(numbered, "site", "y", ["a"]).features == ("a",)
+    rows[3]["site"] = ""
+    with pytest.raises(DataError, match=r"column site names no client in row 3 \(first row is 0\)"):
+        from_table(write(tmp_path / "nobody.csv", rows), "site", "y", ["a"])
+    (tmp_path / "latin.csv").write_bytes("site,a,y\nVardø,1,0\nOslo,2,1\n".encode("latin-1"))
+    with pytest.raises(DataError, match="column site has a text that is not in UTF-8"):
+        from_table(tmp_path / "latin.csv", "site", "y")
+    held = {"site": ["Vardø".encode()] * 4, "a": [1, 2, 3, 4], "y": [0, 1, 0, 1], "scan": [b"\xff"] * 4}
+    pyarrow.parquet.write_table(pyarrow.table(held), tmp_path / "bytes.parquet")
+    assert from_table(tmp_path / "bytes.parquet", "site", "y", ["a"]).names == ("Vardø",)
+
+
+def test_a_line_break_within_a_text_ends_no_row(tmp_path: Path) -> None:
+    rows = 9000  # more than are read at a time
+    note = "a cough,\n" * 30
+    lines = [f'"{note}",{place},{place % 2}\n' for place in range(rows)]
+    (tmp_path / "t.csv").write_text("note,a,y\n" + "".join(lines))
+    assert (tmp_path / "t.csv").stat().st_size > 1 << 20
+    for texts in (None, ()):
+        held = read_table(tmp_path / "t.csv", texts)
+        assert list(map(int, held["a"].to_pylist())) == list(range(rows))
 
 
 def test_a_run_remembers_the_columns_of_a_plain_table(tmp_path: Path) -> None:

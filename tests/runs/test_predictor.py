@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from csv import reader as csv_rows
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from typer.testing import CliRunner
 
 import sartor
 from sartor.commands.main import app
-from sartor.errors import SartorError
+from sartor.data.preprocessing import Preprocessing
+from sartor.data.schema import read_columns
+from sartor.data.tables import SchemaColumns
+from sartor.errors import DataError, SartorError
 from sartor.runs.predictor import _check_equal, load_predictor
 from sartor.runs.result import read_result
 
@@ -142,6 +146,18 @@ def test_rows_of_a_file_are_predicted(stored: tuple[sartor.Result, Path], tmp_pa
     same(dict(np.load(tmp_path / "scored.npz")), wanted)
 
 
+def test_columns_of_a_file_are_written_as_they_stand(
+    stored: tuple[sartor.Result, Path], tmp_path: Path
+) -> None:
+    _, folder = stored
+    rows = ["patient,age,bmi,country,well", "007,81,24.50,NA,True", "010,33,21,,false"]
+    (tmp_path / "new.csv").write_text("\n".join(rows) + "\n")
+    said("predict", folder / "run", tmp_path / "new.csv", "--out", tmp_path / "scored.csv")
+    with (tmp_path / "scored.csv").open(newline="") as file:
+        found = [row[:5] for row in csv_rows(file)]
+    assert found == [row.split(",") for row in rows]
+
+
 def test_what_cannot_be_predicted_is_one_line(stored: tuple[sartor.Result, Path], tmp_path: Path) -> None:
     _, folder = stored
     run, new = folder / "run", tmp_path / "new.csv"
@@ -165,6 +181,58 @@ def test_what_cannot_be_predicted_is_one_line(stored: tuple[sartor.Result, Path]
     (tmp_path / "damaged.onnx").write_bytes(b"nothing")
     assert "cannot be read as a model" in refused("predict", tmp_path / "damaged.onnx", new)
     assert not (tmp_path / "scored.csv").exists()
+
+
+def test_gaps_of_a_data_frame_are_gaps_and_columns_that_are_not_needed_are_left_alone() -> None:
+    schema = read_columns(
+        {"ward": {"kind": "category", "values": ["a", "b"], "missing": "place"}, "age": {"scale": "none"}}
+    )
+    preprocessing = Preprocessing(SchemaColumns(schema))
+    wanted = preprocessing.transform({"ward": ["a", None], "age": [1.0, 2.0]})
+    # A data frame has nan among texts, and columns of anything.
+    held = {"ward": np.array(["a", np.nan], object), "age": [1.0, 2.0], "other": np.array([1, "x"], object)}
+    assert torch.equal(preprocessing.transform(held), wanted)
+    with pytest.raises(DataError, match="column age of the table cannot be read"):
+        preprocessing.transform({**held, "age": np.array([1, "x"], object)})
+    with pytest.raises(DataError, match="column age of the table has 1 rows, column ward has 2"):
+        preprocessing.transform({**held, "age": [1.0]})
+
+
+@pytest.mark.parametrize("method", ["fedrod", "fedproto"])
+def test_a_model_that_is_more_than_a_network_is_refused_in_words(method: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    data = {name: (torch.randn(20, 3, generator=random), torch.arange(20) % 2) for name in "ab"}
+    result = sartor.run(method, model="mlp", data=data, rounds=1, store=False)
+    with pytest.raises(SartorError, match="more than the network's weights") as refusal:
+        result.predict("a", data["a"][0])
+    assert ("without a client the shared one" in str(refusal.value)) == (result.w is not None)
+
+
+@pytest.mark.parametrize("ending", ["", "pt2", "onnx"])
+def test_tokens_that_the_model_does_not_know_are_refused(ending: str, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 9, (20, 4))
+    model = {"name": "lstm", "width": 2, "hidden": 3}
+    run = sartor.run(
+        "fedavg", data={"a": (tokens, np.arange(20) % 2)}, experiment={"model": model}, rounds=1, store=False
+    )
+    predictor = load_predictor(run.export(None, tmp_path / f"m.{ending}")) if ending else run.predictor()
+    with pytest.raises(SartorError, match="it knows no tokens or categories beyond those"):
+        predictor.predict(tokens + 9)
+
+
+def test_what_is_written_follows_from_the_ending_of_its_name(
+    stored: tuple[sartor.Result, Path], tmp_path: Path
+) -> None:
+    run = stored[1] / "run"
+    for words, written in (
+        (["--out", "a.onnx"], "a.onnx"),
+        (["--out", "a.pt2"], "a.pt2"),
+        (["--out", "a"], "a.pt2"),
+        (["--out", "a.onnx", "--format", "torch"], "a.onnx.pt2"),
+    ):
+        words[1] = str(tmp_path / words[1])
+        assert f"model: {tmp_path / written}\n" in said("export", run, "--client", "Oslo", *words)
+        load_predictor(tmp_path / written)
 
 
 def test_onnx_that_is_not_installed_is_named(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,7 +68,7 @@ def data(
     """
     from sartor.data.named import named_by
     from sartor.data.partitions import describe, plot_partition
-    from sartor.runs.experiment import describe_settings, load
+    from sartor.runs.experiment import collect, describe_settings, load
     from sartor.runs.record import to_json
     from sartor.runs.setup import load_data
 
@@ -85,8 +85,8 @@ def data(
     experiment, columns, found = _schema(experiment)
     if write is not None:
         if not columns:
-            raise SettingError(f"--write: {words[0] if words else file} is no table, which has a schema")
-        _write(write, file, experiment)
+            raise SettingError(f"--write: {words[0] if words else file} is no table that has a schema")
+        _write(write, file, experiment, collect(None, overrides, **flags))
     shown = words[0] if words else experiment.data.path or experiment.data.name
     held, made = load_data(experiment)
     divided = made or held
@@ -121,6 +121,8 @@ def _schema(experiment: Experiment) -> tuple[Experiment, Sequence[Column], list[
         return experiment, (), []
     if not experiment.columns:
         settings = experiment.data
+        if settings.text_column is not None:  # whose tokens are the sample, without a schema
+            return experiment, (), []
         columns = propose(path, settings.client_column, settings.label_column)
         plain = replace(settings, client_column=None, label_column=None, split_column=None, normalise=False)
         experiment = replace(experiment, data=replace(plain, feature_columns=None), columns=columns)
@@ -128,13 +130,14 @@ def _schema(experiment: Experiment) -> tuple[Experiment, Sequence[Column], list[
     return experiment, experiment.columns, findings(path, experiment.columns, targets)
 
 
-def _write(target: Path, file: str | None, experiment: Experiment) -> None:
-    """Put path and schema of a table into an experiment's file; what else it says stays."""
+def _write(target: Path, file: str | None, experiment: Experiment, said: Mapping[str, Any]) -> None:
+    """Put path and schema of a table into an experiment's file, and what was said; all else in it stays."""
     from sartor.data.schema import columns_mapping
     from sartor.files import write
     from sartor.runs.experiment import from_mapping, read_toml, toml_text
+    from sartor.studies.entries import merged
 
-    given = read_toml(target) if target.exists() else {} if file is None else read_toml(file)
+    given = merged(read_toml(target) if target.exists() else {} if file is None else read_toml(file), said)
     table = {key: value for key, value in given.get("data", {}).items() if not key.endswith("_column")}
     table = {**table, "path": str(experiment.data.path)}
     mapping = {**given, "data": table, "columns": columns_mapping(experiment.columns)}

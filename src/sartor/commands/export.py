@@ -47,7 +47,13 @@ def export(
     ] = None,
     client: Client = None,
     state: State = None,
-    format: Annotated[Format, typer.Option(help="PyTorch's program, or ONNX.")] = Format.torch,
+    format: Annotated[
+        Format | None,
+        typer.Option(
+            help="PyTorch's program, or ONNX; left out: as the name to write ends, else PyTorch's.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The file to write; left out: CLIENT.pt2 or CLIENT.onnx.", show_default=False),
@@ -62,7 +68,9 @@ def export(
     """
     chosen = _predictor(run, state, client, imports)
     name = str(chosen.card["client"] or "shared").replace("/", "_")
-    path = chosen.save(Path(name) if out is None else out, format.value)
+    if out is None:
+        out, format = Path(name), format or Format.torch
+    path = chosen.save(out, None if format is None else format.value)
     print(f"model: {path}")
     print(f"model card: {path.with_suffix('.md')}")
 

@@ -20,8 +20,8 @@ from sartor.data.apportion import cut
 from sartor.data.clients import SPLITS, ClientData, Pair, Samples, by_client, from_clients, relabel
 from sartor.data.labels import check_labels, listed, texts_of
 from sartor.data.partitions import Partition, apply, make_partition
-from sartor.data.preprocessing import NumberColumns, Preprocessing, check_column
-from sartor.data.readers import read_npz, read_table
+from sartor.data.preprocessing import NumberColumns, Preprocessing
+from sartor.data.readers import check_column, read_npz, read_table
 from sartor.data.samples import inputs_of, is_class, number_of_classes, targets_of
 from sartor.data.schemes import Scheme
 from sartor.data.sources import Source
@@ -114,7 +114,7 @@ def from_table(
     feature_columns: Sequence[str] | None = None,
     *,
     text_column: str | None = None,
-    tokens: str | Tokenizer = "words",
+    tokens: str | Tokenizer | TextColumn = "words",
     length: int = 64,
     vocabulary: int = 10_000,
     split_column: str | None = None,
@@ -127,7 +127,8 @@ def from_table(
     """A CSV or Parquet table with a column that names the client of each row.
 
     Features are the given columns, or all others; they must be numbers. With a ``text_column`` a sample is
-    its text in ``tokens`` instead, as in :func:`~sartor.data.texts.encoded`. Labels are whole numbers from 0,
+    its text in ``tokens`` instead, as in :func:`~sartor.data.texts.encoded`, or numbered as those of other
+    data are (``tokens=data.preprocessing.table``). Labels are whole numbers from 0,
     or texts, which are numbered in alphabetical order, or as in ``labels``: then every label in a CSV file is
     a text, also one that looks like a number. ``split_column`` may say ``train``, ``test`` or ``validation``
     for each row; otherwise the splits are drawn. Clients are in ascending order.
@@ -144,6 +145,9 @@ def from_table(
     reader = _reader(columns, reserved, *wanted)
     x, y = reader.samples(columns, str(path)), np.asarray(columns[label_column].to_pylist())
     owners = np.asarray(columns[client_column].to_pylist())
+    if (owners == "").any():
+        row = int(np.argmax(owners == ""))
+        raise DataError(f"{path}: column {client_column} names no client in row {row} (first row is 0)")
     clients = by_client(
         owners, lambda rows: (nests.rows(x, rows), y[rows]), split, f"{path}: column {split_column}"
     )
@@ -165,7 +169,7 @@ def source_from_table(
     feature_columns: Sequence[str] | None = None,
     *,
     text_column: str | None = None,
-    tokens: str | Tokenizer = "words",
+    tokens: str | Tokenizer | TextColumn = "words",
     length: int = 64,
     vocabulary: int = 10_000,
     targets: str = "class",
@@ -203,7 +207,7 @@ def _reader(
     reserved: Sequence[str],
     features: Sequence[str] | None,
     text: str | None,
-    tokens: str | Tokenizer,
+    tokens: str | Tokenizer | TextColumn,
     length: int,
     vocabulary: int,
     path: Path,
@@ -214,6 +218,11 @@ def _reader(
         raise DataError(f"{path}: no rows")
     if features is None:
         features = [] if text is not None else [column for column in columns if column not in reserved]
+        if "" in features:
+            raise DataError(
+                f"{path}: a column has no name, as numbers of rows that pandas writes; give it one, or name "
+                "the columns that are features (feature_columns)"
+            )
     for column in (*reserved, *features, *_texts(text)):
         check_column(columns, column, str(path))
     if text is not None and features:

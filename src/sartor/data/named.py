@@ -17,6 +17,7 @@ from sartor.data.schema import Column
 from sartor.data.settings import COLUMN_KEYS, TEXT_KEYS, Data
 from sartor.data.sources import SOURCES, Loaded, Loader, Source, data_folder, load_source
 from sartor.data.tables import from_schema, prepared
+from sartor.data.texts import TextColumn
 from sartor.errors import DataError, SettingError
 from sartor.extensions import call, find_function, function_file
 
@@ -74,11 +75,16 @@ def named_by(word: str | None) -> str:
 
 
 def read_data(
-    settings: Data, seed: int, targets: str = "class", columns: Sequence[Column] = ()
+    settings: Data,
+    seed: int,
+    targets: str = "class",
+    columns: Sequence[Column] = (),
+    tokens: TextColumn | None = None,
 ) -> Source | ClientData:
     """The samples that an experiment names, not yet divided among clients, or divided already.
 
     ``targets`` says what a target is (:mod:`sartor.data.samples`), ``columns`` are the schema of a table.
+    ``tokens`` is how other samples of the same experiment were read, whose texts these are numbered like.
     """
     if columns and (settings.path is None or function_file(settings.path) is not None):
         raise SettingError("columns: only for an own table; give data.path, or leave [columns] out")
@@ -113,7 +119,7 @@ def read_data(
     if path.is_dir():
         _refuse_columns(settings)
         return from_folder(path, **options)
-    return _table(path, settings, options)
+    return _table(path, settings, options, tokens)
 
 
 def decides_clients(settings: Data) -> bool:
@@ -127,7 +133,9 @@ def decides_clients(settings: Data) -> bool:
     return function is not None and "clients" in inspect.signature(function).parameters
 
 
-def _table(path: Path, settings: Data, options: dict[str, Any]) -> Source | ClientData:
+def _table(
+    path: Path, settings: Data, options: dict[str, Any], tokens: TextColumn | None
+) -> Source | ClientData:
     """A table without a schema, of clients or to be divided."""
     if settings.label_column is None:
         raise SettingError(
@@ -136,6 +144,7 @@ def _table(path: Path, settings: Data, options: dict[str, Any]) -> Source | Clie
         )
     said = ("feature_columns", "text_column", *TEXT_KEYS)
     options |= {key: getattr(settings, key) for key in said}
+    options["tokens"] = tokens or settings.tokens
     if settings.client_column is not None:
         options["split_column"] = settings.split_column
         return from_table(path, settings.client_column, settings.label_column, **options)

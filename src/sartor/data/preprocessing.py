@@ -7,8 +7,9 @@ features and normalising add what they did. :meth:`Preprocessing.transform` does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -19,11 +20,11 @@ import torch
 from sartor import nests
 from sartor.data.features import FEATURES
 from sartor.data.moments import Moments
+from sartor.data.readers import check_column
 from sartor.data.samples import inputs_of
 from sartor.data.texts import TextColumn
 from sartor.errors import DataError
 from sartor.nests import Nest
-from sartor.settings import nearest
 
 Columns = Mapping[str, Any]
 """The columns of a table by name, as Arrow arrays."""
@@ -97,17 +98,6 @@ class NumberColumns:
         return cls(tuple(stored["columns"]))
 
 
-def check_column(table: Columns, column: str, where: str) -> None:
-    """Refuse a table without a column, or with a row that has no value in it."""
-    if column not in table:
-        guess = nearest(column, table)
-        hint = f"did you mean {guess}?" if guess else f"it has {', '.join(table)}"
-        raise DataError(f"{where}: no column {column}; {hint}")
-    if table[column].null_count:
-        row = int(np.argmax(table[column].is_null().to_numpy(zero_copy_only=False)))
-        raise DataError(f"{where}: column {column} has no value in row {row} (first row is 0)")
-
-
 def _numbers(where: str, column: str, values: Any) -> npt.NDArray[Any]:
     """A column as numbers."""
     array = np.asarray(values.to_numpy(zero_copy_only=False))
@@ -142,7 +132,7 @@ class Preprocessing:
 
         ``given`` is a mapping of columns, a data frame, an Arrow table, or samples as arrays.
         """
-        columns = None if self.table is None else columns_of(given)
+        columns = None if self.table is None else columns_of(given, self.table.columns)
         if self.table is not None and columns is not None:
             given = self.table.samples(columns, where)
         x = inputs_of(given, where)
@@ -208,8 +198,8 @@ class Preprocessing:
         )
 
 
-def columns_of(given: Any) -> dict[str, Any] | None:
-    """The columns of what is a table, as Arrow arrays; None where it is something else."""
+def columns_of(given: Any, needed: Collection[str]) -> dict[str, Any] | None:
+    """The columns of what is a table, those needed as Arrow arrays; None where it is something else."""
     import pyarrow as arrow
 
     if isinstance(given, (str, Path)):
@@ -220,15 +210,27 @@ def columns_of(given: Any) -> dict[str, Any] | None:
         given = {str(name): given[name] for name in given.columns}
     if not isinstance(given, Mapping):
         return None
+    made = {str(name): values for name, values in given.items()}
+    made |= {name: _column(name, made[name]) for name in needed if name in made}
+    lengths = {name: len(made[name]) for name in needed if name in made}
+    if len(set(lengths.values())) > 1:
+        first, other = next((a, b) for a, b in pairwise(lengths) if lengths[a] != lengths[b])
+        raise DataError(
+            f"column {first} of the table has {lengths[first]} rows, column {other} has {lengths[other]}"
+        )
+    return made
+
+
+def _column(name: str, values: Any) -> Any:
+    """A column as an Arrow array, in which what is missing in a data frame is a gap."""
+    import pyarrow as arrow
+
+    if isinstance(values, (arrow.Array, arrow.ChunkedArray)):
+        return values
     try:
-        return {
-            str(name): values
-            if isinstance(values, (arrow.Array, arrow.ChunkedArray))
-            else arrow.chunked_array([arrow.array(_listed(values))])
-            for name, values in given.items()
-        }
+        return arrow.chunked_array([arrow.array(_listed(values), from_pandas=True)])
     except (arrow.ArrowException, TypeError) as error:
-        raise DataError(f"a column of the table cannot be read: {error}") from None
+        raise DataError(f"column {name} of the table cannot be read: {error}") from None
 
 
 def _listed(values: Any) -> Any:

@@ -61,7 +61,8 @@ def propose(path: Path, client: str | None = None, label: str | None = None) -> 
     ``client`` and ``label`` name those columns; left out, they are found by usual names. A label must be.
     """
     files = {file: read_table(file, None) for file in files_of(path)}
-    names = list(dict.fromkeys(name for held in files.values() for name in held))
+    # One without a name, as pandas writes the numbers of rows, is no feature.
+    names = list(dict.fromkeys(name for held in files.values() for name in held if name))
     client = _chosen("client", client, names, CLIENTS, path)
     label = _chosen("label", label, names, LABELS, path)
     if label is None:

@@ -12,7 +12,7 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from sartor.errors import DataError
 from sartor.memory import free_memory
+from sartor.settings import nearest
 
 Bytes = npt.NDArray[np.uint8]
 TABLES = (".csv", ".parquet", ".pq")
@@ -165,11 +166,12 @@ def read_table(path: Path, texts: Sequence[str] | None = ()) -> dict[str, Any]:
     check_fits(path, path.stat().st_size)
     try:
         if path.suffix.lower() == ".csv":
-            with csv.open_csv(path) as opened:
+            parsing = csv.ParseOptions(newlines_in_values=True)
+            with csv.open_csv(path, parse_options=parsing) as opened:
                 named = opened.schema.names if texts is None else texts
             types = dict.fromkeys(named, pyarrow.string())
             options = csv.ConvertOptions(column_types=types, strings_can_be_null=texts is None)
-            table = csv.read_csv(path, convert_options=options)
+            table = csv.read_csv(path, parse_options=parsing, convert_options=options)
         elif path.suffix.lower() in TABLES:
             groups = parquet.read_metadata(path)
             check_fits(path, sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)))
@@ -186,4 +188,31 @@ def read_table(path: Path, texts: Sequence[str] | None = ()) -> dict[str, Any]:
     unprintable = [name for name in names if not name.isprintable()]
     if unprintable:
         raise DataError(f"{path}: the column name {unprintable[0]!r} is not printable; rename it")
-    return {name: table.column(name).combine_chunks() for name in names}
+    return {name: _in_unicode(table.column(name).combine_chunks(), path, name) for name in names}
+
+
+def check_column(table: Mapping[str, Any], column: str, where: str) -> None:
+    """Refuse a table without a column, or with a row that has no value in it."""
+    if column not in table:
+        guess = nearest(column, table)
+        hint = f"did you mean {guess}?" if guess else f"it has {', '.join(table)}"
+        raise DataError(f"{where}: no column {column}; {hint}")
+    if table[column].null_count:
+        row = int(np.argmax(table[column].is_null().to_numpy(zero_copy_only=False)))
+        raise DataError(f"{where}: column {column} has no value in row {row} (first row is 0)")
+
+
+def _in_unicode(values: Any, path: Path, name: str) -> Any:
+    """A column that was read as bytes as texts, if it holds such: a Parquet file may not say so."""
+    import pyarrow
+
+    if not (pyarrow.types.is_binary(values.type) or pyarrow.types.is_large_binary(values.type)):
+        return values
+    try:
+        return values.cast(pyarrow.string())
+    except pyarrow.ArrowException:
+        if path.suffix.lower() != ".csv":  # images, say
+            return values
+        raise DataError(
+            f"{path}: column {name} has a text that is not in UTF-8; save the table in that encoding"
+        ) from None

@@ -125,6 +125,14 @@ def read_raw(
     files = files_of(path)
     if not files:
         raise DataError(f"{path}: no table in it, whose name ends in {', '.join(TABLES)}")
+    of: dict[str, Path] = {}
+    for file in files if role(columns, "client") is None else ():
+        other = of.setdefault(file.stem, file)
+        if other != file:
+            raise DataError(
+                f"{path}: {other.name} and {file.name} are both the table of client {file.stem}; leave one "
+                "out"
+            )
     parts = [_read(file, columns, None if path.is_dir() else name) for file in files]
     raw = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     return raw, raw.pop("").astype(str)
@@ -339,7 +347,8 @@ def _read(path: Path, columns: Sequence[Column], name: str | None) -> dict[str, 
     client = role(columns, "client")
     others = sorted(set(held) - {column.name for column in columns})
     if others:
-        log.warning("%s: the schema does not have the columns %s; they are left out", path, ", ".join(others))
+        told = ", ".join(name or "without a name" for name in others)
+        log.warning("%s: the schema does not have the columns %s; they are left out", path, told)
     wanted = [column for column in columns if column.kind not in ("out", "client")]
     made = _values_of(held, wanted, path)
     if client in held:
@@ -395,6 +404,7 @@ def as_numbers(path: Path | str, name: str, values: Any) -> npt.NDArray[np.float
     import pyarrow
     from pyarrow import compute
 
+    values = _said(values)
     try:
         floats = compute.cast(values, pyarrow.float64(), safe=False)
     except pyarrow.ArrowException:
@@ -423,6 +433,7 @@ def as_seconds(path: Path | str, column: Column, values: Any) -> npt.NDArray[np.
             return compute.strptime(found, format=column.format, unit="s")
         return compute.cast(found, pyarrow.timestamp("s"), safe=False)
 
+    values = _said(values)
     try:
         seconds = compute.cast(read(values), pyarrow.int64())
     except pyarrow.ArrowException:
@@ -433,6 +444,17 @@ def as_seconds(path: Path | str, column: Column, values: Any) -> npt.NDArray[np.
             f"({column.place}.format)"
         ) from None
     return np.array(seconds.to_numpy(zero_copy_only=False), np.float64)
+
+
+def _said(values: Any) -> Any:
+    """Numbers or dates that are written as texts, without blanks around them and words for nothing."""
+    import pyarrow
+    from pyarrow import compute
+
+    if not (pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type)):
+        return values
+    texts = compute.utf8_trim_whitespace(values)
+    return compute.if_else(compute.is_in(texts, pyarrow.array(NOTHING, texts.type)), None, texts)
 
 
 def _first(values: Any, read: Any) -> tuple[int, Any]:
@@ -462,16 +484,44 @@ def texts_of(path: Path | str, values: Any, name: str) -> npt.NDArray[Any]:
 
 def _coded(path: Path | str, column: Column, texts: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Categories by their words in the schema; an ordinal has no others."""
-    for value in sorted(set(texts.tolist()) - {None}):
-        known = column.codes.get(value, value)
+    there = sorted(set(texts.tolist()) - {None})
+    words = dict(zip(there, _spelled(column, there), strict=True))
+    for value, known in words.items():
         if not is_category(known):
-            raise DataError(f"{path}: column {column.name} holds {shown(value)}, which names no category")
+            raise DataError(
+                f"{path}: column {column.name} holds {shown(value)}, which names no category; say which one "
+                f"it is ({column.place}.codes)"
+            )
         if column.kind == "ordinal" and known not in (column.values or ()):
             raise DataError(
                 f"{path}: column {column.name} holds {shown(value)}, which is not among its values "
                 f"{', '.join(map(shown, column.values or ()))}; say which one it is ({column.place}.codes)"
             )
-    return np.array([None, *(column.codes.get(value, value) for value in texts)], dtype=object)[1:]
+    return np.array([None, *(words.get(value) for value in texts)], dtype=object)[1:]
+
+
+def _spelled(column: Column, there: Sequence[str]) -> list[str]:
+    """Words as the schema has them; what is not in it may be there as another kind of file writes it."""
+    own = [*column.codes, *(column.values or ())]
+    alike: dict[str, list[str]] = {}
+    for word in own:
+        alike.setdefault(_in_any_file(word), []).append(word)
+    found = []
+    for value in there:
+        others = [] if value in own else alike.get(_in_any_file(value), [])
+        value = others[0] if len(others) == 1 else value
+        found.append(column.codes.get(value, value))
+    return found
+
+
+def _in_any_file(value: str) -> str:
+    """One word for True and true, and for 1.0 and 1, which are the same in a file of another kind."""
+    if value.lower() in ("true", "false"):
+        return value.lower()
+    try:
+        return repr(float(value))
+    except ValueError:
+        return value
 
 
 def _refuse_gaps(path: Path | str, column: Column, made: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
+from sartor.data.readers import check_column
 from sartor.errors import DataError, SettingError
 from sartor.extensions import find_function, function_file
 from sartor.nests import Nest
@@ -54,7 +55,9 @@ def encoded(
     them; ``hashed`` for words that are numbered by their hash, the same wherever they occur; or a function,
     as such or as in ``mine.py:tokens``.
     """
-    table = {"text": texts}
+    import pyarrow
+
+    table = {"text": pyarrow.array(texts, pyarrow.string())}
     return TextColumn.learnt("text", table, tokens, length, vocabulary, None, where).samples(table, where)
 
 
@@ -75,13 +78,15 @@ class TextColumn:
         cls,
         column: str,
         table: Mapping[str, Any],
-        tokens: str | Tokenizer,
+        tokens: str | Tokenizer | TextColumn,
         length: int,
         vocabulary: int,
         chosen: Sequence[bool] | None,
         where: str,
     ) -> TextColumn:
-        """With the vocabulary of some rows, or of all."""
+        """With the vocabulary of some rows, or of all; or what was learnt from others, as it is."""
+        if isinstance(tokens, TextColumn):
+            return replace(tokens, column=column)
         reader = cls(column, tokens, length, vocabulary)
         found = reader._cut(table, where)
         if tokens == "hashed" or not isinstance(found[0], list) or not isinstance(found[0][0], str):
@@ -96,7 +101,10 @@ class TextColumn:
 
     def samples(self, table: Mapping[str, Any], where: str) -> Nest:
         """Rows of tokens."""
+        check_column(table, self.column, where)
         found = self._cut(table, where)
+        if not found:
+            return torch.zeros((0, self.length), dtype=torch.long)
         if isinstance(found[0], Mapping):
             return {
                 name: torch.tensor([_row(each[name], self.length) for each in found]) for name in found[0]
@@ -111,8 +119,7 @@ class TextColumn:
     def _cut(self, table: Mapping[str, Any], where: str) -> list[Any]:
         """The tokens of every text."""
         split, told = self._tokenizer(where), f"{where}: tokens"
-        values = table[self.column]
-        texts = values.to_pylist() if hasattr(values, "to_pylist") else values
+        texts = table[self.column].to_pylist()
         return [_tokens_of(split, str(text), f"{where}: row {row}", told) for row, text in enumerate(texts)]
 
     def _tokenizer(self, where: str) -> Tokenizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,34 @@ import torch
 
 from sartor import nests
 from sartor.data.clients import ClientData, relabel
+from sartor.data.moments import Moments
+from sartor.data.preprocessing import Preprocessing
 from sartor.data.proposal import FAR
 from sartor.data.schema import NUMBERS, feature_names
 from sartor.data.settings import OWN_DATA
+from sartor.data.texts import TextColumn
 from sartor.errors import SartorError, SettingError
-from sartor.federation.settings import Cohort
+from sartor.federation.attacks import AttackChoice, NoAttack
+from sartor.federation.reduction import Mean
+from sartor.federation.settings import AggregateChoice, Cohort
 from sartor.model.groups import assign, regrouped
 from sartor.model.networks import Factory
 from sartor.model.task import Task
 from sartor.runs import checkpoint
 from sartor.runs.evaluation import CELLS, evaluate
-from sartor.runs.experiment import Experiment, anchored, import_named
+from sartor.runs.experiment import anchored, import_named
 from sartor.runs.record import CONFIG, STATES, RunFolder
 from sartor.runs.resume import check_data, check_here
-from sartor.runs.setup import Setup, fitted, load_data, open_federation, refuse_untested, set_up, with_public
+from sartor.runs.setup import (
+    Setup,
+    fitted,
+    load_data,
+    open_federation,
+    refuse_untested,
+    set_up,
+    settled_for,
+    with_public,
+)
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +67,21 @@ def evaluate_run(
         raise SartorError(f"{folder.path}: has no checkpoint to evaluate; make one with: {cure}")
     if not isinstance(data, ClientData):
         check_here(folder)
-    newcomers, own, normalise = _clients_to_evaluate(experiment, data, partition, task)
+    newcomers, own, like = _clients_to_evaluate(folder, data, partition, task)
     refuse_untested(newcomers)
+    _refuse_others(newcomers, folder)
     if data is None and partition is None:
         check_data(saved, newcomers, folder)
     took_part = newcomers.hash == saved.data
+    if not took_part:  # who is new attacks nobody, and sends nothing that a rule would be for
+        nobody, mean = AttackChoice(settings=NoAttack()), AggregateChoice(settings=Mean())
+        experiment = replace(experiment, attack=nobody, aggregate=mean)
+    normalise = like is not None
     setup = set_up(
         replace(experiment, cohort=Cohort()), data=own, task=task, own=own_models, normalise=normalise
     )
-    newcomers = fitted(newcomers, setup.task, normalise=normalise, like=own)
+    settled_for(setup.experiment.model, newcomers)  # refuses tokens and categories that it does not know
+    newcomers = fitted(newcomers, setup.task, normalise=normalise, like=like)
     _check_newcomers(newcomers, setup)
     if not took_part:
         _question_columns(newcomers, setup.data)
@@ -109,28 +129,65 @@ def _models_for(setup: Setup, newcomers: ClientData) -> Task:
 
 
 def _clients_to_evaluate(
-    experiment: Experiment,
+    folder: RunFolder,
     data: ClientData | str | Path | None,
     partition: str | Path | None,
     task: Task | Factory | None,
-) -> tuple[ClientData, ClientData, bool]:
-    """The clients asked for and the run's own, and whether both are normalised by the latter's samples."""
+) -> tuple[ClientData, ClientData, ClientData | Mapping[str, Moments] | None]:
+    """The clients asked for and the run's own, and by what both are normalised, where they are."""
+    raw = folder.experiment
     objective = None if task is None else task.objective
     if isinstance(data, ClientData):
-        data = relabel(data, experiment.data.labels)
-        return data, data if experiment.data.name == OWN_DATA else load_data(experiment, objective)[0], False
-    raw = experiment
+        data = relabel(data, raw.data.labels)
+        if raw.data.name != OWN_DATA:
+            return data, load_data(raw, objective)[0], None
+        stored, own = folder.signature, data
+        if data.classes is not None and stored["classes"] is not None:  # some may have no sample here
+            own = replace(data, classes=stored["classes"])
+            data = replace(data, classes=max(data.classes, stored["classes"]))
+        if data.preprocessing.moments is not None:
+            return data, own, None
+        steps = {**stored["preprocessing"], "table": None, "features": None}
+        return data, own, Preprocessing.from_mapping(steps).moments
     own, _ = load_data(raw, objective)
     new = own
     if data is not None:
         import_named(anchored({"data": {"path": str(data)}}, Path.cwd()))
-        new, _ = load_data(replace(raw, data=replace(raw.data, path=str(data))), objective)
+        reader = own.preprocessing.table
+        tokens = reader if isinstance(reader, TextColumn) else None
+        new, _ = load_data(replace(raw, data=replace(raw.data, path=str(data))), objective, tokens)
         new = relabel(new, raw.data.labels, str(data))
     elif partition is not None:
         if raw.data.path is not None:
             raise SettingError("partition: the run is on own data, which have none; give such data instead")
         new, _ = load_data(replace(raw, partition=replace(raw.partition, file=str(partition))), objective)
-    return new, own, experiment.data.normalise
+    return new, own, own if raw.data.normalise else None
+
+
+def _refuse_others(newcomers: ClientData, folder: RunFolder) -> None:
+    """Refuse samples of another form than the run's, and texts that are numbered otherwise."""
+    signature, train = folder.signature, newcomers.train
+    for what, name, nest in (("samples", "x", train.x), ("targets", "y", train.y)):
+        found = {path: list(leaf.shape[1:]) for path, leaf in nests.paths(nest, name).items()}
+        wanted = {path: shape for path, (_, shape) in signature[name].items()}
+        if found != wanted:
+            raise SettingError(f"newcomers: {what} of {_shapes(found)}, the run's have {_shapes(wanted)}")
+    reader = newcomers.preprocessing.table
+    if not isinstance(reader, TextColumn):
+        return
+    stored = signature["preprocessing"]["table"] or {}
+    if stored.get("known") is not None and list(reader.known or ()) != stored["known"]:
+        raise SettingError(
+            "newcomers: their texts are numbered by another vocabulary than the run's; read them with "
+            "from_table(..., tokens=data.preprocessing.table), data being the run's"
+        )
+
+
+def _shapes(form: Mapping[str, list[int]]) -> str:
+    """The shapes of a sample's leaves for a message."""
+    if len(form) == 1:
+        return f"shape {next(iter(form.values()))}"
+    return ", ".join(f"{path} {shape}" for path, shape in form.items())
 
 
 def _check_newcomers(newcomers: ClientData, setup: Setup) -> None:

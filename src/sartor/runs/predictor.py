@@ -80,14 +80,21 @@ class Predictor:
         x = self.signature.inputs(table, where)
         count = nests.length(x)
         parts = [
-            self._outputs(nests.rows(x, slice(begin, begin + CHUNK))) for begin in range(0, count, CHUNK)
+            self._outputs(nests.rows(x, slice(begin, begin + CHUNK)), where)
+            for begin in range(0, count, CHUNK)
         ]
-        outputs = torch.cat(parts) if parts else self._outputs(self.signature.blank(1)[0])[:0]
+        outputs = torch.cat(parts) if parts else self._outputs(self.signature.blank(1)[0], where)[:0]
         return self._columns(outputs)
 
-    def _outputs(self, x: Nest) -> Tensor:
-        with torch.no_grad():
-            outputs = self.outputs(x)
+    def _outputs(self, x: Nest, where: str) -> Tensor:
+        try:
+            with torch.no_grad():
+                outputs = self.outputs(x)
+        except IndexError as error:
+            raise SartorError(
+                f"{where}: the model cannot take these samples ({error}); it knows no tokens or categories "
+                "beyond those that it was trained with"
+            ) from error
         if not isinstance(outputs, Tensor):
             raise SartorError(
                 f"the model puts out a {type(outputs).__name__}, not one array; use Result.model instead"
@@ -268,15 +275,19 @@ def _read_onnx(path: Path) -> tuple[str, Callable[[tuple[Tensor, ...]], Tensor]]
 def _session(content: bytes) -> Callable[[tuple[Tensor, ...]], Tensor]:
     """What an ONNX model computes."""
     import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what is wrong is raised
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
 
     def run(leaves: tuple[Tensor, ...]) -> Tensor:
         given = {name: leaf.numpy() for name, leaf in zip(names, leaves, strict=True)}
-        return torch.from_numpy(session.run(None, given)[0])
+        try:
+            return torch.from_numpy(session.run(None, given)[0])
+        except InvalidArgument as error:  # what an index out of range is here
+            raise IndexError(str(error).strip().splitlines()[-1]) from error
 
     return run
 

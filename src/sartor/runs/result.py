@@ -18,7 +18,7 @@ from sartor.runs.participation import by_round
 from sartor.runs.predictor import Predictor, kind_of
 from sartor.runs.record import SIGNATURE, RunFolder
 from sartor.runs.signature import Signature
-from sartor.settings import unknown
+from sartor.settings import shown, unknown
 
 MOST_NAMES = 10_000
 """Clients among whose names a near one is looked for."""
@@ -144,8 +144,21 @@ class Result:
         name = self.summary["algorithm"]
         if client is not None and not self.personal_stored:
             raise SartorError(f"{name}: the personal models {_why_not_here(self.summary)}")
+        if (
+            w is None
+            and client is not None
+            and (self.summary["last"] or {}).get("personal_local") is not None
+        ):
+            shared = "" if self.w is None else "; without a client the shared one is given"
+            raise SartorError(
+                f"{name}: a client's own model is more than the network's weights, and cannot be given"
+                + shared
+            )
         if w is None:
             raise SartorError(f"{name}: the run has no {kind} model to give")
+        if client is not None and bool(w.isnan().all()):  # as those are marked that nobody has told
+            who = shown(self.names[place])
+            raise SartorError(f"{name}: the model of {who} is not here; its node was gone when it was asked")
         if buffers is None and task.buffer_size:
             raise SartorError(f"{name}: the float buffers of the model {_why_not_here(self.summary)}")
         return task, w, buffers

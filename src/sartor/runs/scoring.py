@@ -11,6 +11,7 @@ import numpy as np
 from sartor.data.loaders import nested
 from sartor.data.readers import read_npz, read_table
 from sartor.data.tables import SchemaColumns
+from sartor.data.texts import TextColumn
 from sartor.errors import DataError, SettingError
 from sartor.files import write
 from sartor.runs.predictor import Predictor
@@ -27,6 +28,8 @@ def score(predictor: Predictor, table: Path, out: Path) -> int:
     rows = _read(table, predictor)
     predicted = predictor.predict(rows, str(table))
     columns = {} if table.suffix.lower() == ".npz" or out.suffix.lower() == ".npz" else rows
+    if columns and table.suffix.lower() == out.suffix.lower() == ".csv":
+        columns = read_table(table, tuple(columns))  # as they stand there: 007 is no 7 and NA no gap
     taken = sorted(set(columns) & set(predicted))
     if taken:
         raise DataError(f"{table}: has a column {taken[0]} already; rename it, or give the table without it")
@@ -47,7 +50,9 @@ def _read(table: Path, predictor: Predictor) -> Any:
             "give an npz file with x"
         )
     reader = predictor.signature.preprocessing.table
-    return read_table(table, None if isinstance(reader, SchemaColumns) else ())
+    if isinstance(reader, SchemaColumns):
+        return read_table(table, None)
+    return read_table(table, reader.columns if isinstance(reader, TextColumn) else ())
 
 
 def _content(columns: dict[str, Any], out: Path) -> bytes:
