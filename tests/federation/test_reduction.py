@@ -78,6 +78,14 @@ class First(Selection):
         return torch.arange(len(rows), device=rows.device) == 0
 
 
+@dataclass(frozen=True)
+class Nobody(Selection):
+    """No row at all."""
+
+    def keep(self, key: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+
+
 @pytest.fixture
 def named() -> Iterator[None]:
     """Rules of this file, by name."""
@@ -135,6 +143,12 @@ def test_groups_of_one_matrix_share_a_selection() -> None:
     assert torch.allclose(Reducer(Asked()).sums("x", rows, matrix), matrix @ rows)
     # The first row is used alone; the second group does not have it and keeps its own.
     assert torch.equal(Reducer(First()).sums("x", rows, matrix), torch.stack([rows[0], matrix[1] @ rows]))
+
+
+def test_where_a_rule_would_use_nobody_all_are_used() -> None:
+    rows, weights = torch.tensor([[1.0, 0.0], [2.0, 5.0]]), torch.tensor([0.5, 0.5])
+    assert torch.equal(Reducer(Nobody()).sum("x", rows, weights), weights @ rows)
+    assert torch.equal(Reducer(Nobody()).sums("x", rows, weights[None]), weights[None] @ rows)
 
 
 def test_only_a_rule_that_selects_says_whom_it_trusts() -> None:

@@ -122,7 +122,7 @@ def test_another_number_for_a_batch_is_taken_as_it_is(name: str) -> None:
     outputs = task.outputs(task.initial(), X)
     assert torch.equal(task.loss(task.initial(), Batch(X, y)), loss(outputs, y))
     with pytest.raises(SartorError, match="as far as their targets tell"):
-        task.check_weighable(X, y)
+        task.check_apart(X, y, "samples have weights", "leave the weights out")
 
 
 @pytest.mark.parametrize("engine", ["loop", "stacked"])

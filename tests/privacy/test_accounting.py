@@ -209,12 +209,31 @@ def test_a_sample_account_goes_by_the_worst_client() -> None:
     """Each within the five percent by which rates are rounded up."""
     counts, taken = np.array([0, 40, 200]), np.array([0, 4, 20])
     account = SampleAccount(Privacy(mode="samples", noise=4.0), counts, 20, taken)
-    account.charge(np.arange(3), taken)
+    account.charge(np.arange(3), np.stack([taken, np.ones(3, dtype=np.int64)], axis=1))
     one, other = (
         [epsilon(4.0, DELTA, {Step("fixed", rate * grown): steps}, "replace") for grown in (1.0, 1.05)]
         for rate, steps in ((0.5, 4), (0.1, 20))
     )
     assert max(one[0], other[0]) <= account.spent <= max(one[1], other[1])
+
+
+def test_a_round_of_several_exchanges_is_checked_as_one() -> None:
+    counts, each = np.array([200, 200]), np.array([[2, 1], [10, 1]])
+    everyone, a_round = np.arange(2), 2 * each[:, 0]
+    budget = max(epsilon(4.0, DELTA, steps, "replace") for steps in exposures(np.full(2, 0.1), 3 * a_round))
+    privacy = Privacy(mode="samples", epsilon=budget, calibrated=4.0)
+    account = SampleAccount(privacy, counts, 20, a_round)
+    for _ in range(3):
+        account.begin_round()
+        for _ in range(2):
+            account.check(everyone)
+            account.charge(everyone, each)
+    assert account.spent == budget
+    with pytest.raises(BudgetSpent):  # also in the round under way
+        account.check(everyone)
+    account.begin_round()
+    with pytest.raises(BudgetSpent):
+        account.check(everyone)
 
 
 def test_exposures_never_round_down() -> None:

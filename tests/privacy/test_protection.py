@@ -50,6 +50,7 @@ def opened(
         "privacy": privacy,
         "exchanges": algorithm.exchanges(),
         "gradients": algorithm.gradients,
+        "gradients_a_step": algorithm.gradients_a_step,
         "cohort": cohort or Cohort(count=4 if name in EVERYONE else 3),
     }
     return algorithm, federation_of(engine, task, data, **{**given, **settings})
@@ -150,7 +151,8 @@ def test_privacy_of_samples_is_counted_or_refused(name: str) -> None:
     assert federation.protection is not None
     account: Any = federation.protection.account
     if not card(name).asynchronous:  # where a client may answer often in a round
-        assert account.gradients.max() == 2 * account.a_round.max()
+        assert account.batches.max() == 2 * account.a_round.max()
+        assert account.times == algorithm.gradients_a_step
 
 
 def through(algorithm: Algorithm[Any, Any], federation: Federation) -> None:

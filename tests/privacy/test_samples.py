@@ -19,6 +19,7 @@ from sartor.errors import SettingError
 from sartor.federation import Federation, Reply
 from sartor.model.batch import Batch
 from sartor.model.task import Task
+from sartor.privacy.accounting import Step, epsilon
 from sartor.privacy.settings import Privacy
 
 
@@ -117,7 +118,7 @@ def test_engines_take_the_same_steps_of_ragged_clients() -> None:
         federation.round = 1
         rows.append(federation.map(train, [0, 1, 2, 3], {"w": federation.initial()})["w"])
         account: Any = federation.protection.account  # type: ignore[union-attr]
-        assert account.gradients.tolist() == [2 * math.ceil(n / 4) for n in (3, 0, 17, 8)]
+        assert account.batches.tolist() == [2 * math.ceil(n / 4) for n in (3, 0, 17, 8)]
         assert torch.equal(rows[-1][1], federation.initial())
     assert torch.allclose(*rows, rtol=0, atol=1e-10)
 
@@ -157,6 +158,50 @@ def test_batches_are_drawn_anew_each_time() -> None:
     assert all(abs(times[place] - 240) < 60 for place in range(10))  # five deviations of a binomial
     again = sum(len(set(one) & set(two)) for one, two in pairwise(seen)) / 599
     assert again == pytest.approx(1.6, abs=0.15)  # 4 · 4 / 10: in turn it would be less
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_nothing_is_drawn_twice_in_a_round(engine: str) -> None:
+    """Neither noise, which could be taken off, nor a batch: in two descents, updates or exchanges."""
+
+    def twice(client: Client, hyper: Any, w: Tensor) -> Reply:
+        first, second = (client.descend(w, lr=1.0, steps=1) for _ in range(2))
+        both = client.descend(w, lambda w_k, batch: client.grad(w, batch), lr=1.0, steps=1, updates=2)
+        return Reply(first=w - first, second=w - second, both=w - both)
+
+    gradients, noise = [], []
+    for amount, kept in ((0.0, gradients), (50.0, noise)):
+        federation = opened(engine, (400,), noise=amount)
+        federation.round = 1
+        for _ in range(2):
+            replies = federation.map(twice, [0], {"w": federation.initial()})
+            first, second = replies["first"][0], replies["second"][0]
+            kept += [first, second, replies["both"][0] / 2]
+        account: Any = federation.protection.account  # type: ignore[union-attr]
+        assert (account.batches.tolist(), account.times) == ([8], 1)
+    for rows in (gradients, [noised - plain for noised, plain in zip(noise, gradients, strict=True)]):
+        differ = torch.cdist(torch.stack(rows), torch.stack(rows)) / torch.stack(rows).norm(dim=1).mean()
+        assert differ.fill_diagonal_(1).min() > 0.1
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_gradients_of_one_batch_are_one_draw(engine: str) -> None:
+    def twice(client: Client, hyper: Any, w: Tensor) -> Reply:
+        def direction(w_k: Tensor, batch: Any) -> Tensor:
+            return client.grad(w_k, batch) + client.grad(w, batch)
+
+        return Reply(w=client.descend(w, direction, lr=0.1, steps=3))
+
+    federation = opened(engine, (40, 0), noise=2.0)
+    federation.round = 1
+    federation.map(twice, [0, 1], {"w": federation.initial()})
+    account: Any = federation.protection.account  # type: ignore[union-attr]
+    assert (account.batches.tolist(), account.times) == ([3, 0], 2)
+    asked = epsilon(2.0, 1e-5, {Step("fixed", 0.1, 2): 3}, "replace")
+    assert epsilon(2.0, 1e-5, {Step("fixed", 0.1): 6}, "replace") < asked <= account.spent <= 1.1 * asked
+    resumed: Any = opened(engine, (40, 0), noise=2.0).protection.account  # type: ignore[union-attr]
+    resumed.load(account.save())
+    assert resumed.spent == account.spent
 
 
 def test_usual_batches_still_come_in_turn() -> None:
@@ -204,6 +249,20 @@ def test_samples_are_seen_through_noised_gradients_alone(function: Any, words: s
     federation.round = 1
     with pytest.raises(SettingError, match=words):
         federation.map(function, [0, 1], {"w": federation.initial()})
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_refused() -> None:
+    """Of one sample by itself a weight of its class is none."""
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([9.0, 1, 1, 1], dtype=torch.float64))
+
+    def opened_with(loss: Any) -> Federation:
+        task = Task(module_of("mlp", (5,), 4, hidden=6), classes=4, objective=loss)
+        privacy = Privacy(mode="samples", noise=1.0)
+        return federation_of("loop", task, clients((6, 11)), privacy=privacy, gradients=lambda local, n: n)
+
+    opened_with(nn.CrossEntropyLoss())
+    with pytest.raises(SettingError, match=r"gradient by itself, but its loss gives one number"):
+        opened_with(weighted)
 
 
 def test_evaluation_does_not_train() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 import sartor
 from helpers import classification, federation_of, play, quadratics
 from sartor.algorithms import make, registered
+from sartor.data.clients import from_clients
 from sartor.errors import SettingError
 from sartor.federation.attacks import ATTACKS, Attack, AttackChoice
 from sartor.report.runs import read
@@ -31,6 +32,7 @@ from sartor.robust.attacks import (
     hidden_deviations,
 )
 from sartor.runs.experiment import fingerprint, from_mapping, load, read_attack, to_mapping
+from sartor.runs.newcomers import evaluate_run
 from sartor.runs.setup import set_up
 
 ENGINES = ("loop", "stacked")
@@ -181,11 +183,26 @@ def test_a_backdoor_succeeds_where_nothing_stops_it_and_its_success_is_told() ->
         ),
         ({"name": "sign-flip", "file": "nowhere.txt"}, "attack.file = 'nowhere.txt': cannot be read"),
         ({"name": "label-flip", "share": 0.5, "to": 10}, "attack.to = 10: there are 0 to 9"),
+        ({"name": "sign-flip", "share": 0.1}, "attack.share = 0.1: that is none of 4 clients; take a larger"),
+        ({"name": "label-flip", "share": 0.5, "of": ["delta"]}, "attack.of: label-flip falsifies no replies"),
     ],
 )
 def test_what_is_wrong_is_said(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message.replace("?", r"\?")):
         set_up(from_mapping({"data": {"clients": 4}, "attack": given}))
+
+
+def test_a_quantity_that_nobody_sends_is_named(tmp_path: Path) -> None:
+    """After the first round, of which nothing is left then."""
+
+    def played(quantity: str) -> None:
+        attack = {"name": "sign-flip", "share": 0.5, "of": [quantity]}
+        sartor.run("fedavg", clients=4, rounds=1, out=tmp_path / quantity, experiment={"attack": attack})
+
+    played("delta")
+    with pytest.raises(SettingError, match=r"attack.of: nobody sends 'dleta'; what clients send is delta"):
+        played("dleta")
+    assert [path.name for path in tmp_path.iterdir()] == ["delta"]
 
 
 def test_labels_need_classes_and_patterns_need_arrays() -> None:
@@ -255,6 +272,20 @@ def test_a_run_tells_who_attacked_and_how_the_others_fare(tmp_path: Path) -> Non
     assert sum(name.endswith(" (attacker)") for name in material.runs[0].names) == 2
     assert "honest clients" in comparison(material).heads
     assert "attack" not in sartor.run("fedavg", clients=3, rounds=1, store=False).summary
+
+
+def test_newcomers_attack_nobody(tmp_path: Path) -> None:
+    """Whatever share of a run's clients did, and whether those are among the newcomers or not."""
+    torch.manual_seed(0)
+    own = {name: (torch.randn(20, 4), torch.arange(20) % 3) for name in "abcdef"}
+    run: dict[str, Any] = {"data": own, "rounds": 1}
+    for place, who in enumerate(({"share": 0.2}, {"clients": ["a"]})):
+        attack, rule = {"name": "backdoor", **who}, {"name": "krum", "share": 0.1}  # needs five clients
+        result = sartor.run("fedavg", out=tmp_path / str(place), attack=attack, aggregate=rule, **run)
+        assert "benign" in result.summary["last"]["shared_local"]
+        found = evaluate_run(tmp_path / str(place), data=from_clients({"new": own["b"], "other": own["c"]}))
+        assert found["clients"] == 2
+        assert not {"benign", "attack_success"} & {*found["last"]["shared_local"]}
 
 
 @pytest.mark.parametrize("name", ["gaussian", "backdoor"])

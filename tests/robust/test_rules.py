@@ -144,6 +144,19 @@ def test_similarity_takes_copies_for_one_and_opposition_for_what_most_are_not() 
     assert Reducer(Similarity()).trusted("x", cross).all()
 
 
+@pytest.mark.parametrize("step", [1e-2, 1e-4])
+def test_models_that_are_alike_are_no_copies(step: float) -> None:
+    """Models after a short step differ by little of their length, and a copy among them by rounding alone."""
+    drawn = torch.Generator().manual_seed(3)
+    start, changes = torch.randn(400, generator=drawn), torch.randn(6, 400, generator=drawn)
+    models = start + step * changes
+    copied = torch.cat([models, start + (models[4:5] - start)])  # what the attack mimic sends
+    for rows in (copied, copied.double(), 1e3 * copied):
+        assert Reducer(Similarity(by=("copies",))).trusted("w", rows).tolist() == [True] * 6 + [False]
+    changes = torch.cat([changes, changes[4:5]])
+    assert Reducer(Similarity(by=("copies",))).trusted("delta", changes).tolist() == [True] * 6 + [False]
+
+
 # What is so for every row there can be ----------------------------------------------------------------
 
 numbers = st.floats(-10, 10, allow_nan=False, width=32)
@@ -260,6 +273,15 @@ def test_too_many_attackers_are_refused_before_anything_starts(
 def test_a_round_with_one_or_two_replies_has_a_value(name: str) -> None:
     assert reduced(RULES[name], column(4)).tolist() == pytest.approx([4])
     assert 2 <= reduced(RULES[name], column(2, 4)).item() <= 4
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_quantity_without_numbers_stays_so(name: str) -> None:
+    """As the norm layers' parameters of a network that has none; and nobody's replies are zero."""
+    assert reduced(RULES[name], torch.zeros(5, 0)).shape == (0,)
+    assert Reducer(RULES[name]).sum("x", torch.zeros(0, 2), torch.zeros(0)).tolist() == [0, 0]
+    if RULES[name].selects:
+        assert Reducer(RULES[name]).trusted("x", torch.zeros(5, 0)).all()
 
 
 def test_fewer_replies_take_the_attackers_that_they_allow() -> None:

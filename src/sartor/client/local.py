@@ -142,8 +142,8 @@ class Client:
 
     @property
     def gradients(self) -> Tensor:
-        """How many noised gradients were taken."""
-        return torch.zeros_like(self.n) if self._gradients is None else self._gradients
+        """Of how many batches noised gradients were taken, and how many of one at most."""
+        return torch.zeros_like(self.n).expand(2) if self._gradients is None else self._gradients
 
     def stream(self, name: str) -> int | Tensor:
         """The key of this client's stream of that name in this round: what is random follows from it."""
@@ -435,7 +435,9 @@ class Client:
         if self._noise is not None:
             if not self.watched:
                 raise unseen("trains models for evaluation, outside its rounds")
-            batches = replace(batches, anew=True)
+            # A draw of its own for every descent, and every update: one that comes again hides less.
+            own = f"{stream} {descent}" if descent else stream
+            batches, updates = replace(batches, anew=True, times=times * updates, stream=own), 1
         optimizer, schedule = optimizer_of(local, apart), local.steps_schedule
         carry: dict[str, Any] = {"w": w, "slots": optimizer.init(w), "memory": memory}
         if self.buffers is not None:
@@ -468,7 +470,8 @@ class Client:
             if self.buffers is not None:
                 after["buffers"] = self.buffers
             if isinstance(seen, Covered):
-                after["gradients"] = carry["gradients"] + seen.taken
+                drawn, most = carry["gradients"]
+                after["gradients"] = torch.stack([drawn + (seen.taken > 0), most.clamp(min=seen.taken)])
             return {"w": w_k, "slots": slots, "memory": memory, **after}
 
         carry = self.scan(body, carry, batches)

@@ -126,14 +126,25 @@ class AttackChoice:
         if self.name != NONE and len(ways) != 1:
             found = f"{' and '.join(ways)}, which are several ways" if ways else "nobody"
             raise SettingError(f"attack: say who attacks by share, clients or file; it says {found}")
+        if self.settings.of and not self.settings.on_replies:
+            raise SettingError(f"attack.of: {self.name} falsifies no replies; leave it out")
 
     def who(self, names: Sequence[str], seed: int, *, strict: bool = False) -> np.ndarray:
-        """The numbers of the attackers, in order; ``strict`` refuses a name that no client has."""
+        """The numbers of the attackers, in order.
+
+        ``strict`` refuses a name that no client has, and a share that is nobody.
+        """
         if self.name == NONE:
             return np.zeros(0, dtype=np.int64)
         if self.share:
             drawn = random.uniform(random.stream(seed, "attackers"), len(names)).numpy()
-            return np.sort(np.argsort(drawn, kind="stable")[: int(self.share * len(names) + 0.5)])
+            count = int(self.share * len(names) + 0.5)
+            if strict and not count:
+                raise SettingError(
+                    f"attack.share = {self.share:g}: that is none of {len(names)} clients; take a larger "
+                    "share, or leave [attack] out"
+                )
+            return np.sort(np.argsort(drawn, kind="stable")[:count])
         wanted = self.clients or read_names(str(self.file))
         numbers = {name: number for number, name in enumerate(names)}
         unknown = [name for name in wanted if name not in numbers]
@@ -173,6 +184,8 @@ class Attackers:
         """Who attacks."""
         self.falsify = bool(len(numbers)) and self.attack.on_replies
         """Whether replies are changed by them."""
+        self._seen: set[str] = set()
+        """The quantities that clients have sent."""
 
     def __bool__(self) -> bool:
         return bool(len(self.numbers))
@@ -181,6 +194,7 @@ class Attackers:
         """Replies with those of the attackers in place of what they would have been."""
         if not self.falsify:
             return outcome
+        self._seen |= {*outcome.sent}
         bad = np.isin(outcome.clients, self.numbers)
         if not bad.any():
             return outcome
@@ -195,6 +209,13 @@ class Attackers:
 
         values = falsified(self.attack, outcome.sent, starts, theirs, honest, keys)
         return outcome.resent(values)
+
+    def check(self) -> None:
+        """After a round: refuse an attack on a quantity that no client sends."""
+        unknown = [name for name in self.attack.of if name not in self._seen]
+        if self._seen and unknown:
+            sent = ", ".join(sorted(self._seen))
+            raise SettingError(f"attack.of: nobody sends {unknown[0]!r}; what clients send is {sent}")
 
 
 def keys_of(seed: int, name: str, round: int, exchange: int, numbers: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from sartor.errors import SartorError, SettingError
 from sartor.federation.exchange import ClientFunction, Outcome, Replies, Work
 from sartor.federation.functions import name_of
 from sartor.federation.transforms import GRADIENTS, Key, Transform, Transforms
-from sartor.privacy.account import Account, CentralAccount, LocalAccount, SampleAccount
+from sartor.privacy.account import Account, CentralAccount, LocalAccount, SampleAccount, batches_of
 from sartor.privacy.settings import Privacy
 from sartor.settings import setting
 
@@ -291,8 +291,8 @@ def _account(privacy: Privacy, settings: FederationSettings, federation: Federat
         return LocalAccount(privacy, settings.exchanges, federation.clients)
     counts = np.asarray(federation.engine.counts["train"])
     assert settings.gradients is not None
-    taken = np.asarray(settings.gradients(settings.local, counts), dtype=np.int64)
-    return SampleAccount(privacy, counts, settings.local.batch, taken)
+    taken, times = settings.gradients(settings.local, counts), settings.gradients_a_step
+    return SampleAccount(privacy, counts, settings.local.batch, batches_of(taken, times), times)
 
 
 def transforms_of(settings: FederationSettings, task: Task) -> Transforms:

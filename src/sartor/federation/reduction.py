@@ -84,13 +84,14 @@ class Mean(Reduction):
 
 @dataclass(frozen=True)
 class Selection(Reduction):
-    """A rule that says which rows are used: their weighted mean stands for all."""
+    """A rule that says which rows are used, all where it says none: their weighted mean stands for all."""
 
     selects: ClassVar[bool] = True
 
     def reduce(self, key: int | Tensor, rows: Tensor, weights: Tensor, state: State) -> tuple[Tensor, State]:
         """The weighted mean of the rows that are used."""
         kept = weights * self.keep(key, rows, weights)
+        kept = torch.where(kept.any(), kept, weights)
         return (kept / kept.sum()) @ rows, state
 
 
@@ -225,7 +226,7 @@ class Reducer:
         if self.rule is None:
             return False
         self._seen.add(name)
-        return self.rule.concerns(name, rows)
+        return bool(rows.numel()) and self.rule.concerns(name, rows)  # a part may be empty, as fedbn's
 
     def check(self) -> None:
         """After a round: refuse a rule that nothing was asked of, though there were replies."""

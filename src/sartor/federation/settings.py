@@ -144,6 +144,8 @@ class FederationSettings:
     """How often a round asks its cohort for something, as the method declares it."""
     gradients: Callable[[Local, Any], Any] | None = None
     """How many gradients clients with so many samples take in a round, as the method declares it."""
+    gradients_a_step: int = 1
+    """How many of them are of the same batch."""
 
     @property
     def sample_noise(self) -> SampleNoise | None:

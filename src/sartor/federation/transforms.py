@@ -44,7 +44,7 @@ PLACES = ("down", "up", "server")
 JOINT = "__"
 """Stands between a quantity and one of the parts that it is sent as."""
 GRADIENTS = "privacy__gradients"
-"""How many noised gradients are behind a reply, sent with it where samples are hidden."""
+"""Of how many batches a reply has noised gradients, and how many of one, where samples are hidden."""
 TURN = "transform__turn"
 """The argument that tells clients which exchange of the round it is."""
 KNOWN = f"known{JOINT}"

@@ -2,8 +2,9 @@
 
 Under ``central`` a round's cohort is one draw, asked so many times; whoever asks all clients asks without
 a draw. Under ``local`` the server sees every reply by itself, so that no draw helps: a client has spent what
-its own replies cost. Under ``samples`` a client has spent what its gradients cost, of which each is of a
-batch drawn anew. Of clients that have spent differently, the worst off counts.
+its own replies cost. Under ``samples`` a client has spent what its gradients cost, of batches that are each
+drawn anew; a batch of which several are taken is one draw, asked so many times. Of clients that have spent
+differently, the worst off counts.
 """
 
 from __future__ import annotations
@@ -181,44 +182,56 @@ class LocalAccount(Account):
 
 
 class SampleAccount(Account):
-    """Gradients that clients noise, each of a batch drawn anew among a client's samples."""
+    """Gradients that clients noise, of batches drawn anew among a client's samples."""
 
     neighbours = "replace"
 
-    def __init__(self, privacy: Privacy, counts: np.ndarray, batch: int, a_round: np.ndarray) -> None:
+    def __init__(
+        self, privacy: Privacy, counts: np.ndarray, batch: int, a_round: np.ndarray, times: int = 1
+    ) -> None:
         super().__init__(privacy, int(a_round.max(initial=0)))
         self.rates = batch_rates(counts, batch)
         self.a_round = a_round
-        """Gradients of each client in a round, as the method declares them."""
-        self.gradients = np.zeros(len(counts), dtype=np.int64)
+        """Batches of each client in a round, as the method declares them."""
+        self.batches = np.zeros(len(counts), dtype=np.int64)
+        self.before = self.batches
+        """Those before the round under way."""
+        self.times = times
+        """How many gradients of a batch were taken at most, as the method declares it or more."""
+
+    def begin_round(self) -> None:
+        """What was taken so far is not of this round."""
+        self.before = self.batches.copy()
 
     def check(self, numbers: np.ndarray) -> None:
         """Before these clients train."""
         if self.planned and self.privacy.epsilon is not None:
-            after = self.gradients.copy()
-            after[numbers] += self.a_round[numbers]
-            self._check(lambda: exposures(self.rates, after))
+            after, due = self.batches.copy(), (self.before + self.a_round)[numbers]
+            more = after[numbers] + self.a_round[numbers]  # of a client that has done its round already
+            after[numbers] = np.where(after[numbers] < due, due, more)
+            self._check(lambda: exposures(self.rates, after, self.times))
 
     def charge(self, numbers: np.ndarray, taken: np.ndarray) -> None:
-        """These clients have taken so many gradients."""
-        self.gradients[numbers] += taken
+        """These clients have taken gradients of so many batches, and so many of one: a row for each."""
+        self.batches[numbers] += taken[:, 0]
+        self.times = max(self.times, int(taken[:, 1].max(initial=0)))
         self._check(self.exposed)
 
     def exposed(self) -> Iterable[Steps]:
         """Every kind of client."""
-        return exposures(self.rates, self.gradients)
+        return exposures(self.rates, self.batches, self.times)
 
     def after_a_round(self) -> Iterable[Steps]:
         """One more round of everyone."""
-        return exposures(self.rates, self.gradients + self.a_round)
+        return exposures(self.rates, self.batches + self.a_round, self.times)
 
     def save(self) -> dict[str, Any]:
-        """Gradients by client."""
-        return {"gradients": self.gradients.tolist()}
+        """Batches by client."""
+        return {"batches": self.batches.tolist(), "times": self.times}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take it back."""
-        self.gradients = np.array(saved["gradients"], dtype=np.int64)
+        self.batches, self.times = np.array(saved["batches"], dtype=np.int64), int(saved["times"])
 
 
 def batch_rates(counts: np.ndarray, batch: int) -> np.ndarray:
@@ -231,18 +244,30 @@ def batch_rates(counts: np.ndarray, batch: int) -> np.ndarray:
     return np.asarray(sizes / np.maximum(counts, 1))
 
 
-def exposures(rates: np.ndarray, gradients: np.ndarray) -> list[Steps]:
-    """What differs among clients, the likely worst first: rates rounded up a little, the most of a rate."""
+def batches_of(gradients: Any, times: int) -> np.ndarray:
+    """How many batches so many gradients are of, where so many are taken of each.
+
+    >>> batches_of([0, 8, 9], 2)
+    array([0, 4, 5])
+    """
+    return -(-np.asarray(gradients, dtype=np.int64) // times)
+
+
+def exposures(rates: np.ndarray, batches: np.ndarray, times: int = 1) -> list[Steps]:
+    """What differs among clients, the likely worst first: rates rounded up a little, the most of a rate.
+
+    ``times`` is how many gradients are taken of each batch.
+    """
     fine = np.log(FINE)
     steps = np.floor(np.log(np.maximum(rates, 1e-300)) / fine + 1e-9)
     coarse = np.minimum(1.0, np.exp((steps + 1) * fine))
     coarse = np.where(rates >= 1, 1.0, coarse)
     found = {
-        float(rate): int(gradients[coarse == rate].max())
-        for rate in np.unique(coarse[(rates > 0) & (gradients > 0)])
+        float(rate): int(batches[coarse == rate].max())
+        for rate in np.unique(coarse[(rates > 0) & (batches > 0)])
     }
     worst = sorted(found, key=lambda rate: -rate * math.sqrt(found[rate]))
-    return [{Step("fixed", rate): found[rate]} for rate in worst]
+    return [{Step("fixed", rate, times): found[rate]} for rate in worst]
 
 
 def calibrated(target: float, delta: float, exposed: list[Steps], neighbours: str) -> float:

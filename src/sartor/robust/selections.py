@@ -18,7 +18,9 @@ from sartor.robust.orders import attackers_of, distances_from, median
 from sartor.settings import setting
 
 SAME = 1e-4
-"""Rows nearer to each other than this share of their length are the same."""
+"""Rows nearer to each other than this share of their length, and of what rows differ by, are the same."""
+ROUNDING = 5e-7
+"""And so are those nearer than this share of their length, whatever rows differ by."""
 
 
 def most_attackers(share: float, clients: int, factor: int, name: str) -> None:
@@ -160,9 +162,16 @@ class Similarity(Selection):
             far = -_to_others(-apart)
             kept &= far <= self.factor * far.median()
         if "copies" in self.by:
-            same = apart <= SAME * sizes.sqrt()
+            same = apart <= _rounding(apart, sizes.sqrt())
             kept &= ~same.tril(diagonal=-1).any(dim=1)
         return kept
+
+
+def _rounding(apart: Tensor, sizes: Tensor) -> Tensor:
+    """How far apart two rows may be that are the same: by their lengths, and the median of all distances."""
+    others = torch.ones_like(apart, dtype=torch.bool).tril(diagonal=-1)
+    usual = apart.masked_fill(~others, torch.nan).nanmedian()
+    return torch.maximum(SAME * sizes.clamp(max=usual), ROUNDING * sizes)
 
 
 def _to_others(alike: Tensor) -> Tensor:

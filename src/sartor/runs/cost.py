@@ -199,6 +199,7 @@ def _play(setup: Setup, count: int, share: int) -> _Measured:
         federation.round = round
         with suppress(NobodyAnswered):
             server = algorithm.round(server, federation, cohort)
+            federation.check()
         federation.engine.wait()
         took, after = time.perf_counter() - begin, replace(federation.traffic)
         with suppress(NobodyAnswered):

@@ -16,7 +16,7 @@ from sartor.errors import SettingError
 from sartor.federation.reduction import MEAN
 from sartor.federation.transforms import Transform
 from sartor.model.task import Task
-from sartor.privacy.account import batch_rates, calibrated, exposures
+from sartor.privacy.account import batch_rates, batches_of, calibrated, exposures
 from sartor.privacy.accounting import Step, Steps, epsilon
 from sartor.privacy.settings import Privacy
 from sartor.runs.experiment import Experiment
@@ -130,5 +130,6 @@ def planned(
         ], "add-remove" if cohort.sampling == "poisson" else "replace"
     if experiment.privacy.mode == "local":
         return [{Step(): rounds * exchanges}], "replace"
-    taken = rounds * np.asarray(algorithm.gradients(experiment.local, counts), dtype=np.int64)
-    return exposures(batch_rates(counts, experiment.local.batch), taken), "replace"
+    times = algorithm.gradients_a_step
+    batches = rounds * batches_of(algorithm.gradients(experiment.local, counts), times)
+    return exposures(batch_rates(counts, experiment.local.batch), batches, times), "replace"
