@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flower_grid import HereGrid, experiment_of, federation_on, nodes_of
-from test_engines import COHORTS, network, plain, vectors
+from flower_grid import HereGrid, experiment_of, federation_on, nodes_of, work
+from test_engines import COHORTS, network, plain, vectors, without_draws
 from test_transforms import Carry, Noise, named
 from torch import Tensor
 
-from helpers import federation_of, model_task
+from helpers import PATIENCE, federation_of, model_task
 from owned import forgetful
 from sartor.algorithms import make, registered
 from sartor.errors import SartorError
@@ -655,3 +655,32 @@ def test_a_node_does_not_let_the_server_ask_past_the_transforms() -> None:
     federation = federation_on(grid, experiment, plain())
     with pytest.raises(SartorError, match="it asks past the transforms of the experiment"):
         rounds_on(federation, "fedavg", COHORTS[:1])
+
+
+class OneByOne(HereGrid):
+    """Answers to work arrive at different instants: one at most after every rest."""
+
+    arrives = True
+
+    def rest(self, seconds: float) -> None:
+        self.arrives = True
+        super().rest(seconds)
+
+    def poll(self, message: str) -> Parts | None:
+        reply = super().poll(message) if self.arrives or not work(self.requests[message][1]) else None
+        self.arrives &= reply is None
+        return reply
+
+
+def test_float_buffers_of_answers_that_come_one_by_one_are_those_of_a_simulation() -> None:
+    task, data, name = without_draws(), vectors(), "fedavg-sync"
+    grid = OneByOne(nodes_of(data, task, BLOCKS))
+    found = deployed(name, grid, task, unit=PATIENCE, buffers="average")
+    expected = federation_of("loop", task, data, local={"batch": 8}, workers=1, buffers="average")
+    servers = [rounds_on(federation, name, [EVERYBODY] * 2) for federation in (found, expected)]
+    assert torch.allclose(servers[0].w, servers[1].w)
+    assert found.buffers is not None
+    assert expected.buffers is not None
+    assert torch.allclose(found.buffers, expected.buffers)
+    assert not torch.equal(found.buffers, found.initial_buffers())
+    assert found.traffic == expected.traffic

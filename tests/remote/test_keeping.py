@@ -20,6 +20,7 @@ from sartor.remote.join import loader
 from sartor.remote.keeping import MODELS, read_kept
 from sartor.remote.messages import Parts, read_header
 from sartor.remote.node import Node
+from sartor.remote.policy import Policy
 from sartor.remote.serve import Service, serve_on
 from sartor.runs.experiment import from_mapping
 from sartor.runs.result import read_result
@@ -36,15 +37,18 @@ def tables(folder: Path) -> None:
         csv.write_csv(arrow.table(columns), folder / f"{name}.csv")
 
 
-def node(folder: Path, name: str) -> Node:
-    return Node(loader(folder / f"{name}.csv", None, "hospital", "state"), folder / name / "runs")
+def node(folder: Path, name: str, policy: Policy | None = None) -> Node:
+    load = loader(folder / f"{name}.csv", None, "hospital", "state")
+    return Node(load, folder / name / "runs", policy=policy)
 
 
-def deployed(folder: Path, method: str, change: Any = None, **settings: Any) -> Any:
+def deployed(
+    folder: Path, method: str, change: Any = None, policy: Policy | None = None, **settings: Any
+) -> sartor.Result:
     experiment = from_mapping(
         {"algorithm": method, "rounds": 2, "data": {"clients": 3}, "engine": {"name": "loop"}, **settings}
     )
-    grid = HereGrid({place: node(folder, name) for place, name in enumerate(NAMES, 1)})
+    grid = HereGrid({place: node(folder, name, policy) for place, name in enumerate(NAMES, 1)})
     if change is not None:
         grid.change = lambda place, parts: change(grid, place, parts)
     return serve_on(grid, experiment, Service(min_nodes=3, linger=0.0), out=folder / "server")
@@ -105,6 +109,35 @@ def test_a_node_keeps_the_models_of_the_simulation(
     if wanted.summary["last"]["personal_local"] is not None:
         with pytest.raises(SartorError, match="stay at the nodes"):
             server.predict("Oslo", torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("method", ["ditto", "diversifed"])  # kept by clients, sent to each by the server
+def test_a_node_keeps_the_models_of_clients_that_are_not_evaluated(method: str, tmp_path: Path) -> None:
+    tables(tmp_path)
+    found = deployed(tmp_path, method, evaluate={"clients": 1})
+    wanted = simulated(tmp_path, method, evaluate={"clients": 1})
+    assert found.clients["client"] == wanted.clients["client"]
+    assert len(set(found.clients["client"])) == 1
+    new = {name: np.random.default_rng(1).normal(1, 1, 20) for name in "abc"}
+    for name in NAMES:
+        likely = read_kept(tmp_path / name).predict(name, new)["probability_ill"]
+        assert np.allclose(likely, wanted.predict(name, new)["probability_ill"], atol=1e-6)
+
+
+def test_a_model_that_nobody_has_told_is_not_given(tmp_path: Path) -> None:
+    def leaves(grid: HereGrid, place: int, parts: Parts) -> Parts:
+        header = read_header(grid.sent[-1][1])
+        if place == 3 and header.get("kind") == "call" and header["round"] == 2:
+            grid.gone.add(3)
+        return parts
+
+    tables(tmp_path)
+    sends, asks = Policy(personal_models=True), {"personal_models": "yes"}
+    server = deployed(tmp_path, "separate", leaves, sends, evaluate=asks)
+    assert server.model("Bergen").training is False
+    for ask in (server.state_dict, server.predictor):
+        with pytest.raises(SartorError, match="the model of 'Oslo' is not here; its node was gone"):
+            ask("Oslo")
 
 
 def test_the_models_are_kept_by_a_node_that_was_started_anew(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from sartor.remote.addresses import split_address
 from sartor.remote.admission import Admission
 from sartor.remote.join import loader
 from sartor.remote.journal import MOST_FILES, Journal, rows_of
-from sartor.remote.keys import make_keys, read_key, read_public_keys
+from sartor.remote.keys import check_issued, check_pair, make_keys, read_key, read_public_keys
 from sartor.remote.messages import DTYPES, BadMessage, Parts, decode, encode, spec_of, version
 from sartor.remote.node import Node
 from sartor.remote.requests import Failed, Requests
@@ -547,8 +547,6 @@ def test_a_flower_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, mi
 
 
 def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
-    from sartor.remote.keys import check_issued, make_keys
-
     for name in ("ours", "theirs"):
         make_keys(tmp_path / name, ["localhost"], ["one"])
     check_issued(tmp_path / "ours" / "server.crt", tmp_path / "ours" / "ca.crt")
@@ -558,6 +556,48 @@ def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
         check_issued(tmp_path / "ours" / "server.key", tmp_path / "ours" / "ca.crt")
     with pytest.raises(SettingError, match="cannot be read"):
         check_issued(tmp_path / "none.crt", tmp_path / "ours" / "ca.crt")
+
+
+def test_a_key_that_is_not_the_certificates_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    from cryptography.hazmat.primitives.serialization import (
+        BestAvailableEncryption,
+        Encoding,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+
+    make_keys(tmp_path, ["localhost"], ["one"])
+    certificate, key = tmp_path / "server.crt", tmp_path / "server.key"
+    check_pair(certificate, key)
+    with pytest.raises(SettingError, match=r"one\.key: is not the key of .*server\.crt"):
+        check_pair(certificate, tmp_path / "one.key")
+    with pytest.raises(SettingError, match=r"none\.key: cannot be read: No such file"):
+        check_pair(certificate, tmp_path / "none.key")
+    hidden = BestAvailableEncryption(b"a word")
+    locked = load_pem_private_key(key.read_bytes(), None).private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, hidden
+    )
+    (tmp_path / "locked.key").write_bytes(locked)
+    check_pair(certificate, tmp_path / "locked.key")  # whoever starts the server is asked for the word
+
+
+@pytest.mark.parametrize("host", ["", "fl.example.org:8000", "https://fl.example.org", "a,b", "a b", "ø.no"])
+def test_a_certificate_is_for_names_and_addresses(host: str, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    with pytest.raises(SettingError, match="--host: expected a name or an address"):
+        make_keys(tmp_path / "keys", ["127.0.0.1", host], ["one"])
+    assert not (tmp_path / "keys").exists()
+
+
+def test_a_server_may_have_a_long_name(tmp_path: Path) -> None:
+    x509 = pytest.importorskip("cryptography.x509")
+    host = ".".join(["federation"] * 12)
+    make_keys(tmp_path, [host, "*.example.org", "::1"], ["one"])
+    made = x509.load_pem_x509_certificate((tmp_path / "server.crt").read_bytes())
+    names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [host, "*.example.org"]
+    check_issued(tmp_path / "server.crt", tmp_path / "ca.crt")
 
 
 # Settings --------------------------------------------------------------------------------------------------

@@ -229,6 +229,20 @@ def test_a_function_and_its_quantities_may_be_named(function: str) -> None:
     assert list(server.call(torch.zeros(15))[1]) == ["delta"]
 
 
+@pytest.mark.parametrize("names", [("loss", "confusion", "n"), ("test.loss", "test.confusion", "test.n")])
+def test_what_is_counted_in_an_evaluation_may_be_named(names: tuple[str, ...]) -> None:
+    name = "evaluation_of/test/confusion/sartor.runs.evaluation:shared_model"
+    evaluation: dict[str, Any] = {"function": name, "keeps": False}
+    server = Server(Policy(quantities=("delta", *names)))
+    assert server.greet() == ""
+    assert set(server.call(torch.zeros(15), **evaluation)[1]) == {"test.loss", "test.confusion", "test.n"}
+    server = Server(Policy(quantities=("delta", *names[:2])))
+    assert server.greet() == ""
+    error, sent = server.call(torch.zeros(15), **evaluation)
+    assert "sends test.n; delta, " in error
+    assert sent == {}
+
+
 def test_transforms_cannot_be_asked_past(tmp_path: Path) -> None:
     """A server whose experiment clips asks for the same function as for an evaluation, which nobody clips."""
     w = torch.full((15,), 3.0)
@@ -306,6 +320,8 @@ def test_a_policy_is_read_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="the policy says whether personal models may leave"):
         node_policy(tmp_path / "policy.toml", True)
     assert policy_of({}) == Policy()
+    with pytest.raises(SettingError, match=r"none\.toml: no such policy file"):
+        read_policy(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(

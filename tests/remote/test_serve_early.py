@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -9,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 from flower_grid import HereGrid
+from flower_processes import free_port
 
+from sartor.commands.main import app
 from sartor.errors import SartorError, SettingError
 from sartor.remote.flower_app import write_app
-from sartor.remote.join import loader
+from sartor.remote.join import join, loader
 from sartor.remote.messages import Parts, read_header
 from sartor.remote.node import Node
 from sartor.remote.serve import Service, serve, serve_on
 from sartor.runs import tracking
 from sartor.runs.experiment import load
+from sartor.runs.record import RunFolder
 
 
 class Listens(Exception):
@@ -75,6 +79,19 @@ def test_what_nodes_can_do_is_served(asked: None, words: list[str]) -> None:
         serve(load(None, words), Service())
 
 
+def test_what_says_how_a_simulation_reads_its_table_is_left_out_and_named(
+    asked: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "e.toml"
+    file.write_text('[data]\npath = "t.csv"\ntext_column = "note"\ntokens = "hashed"\nvalidation = 0.1\n')
+    with pytest.raises(Listens):
+        app(["serve", str(file), "--insecure"], standalone_mode=False)
+    assert re.search(
+        r"data\.path = '.*t\.csv', data\.text_column = 'note', data\.tokens = 'hashed': for simul",
+        capsys.readouterr().err,
+    )
+
+
 def test_what_the_server_lacks_is_said_before_nodes_come(
     asked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +102,35 @@ def test_what_the_server_lacks_is_said_before_nodes_come(
     monkeypatch.setitem(tracking.TRACKERS, "wandb", (kind, ("no_such_package",), extra))
     with pytest.raises(SettingError, match="wandb needs the package no_such_package"):
         serve(load(None, ["tracking.loggers=['wandb']"]), Service())
+
+
+def test_a_node_without_its_device_does_not_join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "north.npz").touch()
+    load = loader(tmp_path / "north.npz", None, None, None)
+    with pytest.raises(SettingError, match="--device cuda: PyTorch sees no CUDA device here; take cpu"):
+        join("127.0.0.1:1", load, tmp_path / "state", patience=0, device="cuda")
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_node_says_once_why_it_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    monkeypatch.setattr("sartor.remote.join.RETRY", 0.01)
+    monkeypatch.setattr("sartor.remote.join.NOTICED", 0.05)
+    (tmp_path / "north.npz").touch()
+    load, address = loader(tmp_path / "north.npz", None, None, None), f"127.0.0.1:{free_port()}"
+    said: list[str] = []
+    with pytest.raises(SartorError, match=r"no server for 0\.2 s: .*refused"):
+        join(address, load, tmp_path / "state", patience=0.2, show=said.append)
+    assert len(said) == 1
+    assert re.fullmatch(rf"{address}: .*refused; trying again for 0\.2 s", said[0])
+
+
+@pytest.mark.parametrize("words", [["data.clients=3"], ["data.path='tables'"]], ids=str)
+def test_a_simulation_is_not_continued_with_nodes(asked: None, tmp_path: Path, words: list[str]) -> None:
+    folder = RunFolder.create(tmp_path / "run", load(None, words))
+    with pytest.raises(SettingError, match=r"run: was simulated; `sartor resume .*run` goes on with it"):
+        serve(None, Service(), resume=folder.path)
 
 
 def test_a_folder_that_is_taken_is_refused_before_nodes_come_and_left_alone(

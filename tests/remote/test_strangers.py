@@ -112,6 +112,9 @@ def test_public_keys_name_the_clients_that_they_may_bring(tmp_path: Path) -> Non
         DataError, match=r"entry 1: expected 'client: NAME' above a key, got 'clients are north'"
     ):
         read_public_keys(path)
+    path.write_bytes(b"client: north\n" + 2 * next(iter(found)))
+    with pytest.raises(DataError, match="entry 2 has the key of another; name all of its clients above one"):
+        read_public_keys(path)
 
 
 def test_the_keys_of_named_nodes_bring_the_client_of_that_name(tmp_path: Path) -> None:

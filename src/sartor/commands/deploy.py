@@ -13,6 +13,7 @@ from sartor.commands.base import AsJson, Imports, app, reported
 from sartor.commands.run import print_result
 from sartor.commands.words import UNUSED_IN_A_FEDERATION, import_words, read_words
 from sartor.errors import SettingError
+from sartor.settings import shown
 
 Words = Annotated[
     list[str] | None,
@@ -86,7 +87,7 @@ def serve(
     sartor serve --resume runs/fedavg-own-s0-12345678
     """
     from sartor.remote.addresses import split_address
-    from sartor.remote.keys import check_issued
+    from sartor.remote.keys import check_issued, check_pair
     from sartor.remote.serve import Service
     from sartor.remote.serve import serve as serve_nodes
     from sartor.runs.experiment import from_mapping
@@ -101,6 +102,7 @@ def serve(
     if tls is not None:
         certificate, key, authority = tls
         check_issued(certificate, authority)
+        check_pair(certificate, key)
     service = Service(
         host, port, certificate, key, nodes, insecure, min_nodes, deadline, quorum, unit, store, linger
     )
@@ -117,16 +119,19 @@ def serve(
 
 def _served(arguments: list[str] | None, imports: list[str] | None) -> dict[str, Any]:
     """The settings of a federation: where the data of a simulation lie says nothing of the nodes'."""
-    from sartor.data.settings import COLUMN_KEYS
+    from sartor.data.settings import COLUMN_KEYS, TEXT_KEYS
 
     settings = read_words(arguments or (), imports, unused=UNUSED_IN_A_FEDERATION)
     table = settings.get("data")
     if isinstance(table, dict) and table.get("path") is not None:
+        lie = ("path", *COLUMN_KEYS, *TEXT_KEYS)
+        left_out = ", ".join(f"data.{key} = {shown(table[key])}" for key in lie if key in table)
         print(
-            f"sartor: data.path = {table['path']!r} is for simulations; here data lie at the nodes",
+            f"sartor: {left_out}: for simulations; here data lie at the nodes, whose command says how they "
+            "are read",
             file=sys.stderr,
         )
-        settings["data"] = {key: value for key, value in table.items() if key not in ("path", *COLUMN_KEYS)}
+        settings["data"] = {key: value for key, value in table.items() if key not in lie}
     return settings
 
 

@@ -7,7 +7,6 @@ has stored.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from sartor.data.clients import ClientData, from_clients
 from sartor.data.leaf import from_leaf, is_leaf
@@ -35,12 +35,12 @@ from sartor.remote.policy import Policy
 from sartor.runs.experiment import Experiment, anchored, import_named
 from sartor.runs.setup import poisoned
 
-log = logging.getLogger(__name__)
-
 SHORTEST, LONGEST = 0.02, 0.25
 """Seconds between two looks of a node for requests: after one, and when nothing has come for a while."""
 RETRY = 1.0
 """Seconds until a node tries again to reach a server."""
+NOTICED = 5.0
+"""Seconds after which a node says that it still waits for a server, and why."""
 
 
 def loader(path: Path, name: str | None, client_column: str | None, label_column: str | None) -> Load:
@@ -140,6 +140,8 @@ def join(
             f"{host}: without --ca the server could be anybody and everything would travel readable; "
             "give the certificate that `sartor keys` made for it, or --insecure"
         )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--device cuda: PyTorch sees no CUDA device here; take cpu")
     private_folder(state)
     with alone(state, "another node is using it; give every node a folder of its own (--state)"):
         given = (address, load, state, key, certificates, patience, device, policy or Policy(), attack, show)
@@ -177,6 +179,7 @@ def _take_part(
     )
     try:
         connected, apart, since, round, quiet = False, False, time.monotonic(), 0, SHORTEST
+        told = ""
         while not node.done:
             if node.refusal:
                 raise SartorError(f"{address}: this node cannot take part: {node.refusal}")
@@ -193,7 +196,7 @@ def _take_part(
                     if link.ahead and not apart:
                         apart = True
                         show(f"{clocks_apart(link.ahead)}, by which this node goes; set it when you can")
-                    connected = True
+                    connected, told = True, ""
                 request = link.receive()
                 if request is not None:
                     link.reply(request, node.handle(request.parts))
@@ -202,7 +205,9 @@ def _take_part(
                 connected = False
                 if time.monotonic() - since > patience:
                     raise SartorError(f"{address}: no server for {patience:g} s: {error}") from None
-                log.info("%s: %s; trying again", address, error)
+                if str(error) != told and time.monotonic() - since > NOTICED:
+                    told = str(error)
+                    show(f"{address}: {told}; trying again for {patience:g} s")
                 time.sleep(RETRY)
                 continue
             if node.round != round:

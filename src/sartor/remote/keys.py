@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import hashlib
 import ipaddress
+import re
+import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,25 @@ def check_issued(certificate: Path, authority: Path) -> None:
         ) from None
 
 
+def check_pair(certificate: Path, key: Path) -> None:
+    """Refuse a key that is not the one of the server's certificate; one with a password is not tried."""
+    asked: list[bool] = []
+
+    def password() -> bytes:
+        asked.append(True)
+        return b""
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password)
+    except ssl.SSLError:
+        if not asked:
+            raise SettingError(f"--tls: {key}: is not the key of {certificate}") from None
+    except OSError as error:
+        raise SettingError(f"--tls: {key}: cannot be read: {error.strerror or error}") from None
+
+
+LONGEST_SUBJECT = 64
+"""Characters that the subject of a certificate may have; its other names may be longer."""
 CLIENT = "client:"
 """What a line begins with that names a client which the key below it may bring."""
 
@@ -59,6 +80,7 @@ def make_keys(
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import NameOID
 
+    alternatives = x509.SubjectAlternativeName([_alternative(host) for host in hosts])
     folder.mkdir(parents=True, exist_ok=True)
     names = ["ca.crt", "server.crt", "server.key", "nodes.pub", *(f"{node}.key" for node in nodes)]
     taken = [name for name in names if (folder / name).exists()]
@@ -87,8 +109,8 @@ def make_keys(
 
     authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     root = certificate("sartor federation", authority, "sartor federation", authority, True)
-    alternatives = x509.SubjectAlternativeName([_alternative(host) for host in hosts])
-    leaf = certificate(hosts[0], server, "sartor federation", authority, False)
+    subject = hosts[0] if len(hosts[0]) <= LONGEST_SUBJECT else "sartor server"
+    leaf = certificate(subject, server, "sartor federation", authority, False)
     leaf = leaf.add_extension(alternatives, False)
     made = {
         "ca.crt": (root.sign(authority, hashes.SHA256()), 0o644),
@@ -108,12 +130,15 @@ def make_keys(
 
 
 def _alternative(host: str) -> Any:
+    """A name or an address for a certificate; nodes would not know the server by anything else."""
     from cryptography import x509
 
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        if re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_])?", host):
+            return x509.DNSName(host)
+    raise SettingError(f"--host: expected a name or an address, as fl.example.org, got {shown(host)}")
 
 
 def read_key(path: Path) -> EllipticCurvePrivateKey:
@@ -160,7 +185,12 @@ def read_public_keys(path: Path) -> dict[bytes, tuple[str, ...]]:
                 f"{path}: entry {place}: expected '{CLIENT} NAME' above a key, got {shown(wrong[0])}"
             )
         names = tuple(line[len(CLIENT) :].strip() for line in lines if line.startswith(CLIENT))
-        keys[key.public_bytes(_pem(), _subject())] = names
+        public = key.public_bytes(_pem(), _subject())
+        if public in keys:
+            raise DataError(
+                f"{path}: entry {place} has the key of another; name all of its clients above one"
+            )
+        keys[public] = names
     if not keys:
         raise DataError(f"{path}: holds no public key; `sartor keys` writes such a file")
     return keys

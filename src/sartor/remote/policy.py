@@ -29,6 +29,8 @@ from sartor.transforms import TRANSFORMS
 from sartor.transforms.noise import Noise
 from sartor.transforms.norms import Clip
 
+EVALUATED = ("test.", "validation.")
+"""What the name of a quantity begins with that was counted in an evaluation."""
 MARK = "outside this node's policy: "
 STAY = (
     ", which stay at this node; `sartor join --allow-personal-models`, or personal_models in its policy, "
@@ -214,10 +216,15 @@ class Policy:
         if self.most_exchanges and answered >= self.most_exchanges:
             raise Refused(f"{answered} requests were answered already, which is the most (most_exchanges)")
 
+    def _may_leave(self, quantity: str) -> bool:
+        """Whether a quantity may: what is counted in an evaluation goes by its name on whichever samples."""
+        own = quantity.partition(".")[2] if quantity.startswith(EVALUATED) else quantity
+        return not self.quantities or bool({quantity, own} & set(self.quantities))
+
     def check_reply(self, name: str, sent: Iterable[str]) -> None:
         """Refuse to send quantities that have to stay."""
         names = {quantity.split(JOINT)[0] for quantity in sent}
-        wrong = sorted(names - set(self.quantities)) if self.quantities else []
+        wrong = sorted(quantity for quantity in names if not self._may_leave(quantity))
         if wrong:
             raise Refused(
                 f"{name} sends {', '.join(wrong)}; {', '.join(self.quantities)} may leave (quantities)"
@@ -246,6 +253,8 @@ def noised_first(experiment: Experiment) -> list[Transform]:
 
 def read_policy(path: Path | str) -> Policy:
     """The policy of a TOML file; an unknown key, or a value out of its range, is an error that names it."""
+    if not Path(path).exists():
+        raise SettingError(f"{path}: no such policy file")
     try:
         return policy_of(read_toml(path))
     except SettingError as error:

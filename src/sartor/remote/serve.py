@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sartor.algorithms import registered
 from sartor.data.clients import ClientData
 from sartor.data.settings import OWN_DATA
@@ -23,6 +25,7 @@ from sartor.errors import DataError, SartorError, SettingError
 from sartor.federation import Federation
 from sartor.federation.attacks import NONE, for_simulations
 from sartor.federation.clock import Conditions
+from sartor.federation.exchange import NobodyAnswered
 from sartor.files import OWNER_ALONE, write
 from sartor.model.networks import check_told
 from sartor.model.objectives import chosen_objective
@@ -41,6 +44,7 @@ from sartor.remote.admission import (
 from sartor.remote.keys import fingerprint, read_public_keys
 from sartor.remote.requests import PARTING, Failed, Grid, Requests
 from sartor.remote.server import RemoteEngine
+from sartor.runs.evaluation import evaluate, personal_models
 from sartor.runs.execute import execute
 from sartor.runs.experiment import Experiment
 from sartor.runs.metrics import measured
@@ -123,6 +127,8 @@ def serve(
         if folder.finished:
             raise SettingError(f"{resume}: finished already; it has a summary.json")
         experiment = folder.experiment
+        if experiment.data.path is not None or experiment.data.name != OWN_DATA:
+            raise SettingError(f"{resume}: was simulated; `sartor resume {resume}` goes on with it")
     assert experiment is not None
     if experiment.data.path is not None:
         raise SettingError("data.path: in a federation data lie at the nodes; leave it out")
@@ -336,6 +342,18 @@ class Watched(Observer):
         if not run.federation.updates and (last or run.round >= EMPTY_ROUNDS):
             told = f"no reply of any node could be used in {run.round} rounds"
             run.leave(SartorError(f"{told}; the log and rounds.jsonl say what was wrong with them"))
+
+    def end(self, run: Run, summary: Mapping[str, Any] | None) -> None:
+        """All is stored; who was never evaluated is once, for its node to know what its model is made of."""
+        algorithm, server, settings = run.algorithm, run.server, run.experiment.evaluate
+        if summary is None or not 0 < settings.clients < run.federation.clients:
+            return
+        if personal_models(algorithm, server, np.arange(1)) is None:
+            return
+        try:
+            evaluate(algorithm, server, run.federation, replace(settings, clients=0))
+        except (SartorError, NobodyAnswered) as error:
+            log.warning("nodes do not know all of their clients' models: %s", error or "nobody answered")
 
 
 def read_owners(path: Path) -> dict[str, tuple[str, ...]]:
