@@ -209,6 +209,7 @@ def play(algorithm: Algorithm, federation: Federation, cohorts: Sequence[Sequenc
         federation.round = round
         with suppress(NobodyAnswered):  # as the round loop does
             server = algorithm.round(server, federation, np.asarray(cohort, dtype=np.int64))
+            federation.check()
     return server
 
 

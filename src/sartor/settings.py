@@ -144,6 +144,7 @@ def fields_of(cls: type) -> Mapping[str, dataclasses.Field[Any]]:
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """A dataclass from a mapping: all keys known, all values of their type and in range, or an error."""
     fields, hints = fields_of(typing.cast(Any, cls)), hints_of(typing.cast(Any, cls))
+    check_defaults(typing.cast(Any, cls))
     checked = {}
     for key, value in values.items():
         if key not in fields:
@@ -158,6 +159,20 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         return cls(**checked)
     except (TypeError, ValueError) as error:  # the class's own check of how its values fit together
         raise SettingError(f"{where}: {error}") from None
+
+
+@functools.cache
+def check_defaults(cls: type) -> None:
+    """Refuse a default that could not be given: what is stored with it could not be read back.
+
+    One that is None says that the value is not set.
+    """
+    hints = hints_of(cls)
+    for key, field in fields_of(typing.cast(Any, cls)).items():
+        made = field.default_factory
+        default = field.default if made is dataclasses.MISSING else made()
+        if default is not dataclasses.MISSING and default is not None:
+            check(default, hints[key], meaning(field), f"the default of {cls.__name__}.{key}")
 
 
 def check(value: Any, hint: Any, meaning: Meaning, place: str) -> Any:

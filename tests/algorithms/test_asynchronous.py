@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sartor
-from helpers import federation_of, method, play, quadratics, task_and_data
+from helpers import classification, federation_of, method, play, quadratics, task_and_data
 from sartor.algorithms import Algorithm, make, registered
 from sartor.algorithms.asynchronous.twafl import time_weights
 from sartor.algorithms.mixing.diversifed import Targets
+from sartor.algorithms.references.fedavg import local_training
 from sartor.algorithms.server.leaps import Uploads, agreement
 from sartor.algorithms.server.stages import stages_of
 from sartor.algorithms.server.staleness import adaptive_factors, compensate, decay, pseudo_gradient
@@ -24,6 +25,7 @@ from sartor.errors import SettingError
 from sartor.federation import Federation
 from sartor.federation.clock import Conditions, LogNormal, Modelled, Sometimes, Stragglers, World
 from sartor.federation.exchange import NobodyAnswered
+from sartor.model.task import Task
 from sartor.runs.checkpoint import known_classes, pack, unpack
 from sartor.runs.run import tensors_of
 
@@ -668,3 +670,66 @@ def test_results_are_recorded_against_rounds_time_and_updates() -> None:
     assert [row["updates"] for row in result.rounds] == [1, 2, 3, 4, 5]
     assert [row["answered"] for row in result.rounds] == [1] * 5
     assert [len(row["arrivals"]) for row in result.rounds] == [1] * 5
+
+
+# Float buffers ---------------------------------------------------------------------------------------------
+
+
+def normalised(*times: float) -> tuple[Federation, Tensor, Tensor]:
+    """Clients whose BatchNorm has after a round what their own samples have, whatever it had before.
+
+    With them the buffers at the beginning, and a row of what each client has.
+    """
+    module = nn.Sequential(nn.BatchNorm1d(5, momentum=1.0), nn.Linear(5, 4)).double()
+    task = Task(module, classes=4, head="1")
+    data = classification((7, 3, 12), shape=(5,), classes=4, dtype=torch.float64)
+    made = federation_of(
+        "loop", task, data, local={"batch": 64}, conditions=Conditions(delay=Takes(*times)), buffers="average"
+    )
+    x = [
+        data.train.x[start : start + count] for start, count in zip(data.train.start, (7, 3, 12), strict=True)
+    ]
+    held = torch.stack([torch.cat([each.mean(dim=0), each.var(dim=0)]) for each in x])
+    assert made.buffers is not None
+    return made, made.buffers, held
+
+
+def test_float_buffers_move_by_the_share_of_those_who_were_at_work() -> None:
+    federation, start, held = normalised(1.0, 2.0, 3.0)
+    federation.dispatch(local_training, [0, 1, 2], {"w": federation.task.initial()})
+    federation.collect(1)
+    first = start + 7 / 22 * (held[0] - start)
+    assert federation.buffers is not None
+    assert close(federation.buffers, first)
+    federation.collect(1)
+    assert close(federation.buffers, first + 3 / 15 * (held[1] - first))
+    federation.collect()
+    assert close(federation.buffers, held[2])
+
+
+@pytest.mark.parametrize("name", ["fedavg-sync", "fedbuff"])
+def test_float_buffers_of_all_together_are_those_of_fedavg(name: str) -> None:
+    found, expected = normalised(1.0, 1.0, 1.0)[0], normalised(1.0, 1.0, 1.0)[0]
+    play(method("fedavg", expected, lr=0.1), expected, [[0, 1, 2]] * 2)
+    more = {"buffer": 3} if name == "fedbuff" else {}
+    play(method(name, found, lr=0.1, **more), found, [[0, 1, 2]] * 2)
+    assert found.buffers is not None
+    assert expected.buffers is not None
+    assert close(found.buffers, expected.buffers)
+    assert found.traffic.up >= found.buffers.nbytes * 6
+
+
+@pytest.mark.parametrize("name", ["fedasync", "fedbuff", "fedavg-async", "twafl", "plga"])
+def test_float_buffers_are_never_beyond_what_clients_have(name: str) -> None:
+    federation, start, held = normalised(1.0, 1.5, 2.5)
+    algorithm = method(name, federation, lr=0.01)
+    everyone = torch.cat([held, start[None]])
+    low, high = everyone.amin(dim=0) - 1e-9, everyone.amax(dim=0) + 1e-9
+    server = algorithm.start(federation)
+    for round in range(1, 13):
+        federation.round = round
+        with suppress(NobodyAnswered):
+            server = algorithm.round(server, federation, np.arange(3))
+        assert federation.buffers is not None
+        assert bool(((federation.buffers >= low) & (federation.buffers <= high)).all()), round
+    assert not torch.equal(federation.buffers, start)

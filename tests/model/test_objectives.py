@@ -127,6 +127,17 @@ def test_an_own_objective_has_its_own_metrics() -> None:
     )
 
 
+def test_a_metric_of_an_own_objective_that_is_not_known_is_refused() -> None:
+    """It would not be shown, or less of it be taken for better."""
+    data = {"a": (torch.randn(9, 3), torch.randn(9))}
+    for field, name, hint in (("metrics", "rmsee", "rmse"), ("more_is_better", "of", "off")):
+        wrong = type("Wrong", (Relative,), {field: (name,)})()
+        with pytest.raises(
+            SettingError, match=rf"Wrong.{field} = '{name}': unknown metric; did you mean {hint}"
+        ):
+            sartor.run(model="mlp", data=data, objective=wrong, rounds=1, store=False)
+
+
 def test_an_objective_can_be_registered() -> None:
     @sartor.register_objective("quartic")
     @dataclass(frozen=True)

@@ -1244,3 +1244,18 @@ class AlwaysDrawing(nn.Module):
 def test_other_modules_give_what_their_parameters_say(module: nn.Module) -> None:
     x, y = torch.randn(5, 4), torch.arange(5) % 3
     assert Task(module).suited(x, y, 3).classes == 3
+
+
+@pytest.mark.parametrize("name", ["fedlc", "fedrod", "knn-per", "fedcp", "gpfl", "fedgen", "ccvr", "fedgh"])
+def test_a_model_may_tell_more_classes_apart_than_occur(name: str) -> None:
+    data = classification((20, 9, 1, 14), classes=4)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(data.train.x[0].numel(), 8), nn.ReLU(), nn.Linear(8, 7))
+    result = sartor.run(name, data=data, model=module, head="3", rounds=2, store=False)
+    assert (result.task.classes, result.task.width) == (7, 7)
+    assert result.personal is None or result.personal.isfinite().all()
+
+
+def test_a_loss_that_takes_every_output_for_every_target_is_refused() -> None:
+    data = {name: (torch.randn(9, 5), torch.randn(9)) for name in ("a", "b")}
+    with pytest.raises(SartorError, match=r"loss cannot take outputs \[3, 1\] and targets \[3\]"):
+        sartor.run("fedavg", data=data, model=nn.Linear(5, 1), objective=nn.MSELoss(), store=False)

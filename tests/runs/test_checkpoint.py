@@ -623,7 +623,9 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(data: ClientDa
             go("separate", data, tmp_path / "run", **given)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert re.search(r"safetensors: cannot be written: .*; then `sartor resume .*` goes on", str(full.value))
+    assert re.search(
+        r"safetensors: cannot be written: .*; then `sartor\.resume\(.*\)`, .*, goes on", str(full.value)
+    )
     assert not list((tmp_path / "run").rglob(".unfinished*"))
     assert latest(RunFolder.open(tmp_path / "run")) is not None
     assert without_seconds(resume(tmp_path / "run", data=data)) == without_seconds(whole)
@@ -655,7 +657,10 @@ def test_ctrl_c_ends_the_round_first_and_the_second_time_at_once(
         pressing(patch, at=2, times=times)
         with pytest.raises(KeyboardInterrupt) as stop:
             go("fedavg", data, tmp_path / "a run", rounds=4)
-    assert str(stop.value) == f"stopped; `sartor resume '{tmp_path / 'a run'}'` goes on after round {saved}"
+    assert str(stop.value) == (
+        f"stopped; `sartor.resume({str(tmp_path / 'a run')!r})`, with what was given in Python, "
+        f"goes on after round {saved}"
+    )
     assert signal.getsignal(signal.SIGINT) is handler
     assert len(RunFolder.open(tmp_path / "a run").rounds) == saved
     assert without_seconds(resume(tmp_path / "a run", data=data)) == without_seconds(whole)

@@ -284,9 +284,8 @@ def test_one_that_fails_ends_the_run_which_can_be_resumed(
     else:
         assert not folder.finished
         assert len(folder.rounds) == (saved or 0)
-        assert message.endswith(
-            f"`sartor resume {tmp_path / 'run'}` goes on after round 3" if saved else "begins it again"
-        )
+        command = f"`sartor.resume({str(tmp_path / 'run')!r})`, with what was given in Python, "
+        assert message.endswith(f"{command}goes on after round 3" if saved else "begins it again")
         assert other.told[-1:] == ([("broken off", 3)] if saved else [])
     whole, resumed = go(data), resume(tmp_path / "run", data=data)
     assert resumed.summary["model_sha256"] == whole.summary["model_sha256"]

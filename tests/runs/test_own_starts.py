@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import sartor
 from helpers import federation_of
@@ -124,6 +125,68 @@ def test_a_run_of_a_factory_is_resumed_to_the_same_numbers(tmp_path: Path) -> No
     resumed = sartor.resume(folder, rounds=4, data=with_data, task=Factory(Net))
     assert torch.equal(resumed.w, whole.w)
     assert torch.equal(resumed.personal, whole.personal)
+
+
+def absolute(outputs: Tensor, y: Tensor) -> Tensor:
+    return (outputs[:, 0] - y).abs()
+
+
+IMAGES = {name: (torch.rand(9, 1, 8, 8, generator=GENERATOR), Y[:9]) for name in ("a", "b")}
+GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a class and its head": ({"data": DATA, "model": Net, "head": "output"}, {"algorithm": "fedrep"}),
+    "a module": ({"data": DATA, "model": nn.Linear(5, 3, dtype=torch.float64)}, {}),
+    "a Task": ({"data": DATA, "model": Task(nn.Linear(5, 3), classes=3)}, {}),
+    "an objective": (
+        {"data": {"a": (X, X[:, 0])}, "model": lambda: nn.Linear(5, 1), "objective": absolute},
+        {"algorithm": "separate"},
+    ),
+    "models of clients' own": (
+        {"data": DATA, "model": Net, "models": [{"model": lambda: Net(4), "clients": ["b"]}]},
+        {"algorithm": "separate"},
+    ),
+    "samples to divide": (
+        {"data": TensorDataset(X.float().repeat(5, 1), Y.repeat(5))},
+        {"clients": 3, "partition": {"name": "iid"}, "experiment": {"data": {"validation": 0.2}}},
+    ),
+    "images for features": (
+        {"data": from_clients(IMAGES)},
+        {"features": {"name": "hog", "block": 4, "stride": 2}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_was_given_in_python_is_given_again_as_it_was(name: str, tmp_path: Path) -> None:
+    given, settings = GIVEN[name]
+    whole = sartor.run(rounds=3, seed=2, out=tmp_path / "whole", **given, **settings)
+    sartor.run(rounds=1, seed=2, out=tmp_path / "part", **given, **settings)
+    resumed = sartor.resume(tmp_path / "part", rounds=3, **given)
+    assert resumed.summary["model_sha256"] == whole.summary["model_sha256"]
+
+
+def test_what_a_run_names_is_not_given_again(tmp_path: Path) -> None:
+    sartor.run("fedavg", data=DATA, rounds=1, out=tmp_path / "run")
+    for given, message in (
+        ({"data": DATA, "model": Net}, "model: the run was started with 'mlp', and goes on with it"),
+        ({"data": "digits"}, "data = 'digits': the run names it"),
+        ({"data": DATA, "objective": "regression"}, "objective = 'regression': the run names it"),
+        ({"data": DATA, "task": Net()}, "task: give a Task or a Factory, or a module as model"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            sartor.resume(tmp_path / "run", rounds=2, **given)
+
+
+def test_a_run_on_what_was_given_in_python_says_how_it_goes_on(tmp_path: Path) -> None:
+    class Stops(sartor.Observer):
+        def round(self, run: Any, row: Any) -> None:
+            run.leave(KeyboardInterrupt())
+
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt) as stop:
+        sartor.run("fedavg", data=DATA, rounds=3, out=folder, observers=[Stops()])
+    assert str(stop.value) == (
+        f"stopped; `sartor.resume({str(folder)!r})`, with what was given in Python, goes on after round 1"
+    )
 
 
 # Precision --------------------------------------------------------------------------------------------------

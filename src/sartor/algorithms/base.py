@@ -109,7 +109,7 @@ class Algorithm(ABC, Generic[H, S]):
     rule can only say which are used; or ``nothing``.
     """
     gradients_a_step: ClassVar[int] = 1
-    """How many gradients a local step takes; see :meth:`gradients`."""
+    """How many gradients a local step takes of its batch; see :meth:`gradients`."""
     Hyper: ClassVar[type] = Hyper
     """The dataclass of the hyper-parameters, as the class's first argument has it."""
     _arguments: ClassVar[tuple[Any, ...]]
@@ -139,7 +139,10 @@ class Algorithm(ABC, Generic[H, S]):
         return 1
 
     def gradients(self, local: Local, n: Any) -> Any:
-        """How many gradients a client with n samples takes in a round, at most; for privacy of samples."""
+        """How many gradients a client with n samples takes in a round, at most; for privacy of samples.
+
+        Where several are of the same batch, ``gradients_a_step`` says so: they hide less.
+        """
         steps = Batches("train", local.batch, local.most_epochs, local.steps).count(n)
         return self.gradients_a_step * steps
 
@@ -159,6 +162,11 @@ class Algorithm(ABC, Generic[H, S]):
     def shared(self, server: S) -> Tensor | None:
         """The global model to evaluate, one row per model where there are several, or None."""
         known: Any = server  # methods whose state has no w say here what is shared
+        if not hasattr(known, "w"):
+            raise SartorError(
+                f"{self.name}: its server's state has no w; define shared(server), which gives the model to "
+                "evaluate, or None"
+            )
         model: Tensor = known.w
         return model
 

@@ -81,12 +81,15 @@ class LocalEngine(Engine):
         self.blank = nests.mapped(lambda leaf: torch.zeros_like(leaf[:1]), train.x)
         task.check_loss(train.x, train.y)
         if train.weight is not None:
-            task.check_weighable(train.x, train.y)
+            task.check_apart(train.x, train.y, "samples have weights", "leave the weights out")
             if settings.privacy.mode == "samples":
                 raise SettingError(
                     "privacy.mode = 'samples': the samples have weights, which are relative to their mean, "
                     "which tells of all of them; leave the weights out"
                 )
+        if settings.privacy.mode == "samples":
+            why = "privacy.mode = 'samples' takes every sample's gradient by itself"
+            task.check_apart(train.x, train.y, why, "take another mode")
         check_augment(settings.local, train.x, train.y)
         task.check_draws(train.x, train.y)
         if task.unkeyed:

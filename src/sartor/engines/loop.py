@@ -64,7 +64,8 @@ class Rows:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Each client's row."""
         for place in range(self._clients):
-            yield self.others.get(place) or {name: rows[place] for name, rows in self.below.items()}
+            other = self.others.get(place)
+            yield {name: rows[place] for name, rows in self.below.items()} if other is None else other
 
 
 class LoopEngine(LocalEngine):
@@ -76,6 +77,8 @@ class LoopEngine(LocalEngine):
         self, task: Task, data: ClientData, settings: FederationSettings, origins: Origins | None = None
     ) -> None:
         super().__init__(task, data, settings, origins)
+        self._drawing: set[str] = set()
+        """The functions of which it was said that they draw from PyTorch's own generator."""
         threads = torch.get_num_threads()
         self.workers = (settings.workers or threads) if self.device.type == "cpu" else 1
         train = self.samples["train"].x
@@ -115,9 +118,12 @@ class LoopEngine(LocalEngine):
             kept.put(place, reply.kept)
             return trained
 
+        before = self._generators()
         after = self._each(one, work.numbers)
         if not after:
             return NOBODY
+        if not self.task.unkeyed and not all(map(torch.equal, before, self._generators())):
+            self._tell_of_draws(work)
         replies, states = (self._alike(work, rows) for rows in (sent, kept))
         if given is None or all(row is None for row in after):
             return Outcome(work.numbers, replies, states, None)
@@ -125,11 +131,38 @@ class LoopEngine(LocalEngine):
         trained = [before if row is None else row for row, before in zip(after, given, strict=True)]
         return Outcome(work.numbers, replies, states, torch.stack(trained))
 
+    def _generators(self) -> list[Tensor]:
+        """Where PyTorch's own generators are, which nobody draws from where all is drawn by keys."""
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
+
+    def _tell_of_draws(self, work: Work) -> None:
+        """Say once of a function that equal seeds may give it other numbers."""
+        name = name_of(work.function)
+        if name not in self._drawing:
+            self._drawing.add(name)
+            log.warning(
+                "%s draws from PyTorch's own generator, so equal seeds may give different runs; draw by "
+                "sartor.random from client.stream(name), or from the key that a transform is given",
+                name,
+            )
+
     def _alike(self, work: Work, found: Rows) -> dict[str, Tensor]:
         """The rows below each other, where one of another shape than most have is a bad reply."""
         if not found.others:
             return found.below
         rows = list(found)
+        for number, row in zip(work.numbers.tolist(), rows, strict=True):
+            if row.keys() != rows[0].keys():
+                first, other = (", ".join(each) or "nothing" for each in (rows[0], row))
+                one = self.names[int(work.numbers[0])]
+                raise SartorError(
+                    f"{name_of(work.function)}, round {work.round}: client {self.names[number]!r} sends or "
+                    f"keeps {other}, where client {one!r} has {first}; a client function sends and keeps the "
+                    "same names at every client"
+                )
         usual = {name: Counter(row[name].shape for row in rows).most_common(1)[0][0] for name in rows[0]}
         alike = []
         for number, row in zip(work.numbers.tolist(), rows, strict=True):

@@ -52,8 +52,8 @@ class Reply:
         self.kept: dict[str, Any] = {}
 
     def keep(self, **kept: Any) -> Reply:
-        """The same reply, with the client's new state."""
-        self.kept = kept
+        """The same reply, with the client's new state; a second call adds to the first."""
+        self.kept = {**self.kept, **kept}
         return self
 
 
@@ -201,14 +201,15 @@ class Replies:
         return self.reducer.sum(name, values, weights, known)
 
     def mean(self, name: str, weights: Tensor | None = None) -> Tensor:
-        """The mean over those who answered, by default with the weights p'_i; zero if nobody answered."""
+        """The mean over those who answered, by default with the weights p'_i; zero if nobody has a weight."""
         if weights is None and name in self.folded:
             return self.folded[name][0]
         if weights is None and self.lent is not None and name in self.lent.means:
             return self.lent.means[name].clone()
         if weights is None:
             return self._sum(name, self.weights, self.counts)
-        return self._sum(name, weights / weights.sum())
+        total = weights.sum()
+        return self._sum(name, weights / torch.where(total != 0, total, 1))
 
     def moved(self, name: str, start: Tensor, rate: float = 1.0) -> Tensor:
         """A step by the mean: start + rate · mean.
@@ -310,6 +311,13 @@ def changes(**starts: str | Callable[..., Tensor]) -> Callable[[F], F]:
 def starts_of(function: ClientFunction, task: Any, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Where the models of a function's reply began, of what one client has received."""
     starts: Mapping[str, str | Callable[..., Tensor]] = getattr(function, "starts", {})
+    for name, start in starts.items():
+        for needed in (start,) if isinstance(start, str) else _needs(start):
+            if needed not in received:
+                raise SartorError(
+                    f"{name_of(function)}: changes() says that {name!r} begins at {needed!r}, which is not "
+                    f"sent (sent: {', '.join(received) or 'nothing'})"
+                )
     return {
         name: received[start]
         if isinstance(start, str)
@@ -451,7 +459,7 @@ def checked_reply(function: ClientFunction, result: Any, dtype: torch.dtype, dev
         )
     for part in (result.sent, result.kept):
         for name, value in part.items():
-            part[name] = as_tensor(value, dtype, device)
+            part[name] = as_tensor(value, dtype, device, f"{name_of(function)}: {name!r} of its reply")
     return result
 
 
@@ -482,11 +490,17 @@ def _version(value: Tensor) -> int:
     return value._version
 
 
-def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def as_tensor(value: Any, dtype: torch.dtype, device: torch.device, what: str = "map") -> Tensor:
     """A value as a tensor on the device; single floats have the dtype, everything else its own."""
     if isinstance(value, Tensor):
         return value
-    return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=device)
+    try:
+        return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = f"a {type(value).__name__} makes no tensor ({error})"
+        raise SartorError(f"{what}: {reason}; tensors, arrays and numbers can be sent and kept") from error
 
 
 def norms_of(sent: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -139,6 +139,8 @@ class Federation:
         """What keyed each client's last job of a client function."""
         self._last: tuple[Call, Tensor | None] | None = None
         """The call of the last dispatch, and the float buffers at that time."""
+        self._trained: list[tuple[np.ndarray, Tensor]] = []
+        """Whose float buffers have arrived and are still to be averaged, and these."""
 
     @property
     def local(self) -> Local:
@@ -172,9 +174,6 @@ class Federation:
 
     @round.setter
     def round(self, round: int) -> None:
-        if round > 1:
-            self._passage.check()
-            self.reducer.check()
         if self.protection is not None:
             self.protection.account.begin_round()
         self._round, self._exchanges, self.answered = round, 0, 0
@@ -184,6 +183,12 @@ class Federation:
             self._distant.round = round
         self.notes: dict[str, Any] = {}
         """What to record of this round: virtual time, who was missing, what arrived."""
+
+    def check(self) -> None:
+        """After a round: refuse a transform, a rule or an attack on what the method does not have."""
+        self._passage.check()
+        self.reducer.check()
+        self.attackers.check()
 
     @property
     def exchange(self) -> int:
@@ -222,8 +227,9 @@ class Federation:
             return np.ones_like(counts)
         if not self.conditions.largest_weight:
             return counts
-        most = self.conditions.largest_weight * float(np.median(counts))
-        if not most or counts.max(initial=0) <= most:
+        median = float(np.median(counts))
+        most = max(1.0, self.conditions.largest_weight * median)
+        if not median or counts.max(initial=0) <= most:
             return counts
         for number in np.flatnonzero(counts > most)[:MOST_NAMED].tolist():
             told = "client %r: %d training samples, of which %d count (replies.largest_weight)"
@@ -309,11 +315,11 @@ class Federation:
             return None if replies is None else replies["buffers"].mean(dim=0)
         return self.states["buffers"].mean(dim=0).to(self._device)
 
-    def declare(self, **initial: Tensor | PerGroup) -> None:
+    def declare(self, **initial: Tensor | float | PerGroup) -> None:
         """Give every client a state of this name and initial value; client functions take it by name."""
-        for name, value in initial.items():
-            value = value[0] if isinstance(value, PerGroup) else value
-            self.states.declare(name, value.to(self._device))
+        for name, given in initial.items():
+            value = self._tensor(given)
+            self.states.declare(name, value)
             if isinstance(self.engine, Distant):  # also while nobody is asked
                 self.engine.declare(name, value)
 
@@ -360,7 +366,7 @@ class Federation:
             outcome = self._run(
                 function,
                 answering,
-                self._rounds(answering),
+                self._rounds(answering) + self._again,
                 shared,
                 each,
                 self.buffers,
@@ -372,9 +378,9 @@ class Federation:
         return self._heard(replies if hidden is None else hidden.released(function, replies, numbers))
 
     def _heard(self, replies: Replies) -> Replies:
-        """Note whose answers an exchange has used; an error where there are none."""
+        """Note whose answers an exchange has used; an error where there are none, or none with a sample."""
         self.answered, self.heard = len(replies), replies.clients
-        if not self.answered and not isinstance(replies, Noised):
+        if not replies.counts.any() and not isinstance(replies, Noised):
             self._nobody()
         return replies
 
@@ -420,7 +426,8 @@ class Federation:
             index = self._tensor(places)
             rows = {name: value[index] for name, value in each.items()}
             asked = numbers[places]
-            outcome = self._run(function, asked, self._rounds(asked), shared, rows, before, hyper=hyper)
+            keyed = self._rounds(asked) + self._again
+            outcome = self._run(function, asked, keyed, shared, rows, before, hyper=hyper)
             self._buffers_down(outcome, len(asked))
             replies = self._accept(function, outcome, None, Sent(asked, shared, rows))
             used = self._tensor(np.flatnonzero(np.isin(asked, replies.clients)))
@@ -558,6 +565,7 @@ class Federation:
             stream = self._streams.get(work, -1)
             # A client that does the same work again in one round gets batches of its own.
             stream = stream + (1 << 32) if stream & 0xFFFFFFFF == self.round else self.round
+            stream = self.round + self._again if self._again else stream
             self._streams[work] = stream
             finish = self.now + duration
             job = Job(client, self.round, stream, self.now, finish, call, self.buffers, row)
@@ -586,14 +594,21 @@ class Federation:
 
     def collect_next(self, most: int) -> Replies:
         """Wait for the next answer; with it come those that arrive at the same instant, at most so many."""
-        arrived = self.arrivals(1)
+        arrived = self._arrivals(1)
         if most > 1:
             with suppress(NobodyAnswered):
-                arrived += self.arrivals(most - 1, within=0.0)
+                arrived += self._arrivals(most - 1, within=0.0)
+        self._average_arrived()
         return joined(arrived)
 
     def arrivals(self, count: int | None = None, within: float | None = None) -> list[Replies]:
         """What :meth:`collect` gives, piece by piece: the answers of a piece are of one client function."""
+        arrived = self._arrivals(count, within)
+        self._average_arrived()
+        return arrived
+
+    def _arrivals(self, count: int | None = None, within: float | None = None) -> list[Replies]:
+        """These answers; the float buffers that came with them are still to be averaged."""
         begin = self.now
         end = np.inf if within is None else begin + within
         wanted = np.inf if count is None else count
@@ -657,11 +672,15 @@ class Federation:
             {name: torch.stack([job.result.kept[name] for job in jobs]) for name in names.kept},
             None if names.buffers is None else torch.stack([job.result.buffers for job in jobs]),
         )
-        before = jobs[0].buffers
-        if before is not None:
-            before = torch.stack([job.buffers for job in jobs])
+        if self._distant is not None:  # who computes here is counted when it does
+            self._buffers_down(outcome, len(jobs))
+        averages = self.policy == "average"
+        before = None if averages else jobs[0].buffers
         received = [self._passage.received(job.call, job.each, job.client) for job in jobs]
         replies = self._accept(jobs[0].call.function, outcome, before, self._sent(jobs))
+        if averages and outcome.buffers is not None and len(replies):
+            used = self._tensor(np.flatnonzero(np.isin(places, replies.clients)))
+            self._trained.append((replies.clients, outcome.buffers[used]))
         taken = set(replies.clients.tolist())
         received = [got for job, got in zip(jobs, received, strict=True) if job.client in taken]
         jobs = [job for job in jobs if job.client in taken or self._arrival(job, "bad")]
@@ -728,6 +747,11 @@ class Federation:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], np.ndarray]:
         """What is sent, as tensors, and to whom; checked."""
         numbers = self._numbers(cohort)
+        given: dict[str, Any] = {"shared": shared, "each": each}
+        for what, values in given.items():
+            if not (values is None or isinstance(values, Mapping)):
+                kind = type(values).__name__
+                raise SartorError(f"map: {what} is a {kind}; give names, as in {what}={{'w': server.w}}")
         sent = {name: self._tensor(value) for name, value in (shared or {}).items()}
         rows = {name: self._tensor(value) for name, value in (each or {}).items()}
         for name, value in rows.items():
@@ -787,6 +811,15 @@ class Federation:
         rounds = np.empty(len(numbers), dtype=np.int64)
         rounds.fill(self.round)
         return rounds
+
+    @property
+    def _again(self) -> int:
+        """What is added to a round where samples are hidden, so that no exchange has the draws of another.
+
+        The same noise could be taken off, and a batch that comes again hides less.
+        """
+        hidden = self.protection is not None and self.protection.samples
+        return (self._exchanges - 1) << 32 if hidden else 0
 
     def _lost(self, numbers: np.ndarray, *turn: int) -> np.ndarray:
         """Whose answer gets lost on the way, though the client did its work."""
@@ -1022,6 +1055,23 @@ class Federation:
             changes = replace(replies, values={"buffers": buffers - before})
             self.buffers = self.buffers + changes.mean("buffers")
             self.traffic.up += buffers.nbytes
+
+    def _average_arrived(self) -> None:
+        """Move the float buffers towards the mean of those that have arrived.
+
+        By the share of their samples among those of everybody who was at work: all the way where nobody still
+        is, and never beyond what clients have. Their changes, from where each began, would add up to more.
+        """
+        trained, self._trained = self._trained, []
+        if not trained or self.buffers is None:
+            return
+        clients = np.concatenate([numbers for numbers, _ in trained])
+        buffers = torch.cat([held for _, held in trained])
+        away = np.array([job.client for job in self.queue], dtype=np.int64)
+        here, rest = (float(self._counts[numbers].sum()) for numbers in (clients, away))
+        changes = self._replies(clients, {"buffers": buffers - self.buffers}, self.reducer)
+        self.buffers = self.buffers + changes.mean("buffers") * (here / (here + rest))
+        self.traffic.up += buffers.nbytes
 
     def _numbers(self, cohort: Sequence[int] | np.ndarray) -> np.ndarray:
         numbers = np.asarray(cohort, dtype=np.int64)

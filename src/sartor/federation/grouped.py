@@ -65,7 +65,7 @@ class GroupedFederation(Federation):
         """The model that the clients of each group start from."""
         return PerGroup(task.initial(self._device) for task in self.tasks)
 
-    def declare(self, **initial: Tensor | PerGroup) -> None:
+    def declare(self, **initial: Tensor | float | PerGroup) -> None:
         """Give every client a state of this name; its initial value may be another in each group."""
         for name, value in initial.items():
             if not isinstance(value, PerGroup):

@@ -257,12 +257,22 @@ class StateStore:
         return work._replace(own={**work.own, **own}, buffers=buffers)
 
     def check(self, function: ClientFunction, outcome: Outcome) -> None:
-        """Refuse an outcome that keeps what was not declared."""
-        for name in outcome.kept:
+        """Refuse an outcome that keeps what was not declared, or something else than was declared."""
+        for name, value in outcome.kept.items():
             if name not in self:
                 known = ", ".join(self) or "none"
                 raise SartorError(
                     f"{name_of(function)} keeps {name!r}, which is no declared state (declared: {known})"
+                )
+            initial = self.initial(self.table_of(name, outcome.clients))
+            if value.shape[1:] != initial.shape or not torch.can_cast(value.dtype, initial.dtype):
+                found, declared = (
+                    f"{str(dtype).removeprefix('torch.')} of shape {list(shape)}"
+                    for shape, dtype in ((value.shape[1:], value.dtype), (initial.shape, initial.dtype))
+                )
+                raise SartorError(
+                    f"{name_of(function)} keeps {name!r} as {found}, which was declared as {declared}; a "
+                    "state has the same form in every round"
                 )
 
     def __contains__(self, name: object) -> bool:

@@ -2,8 +2,8 @@
 
 BatchNorm takes statistics over the real samples of a padded batch, and hands out its running ones instead of
 changing them in place; Dropout has masks from the keyed streams; a convolution may be one of many clients at
-once. A module's own layers become these, by :func:`shareable`, and learn of a pass by :func:`told`. Those with
-a ``forward`` of their own stay what they are.
+once. A module's own layers become these, by :func:`shareable`, and learn of a pass by :func:`told`. Those
+with a ``forward`` of their own stay what they are.
 """
 
 from __future__ import annotations

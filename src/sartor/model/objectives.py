@@ -372,7 +372,7 @@ class Own(Objective):
 
     def losses(self, outputs: Any, targets: Any) -> Tensor:
         """Refuse: what was given is not in the experiment."""
-        raise SettingError("objective.name = 'own': it was given in Python; pass it again, in task=...")
+        raise SettingError("objective.name = 'own': it was given in Python; pass it again as objective=...")
 
     def headline(self, largest: float | None) -> str:
         """As for a classifier: it is measured where targets are classes and outputs their scores."""

@@ -16,6 +16,7 @@ import copy
 import hashlib
 import inspect
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -82,8 +83,9 @@ class Task:
     the entries of a tuple, one after the other; with those of a dict by name, where its ``forward`` takes
     these names, else with the dict. ``objective`` is a name, an :class:`Objective` or a loss function;
     ``loss`` is such a function too, which gives one number per sample or their mean. ``classes`` are those of
-    the data where they are not given. ``head`` names the module whose input are the features (``body`` is
-    then everything else); ``stages`` names groups of module paths that together cover the model.
+    the data where they are not given, or more, if the model tells more apart. ``head`` names the module whose
+    input are the features (``body`` is then everything else); ``stages`` names groups of module paths that
+    together cover the model.
 
     >>> task = Task(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), head="2")
     >>> task.size, task.parts["head"].size
@@ -677,11 +679,15 @@ class Task:
             wrong = self.objective.wrong(outputs, few[1], known)
             if wrong is not None:
                 raise SettingError(f"model {self.name}: {wrong}")
-        found = known if nests.leaves(y)[0].dim() == 1 else None, self.objective.width(outputs, few[1], known)
-        if found == (self.classes, self.width):
+        width = self.objective.width(outputs, few[1], known)
+        if nests.leaves(y)[0].dim() > 1:
+            known = None
+        elif known is not None:  # the model may know more than occur
+            known = max(known, width or 0)
+        if (known, width) == (self.classes, self.width):
             return self
         suited = copy.copy(self)
-        suited.classes, suited.width = found
+        suited.classes, suited.width = known, width
         return suited
 
     def numbers(self, x: Nest) -> frozenset[str]:
@@ -754,21 +760,30 @@ class Task:
         pairs = [pair for pair in zip(*results, strict=True) if pair[0].is_floating_point()]
         self.unkeyed = not all(trials.close(one, other, tolerance) for one, other in pairs)
 
-    def check_weighable(self, x: Nest, y: Nest) -> None:
-        """Refuse samples of different weights where the loss of a sample cannot be told."""
+    def check_apart(self, x: Nest, y: Nest, why: str, cure: str) -> None:
+        """Refuse what needs the loss of each sample, where it cannot be told."""
         self.check_loss(x, y)
         if self._mixes(*trials.few(x, y)):
             raise SettingError(
-                f"model {self.name}: samples have weights, but its loss gives one number for a batch that is "
-                "no mean over samples, as far as their targets tell; give one number per sample, or leave "
-                "the weights out"
+                f"model {self.name}: {why}, but its loss gives one number for a batch that is no mean over "
+                f"samples, as far as their targets tell; give one number per sample, or {cure}"
             )
 
     def _raw_losses(self, outputs: Any, y: Nest) -> Tensor:
         """What the loss gives, or an error with the shapes that it was given."""
         try:
-            found = self.objective.losses(outputs, y)
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+            with warnings.catch_warnings():  # of n outputs [1] and n targets PyTorch makes n × n losses
+                warnings.filterwarnings("error", "Using a target size")
+                found = self.objective.losses(outputs, y)
+        except (
+            UserWarning,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            IndexError,
+            KeyError,
+            AttributeError,
+        ) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             shapes = f"outputs {_shapes(outputs)} and targets {_shapes(y)}"
             raise SartorError(f"model {self.name}: its loss cannot take {shapes}: {reason}") from error

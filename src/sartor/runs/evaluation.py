@@ -196,7 +196,7 @@ def triggered_of(function: ClientFunction, attack: Attack) -> ClientFunction:
 
     @wraps(function)
     def evaluated(client: Client, hyper: Any, **arguments: Any) -> Reply:
-        model = function(client, hyper, **arguments).sent["w"]
+        model = model_in(function(client, hyper, **arguments), function)
         outputs = partial(client.outputs, model) if isinstance(model, Tensor) else model
         return Reply(**_counts(client, lambda x: outputs(attack.triggered(x)), "test", "confusion"))
 
@@ -425,9 +425,23 @@ def _bits(values: Tensor) -> Tensor:
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
+def model_in(reply: Any, function: ClientFunction) -> Any:
+    """The model that a function for a client's own replies."""
+    if not isinstance(reply, Reply) or "w" not in reply.sent:
+        raise SartorError(
+            f"{name_of(function)}: gives no model; a client's own is replied as w: Reply(w=...)"
+        )
+    return reply.sent["w"]
+
+
 def personal_models(algorithm: Algorithm[Any, Any], server: Any, clients: np.ndarray) -> Call | None:
     """How clients get their personal models, by a function that is marked as such; None where none are."""
     call = algorithm.personalize(server, clients)
+    if not isinstance(call, Call | None):
+        raise SartorError(
+            f"{algorithm.name}: personalize() returned {type(call).__name__}; it returns a Call of the "
+            "function that gives a client's own model, or None"
+        )
     if call is not None and not is_personal(call.function):
         raise SartorError(
             f"{algorithm.name}: personalize() names {name_of(call.function)}, which is not marked as a "
@@ -502,7 +516,7 @@ def evaluation_of(function: ClientFunction, splits: str, tallies: str) -> Client
 
     @wraps(function)
     def evaluated(client: Client, hyper: Any, **arguments: Any) -> Reply:
-        model = function(client, hyper, **arguments).sent["w"]
+        model = model_in(function(client, hyper, **arguments), function)
         return Reply(**_counts(client, model, splits, tallies))
 
     evaluated.personal = False  # type: ignore[attr-defined]  # counts, whatever they are counted with
@@ -519,7 +533,7 @@ def comparison_of(function: ClientFunction, splits: str, tallies: str) -> Client
 
     @wraps(function)
     def compared(client: Client, hyper: Any, **arguments: Any) -> Reply:
-        model = function(client, hyper, **arguments).sent["w"]
+        model = model_in(function(client, hyper, **arguments), function)
         if not isinstance(model, Tensor):
             return Reply(**_counts(client, model, f"{splits}+pooled", tallies))
         more = {} if client.buffers is None else {"statistics": client.buffers}

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from sartor.data.clients import ClientData
+from sartor.data.settings import OWN_DATA
 from sartor.engines import sharded as distributed
 from sartor.errors import Diverged, SartorError, SettingError
 from sartor.files import NotWritten
 from sartor.model.networks import Factory
 from sartor.model.task import Task
 from sartor.runs.checkpoint import Checkpoint
-from sartor.runs.experiment import Experiment
+from sartor.runs.experiment import Experiment, models_given
 from sartor.runs.loop import go_through
 from sartor.runs.observers import (
     Guarded,
@@ -204,7 +205,10 @@ def _keeping(
 
 def _how_to_resume(folder: RunFolder, run: Run) -> str:
     begin = f"goes on after round {run.saved}" if run.saved >= 0 else "begins it again"
-    command = "resume" if run.federation.engine.pools else "serve --resume"
+    data, here = run.experiment.data, run.federation.engine.pools
+    if here and (models_given(run.experiment) or (data.name == OWN_DATA and data.path is None)):
+        return f"`sartor.resume({str(folder.path)!r})`, with what was given in Python, {begin}"
+    command = "resume" if here else "serve --resume"
     return f"`sartor {command} {shlex.quote(str(folder.path))}` {begin}"
 
 

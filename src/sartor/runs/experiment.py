@@ -151,6 +151,13 @@ def _check_choice(model: ModelChoice, where: str) -> None:
         )
 
 
+def models_given(experiment: Experiment) -> bool:
+    """Whether a model, or what it is trained for, was given in Python: the experiment cannot make it."""
+    choices = [experiment.model, *(entry.choice for entry in experiment.models)]
+    own = experiment.objective.name == OWN and experiment.objective.path is None
+    return own or any(choice.name == CUSTOM and choice.path is None for choice in choices)
+
+
 @dataclass(frozen=True)
 class Setting:
     """One row of the list of all settings."""

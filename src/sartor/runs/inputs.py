@@ -28,6 +28,7 @@ from sartor.runs.experiment import (
     import_given,
     import_named,
     read_experiment,
+    to_mapping,
 )
 from sartor.runs.setup import divided, said_of_division
 from sartor.settings import unknown
@@ -235,6 +236,33 @@ def gather(keywords: RunSettings, algorithm: str | None = None) -> Given:
     given = anchored(given, Path.cwd())
     import_named(given)
     return Given(given, data, model, head, own, own_objective)
+
+
+def gather_again(
+    experiment: Experiment,
+    data: Any = None,
+    model: Any = None,
+    head: str | None = None,
+    objective: Any = None,
+    models: Any = None,
+) -> Inputs:
+    """What was given in Python for a run that goes on, made as it was when the run began."""
+    for key, value in (("data", data), ("model", model), ("objective", objective)):
+        if isinstance(value, (str, Path)) or (key != "data" and isinstance(value, Mapping)):
+            raise SettingError(f"{key} = {value!r}: the run names it, and goes on with it; leave it out")
+    choice = experiment.model
+    if model is not None and (choice.name != CUSTOM or choice.path is not None):
+        named = choice.path or choice.name
+        raise SettingError(f"model: the run was started with {named!r}, and goes on with it; leave it out")
+    if isinstance(data, ClientData | None) and model is None and objective is None and models is None:
+        if data is not None and data.preprocessing.features is None:
+            data = prepare(data, features=experiment.features.settings)
+        return Inputs(experiment, data, None)
+    made = None if objective is None else objective_of(objective)
+    if isinstance(model, Task):
+        made = model.objective
+    own = () if models is None else _own_models(models)[1]
+    return Given(to_mapping(experiment), data, model, head, own, made).inputs()
 
 
 def _named(section: Any) -> Any:

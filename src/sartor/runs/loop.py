@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from sartor import random
 from sartor.engines import sharded as distributed
+from sartor.errors import SartorError
 from sartor.federation.exchange import NobodyAnswered
 from sartor.federation.settings import Cohort
 from sartor.memory import Idle
@@ -18,6 +20,8 @@ from sartor.privacy.account import BudgetSpent
 from sartor.runs.observers import Observer
 from sartor.runs.participation import written
 from sartor.runs.run import Run
+
+log = logging.getLogger(__name__)
 
 
 def go_through(run: Run, deciding: Observer, keeping: Observer) -> dict[str, Any]:
@@ -71,7 +75,7 @@ def _play(run: Run) -> dict[str, Any]:
     cohort = draw_cohort(experiment.seed, run.round, federation.clients, experiment.cohort)
     federation.drawn = cohort
     try:
-        run.server = run.algorithm.round(run.server, federation, cohort)
+        run.server = _next(run, cohort)
     except NobodyAnswered:
         federation.answered = 0
     except BudgetSpent as spent:
@@ -98,6 +102,24 @@ def _play(run: Run) -> dict[str, Any]:
     }
     row.update(run.observe(run.cadence.due(run.round)))
     return row
+
+
+def _next(run: Run, cohort: np.ndarray) -> Any:
+    """The server's state after a round of the method, which is all that the method has learnt in it."""
+    algorithm, own = run.algorithm, dict(vars(run.algorithm))
+    server = algorithm.round(run.server, run.federation, cohort)
+    run.federation.check()
+    if type(server) is not type(run.server):
+        found, wanted = type(server).__name__, type(run.server).__name__
+        raise SartorError(f"{algorithm.name}: round() returned {found}, and not the server's next {wanted}")
+    changed = [name for name, value in vars(algorithm).items() if own.get(name, value) is not value]
+    if changed and run.round == 2:  # what the first round has made may be kept
+        log.warning(
+            "%s: round() changes self.%s, which no checkpoint holds, so that a run that is resumed begins it "
+            "anew; what a method learns belongs to the server's state",
+            *(algorithm.name, ", self.".join(changed)),
+        )
+    return server
 
 
 def _make_ready(run: Run) -> None:

@@ -319,6 +319,11 @@ def measured(
     tallies = objective.tallies(width)
     known = [name for name, metric in METRICS.items() if metric.ways.keys() & tallies.keys()]
     known += [name for name in objective.measures if name in tallies]
+    for place, named in (("metrics", objective.metrics), ("more_is_better", objective.more_is_better)):
+        all_known = [*METRICS, *objective.measures, "loss"]
+        for name in named:
+            if name not in all_known:  # else it may be known, and not to be had of such outputs
+                raise unknown(f"{type(objective).__name__}.{place}", name, all_known, "metric")
     own = [name for name in (*objective.metrics, *objective.measures) if name in known]
     for name in (*wanted, *(() if headline is None else (headline,))):
         if name not in known and name != "loss":

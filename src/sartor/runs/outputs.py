@@ -25,7 +25,7 @@ from sartor.data.preprocessing import NumberColumns, TableReader
 from sartor.engines import sharded as distributed
 from sartor.errors import SettingError
 from sartor.federation.exchange import Reply
-from sartor.runs.evaluation import personal_models
+from sartor.runs.evaluation import model_in, personal_models
 from sartor.runs.predictor import kind_of
 from sartor.runs.result import personal_rows, rows_of_clients
 
@@ -134,7 +134,7 @@ def _asked(run: Run, name: str, split: Any) -> np.ndarray | None:
 
     @wraps(function)
     def put_out(client: Client, hyper: Any, **arguments: Any) -> Reply:
-        model = function(client, hyper, **arguments).sent["w"]
+        model = model_in(function(client, hyper, **arguments), function)
         outputs = partial(client.outputs, model) if isinstance(model, Tensor) else model
         rows, _ = client.gather(lambda batch: outputs(batch.x), outputs(blank)[0], name)
         rows = rows[:longest]  # the engine may have clients of other runs beside these

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from sartor.data.clients import ClientData
 from sartor.data.settings import OWN_DATA
+from sartor.data.sources import Source
 from sartor.engines import sharded as distributed
 from sartor.errors import SartorError, SettingError
 from sartor.model.networks import Factory
+from sartor.model.objectives import Loss, Objective
 from sartor.model.task import Task
 from sartor.runs import checkpoint
 from sartor.runs.checkpoint import Checkpoint
 from sartor.runs.execute import carry_out
 from sartor.runs.experiment import Imports, import_given
+from sartor.runs.inputs import Model, gather_again
 from sartor.runs.observers import Kept, Observer, check_observers
 from sartor.runs.record import STATES, RunFolder, environment
 from sartor.runs.result import Result
@@ -35,7 +40,11 @@ def resume(
     *,
     rounds: int | None = None,
     imports: Imports = (),
-    data: ClientData | None = None,
+    data: Mapping[str, Any] | ClientData | Source | Dataset[Any] | None = None,
+    model: Model | None = None,
+    head: str | None = None,
+    objective: Objective | Loss | None = None,
+    models: Sequence[Mapping[str, Any]] | None = None,
     task: Task | Factory | None = None,
     own: Sequence[Task | Factory | None] = (),
     progress: bool | Observer = False,
@@ -48,9 +57,10 @@ def resume(
     Code that the run imports is executed again, if it is the same; ``imports`` say where it lies now, if it
     was moved.
 
-    ``rounds`` extends it to so many rounds. ``data``, ``task`` and ``own`` (for ``[[models]]``) are those
-    that were given in Python, if any were. A finished run that is not extended is read back and nothing is
-    changed. ``observers`` are told what happens from now on.
+    ``rounds`` extends it to so many rounds. ``data``, ``model``, ``head``, ``objective`` and ``models`` are
+    those that :func:`sartor.run` was given as Python objects, if any were; ``task`` and ``own`` (for
+    ``[[models]]``) stand for a model that is a Task, or a Factory of one. A finished run that is not extended
+    is read back and nothing is changed. ``observers`` are told what happens from now on.
 
     >>> import sartor
     >>> from tempfile import mkdtemp
@@ -77,7 +87,10 @@ def resume(
         if data is None:
             check_here(folder)
         _compare_environments(folder)
-        setup = set_up_everywhere(experiment, data, task, own)
+        if task is not None and not isinstance(task, Task | Factory):
+            raise SettingError("task: give a Task or a Factory, or a module as model")
+        inputs = gather_again(experiment, data, model, head, objective, models)
+        setup = set_up_everywhere(experiment, inputs.data, inputs.task or task, inputs.own or own)
         saved = distributed.together(lambda: checkpoint.latest(folder))
         check_data(saved, setup.data, folder)
         if finished:

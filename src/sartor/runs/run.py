@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sartor import nests
-from sartor.errors import Diverged, SartorError
+from sartor.errors import Diverged, SartorError, SettingError
 from sartor.federation import Federation
 from sartor.model.batch import Batch
 from sartor.model.task import Task, unkeyed_words
@@ -139,7 +139,14 @@ class Run:
 
     def begin(self) -> None:
         """Make the server's first state."""
-        self.server = self.algorithm.start(self.federation)
+        try:
+            self.server = self.algorithm.start(self.federation)
+        except SartorError as error:
+            if type(error) is not SartorError:
+                raise
+            raise SettingError(str(error)) from error  # of a model or data that are not for the method
+        if self.server is None:
+            raise SartorError(f"{self.algorithm.name}: start() returned nothing, and not the server's state")
         personal_models(self.algorithm, self.server, np.arange(1))  # to find a fault of it before the rounds
         self._begin = self.federation.engine.seconds()
 

@@ -25,6 +25,7 @@ from sartor.data.samples import is_class
 from sartor.data.settings import OWN_DATA, Data
 from sartor.data.sources import Source
 from sartor.data.tables import blank
+from sartor.data.texts import TextColumn
 from sartor.engines import choose_engine, federation_of, make_engine
 from sartor.engines import sharded as distributed
 from sartor.engines.ways import choose_way
@@ -348,20 +349,21 @@ def check_targets(data: ClientData, task: Task) -> None:
 
 
 def load_data(
-    experiment: Experiment, objective: Objective | None = None
+    experiment: Experiment, objective: Objective | None = None, tokens: TextColumn | None = None
 ) -> tuple[ClientData, Partition | None]:
     """The data an experiment names, not normalised, with the partition that was made or read for it.
 
-    ``objective`` stands in place of the experiment's.
+    ``objective`` stands in place of the experiment's; ``tokens`` is as for
+    :func:`~sartor.data.named.read_data`.
     """
-    data, partition = load_raw(experiment, objective)
+    data, partition = load_raw(experiment, objective, tokens)
     data = prepare(data, features=experiment.features.settings)
     check_range(experiment.expect, data)
     return data, partition
 
 
 def load_raw(
-    experiment: Experiment, objective: Objective | None = None
+    experiment: Experiment, objective: Objective | None = None, tokens: TextColumn | None = None
 ) -> tuple[ClientData, Partition | None]:
     """The same without features, which take long to compute: who the clients are does not depend on them."""
     settings = experiment.data
@@ -371,7 +373,7 @@ def load_raw(
             "data.name = 'own': the data was given in Python, or lies at nodes; pass it again as data=..., "
             "or let nodes join `sartor serve --resume`"
         )
-    source = read_data(settings, experiment.seed, targets, experiment.columns)
+    source = read_data(settings, experiment.seed, targets, experiment.columns, tokens)
     return (source, None) if isinstance(source, ClientData) else divided(source, experiment)
 
 
@@ -521,6 +523,7 @@ def federation_settings(experiment: Experiment) -> FederationSettings:
         cohort=experiment.cohort,
         exchanges=algorithm.exchanges(),
         gradients=algorithm.gradients,
+        gradients_a_step=algorithm.gradients_a_step,
         aggregate=experiment.aggregate.settings,
         attack=experiment.attack,
         union=not algorithm.deployable,

@@ -17,11 +17,11 @@ from sartor.data.clients import ClientData
 from sartor.data.preprocessing import Preprocessing
 from sartor.errors import SartorError, SettingError
 from sartor.model.groups import assign, build_groups
-from sartor.model.networks import CUSTOM, build_task
-from sartor.model.objectives import OWN, chosen_objective
+from sartor.model.networks import build_task
+from sartor.model.objectives import chosen_objective
 from sartor.model.task import Task
 from sartor.nests import Nest
-from sartor.runs.experiment import Experiment
+from sartor.runs.experiment import Experiment, models_given
 
 Form = Mapping[str, tuple[str, tuple[int, ...]]]
 """The leaves of a nest by path: the type of each, and its shape without the samples."""
@@ -72,9 +72,7 @@ class Signature:
         ``of`` and ``entries`` are as for :func:`~sartor.model.groups.build_groups`; left out, as the
         experiment deals its models to the clients.
         """
-        choices = [experiment.model, *(entry.choice for entry in experiment.models)]
-        given = any(choice.name == CUSTOM and choice.path is None for choice in choices)
-        if given or (experiment.objective.name == OWN and experiment.objective.path is None):
+        if models_given(experiment):
             raise SartorError(
                 "the model, or what it is trained for, was given in Python and is not stored; call predict "
                 "or export of the result there, or name a function that builds it (model.path=net.py:build)"
