@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flower_hostile import joined
 
-from sartor.remote.flower import Lost
+from sartor.remote.flower_link import Lost
 
 
 def main(words: Sequence[str]) -> None:

@@ -24,7 +24,8 @@ from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequ
 from flwr.proto.node_pb2 import Node as FleetNode
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 
-from sartor.remote.flower import TYPE, FleetLink, to_content
+from sartor.remote.flower_content import TYPE, to_content
+from sartor.remote.flower_link import FleetLink
 from sartor.remote.join import loader
 from sartor.remote.messages import encode, version
 from sartor.remote.node import Node

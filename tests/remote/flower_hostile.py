@@ -25,8 +25,8 @@ from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
-from sartor.remote import flower as flwr_adapter
-from sartor.remote.flower import FleetLink, Lost, Request
+from sartor.remote import flower_link
+from sartor.remote.flower_link import FleetLink, Lost, Request
 from sartor.remote.join import loader
 from sartor.remote.keys import own_key, read_key
 from sartor.remote.messages import Parts, decode, encode, read_header
@@ -118,10 +118,10 @@ def main(words: Sequence[str]) -> None:
             except httpx.HTTPStatusError as error:
                 print(error.response.status_code, error.response.json()["detail"], flush=True)
         elif mode == "garbage":
-            original = flwr_adapter.to_content
-            flwr_adapter.to_content = lambda parts: RecordDict({"x": ConfigRecord({"y": 1})})
+            original = flower_link.to_content
+            flower_link.to_content = lambda parts: RecordDict({"x": ConfigRecord({"y": 1})})
             link.reply(request, honest)
-            flwr_adapter.to_content = original
+            flower_link.to_content = original
         else:
             link.reply(request, changed(mode, honest, remembered))
 
@@ -153,7 +153,7 @@ def announce(
     link: FleetLink, request: Request, parts: Parts, children: Sequence[ObjectTree] | None = None
 ) -> None:
     """Tell of a reply that is never uploaded, and of pieces that it does not have where some are given."""
-    reply = Message(flwr_adapter.to_content(parts), reply_to=request.message)
+    reply = Message(flower_link.to_content(parts), reply_to=request.message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
     tree = get_object_tree(reply)
     link._client.PushMessages(
@@ -200,7 +200,7 @@ def chunk(place: int, size: int) -> bytes:
 
 def uploaded(link: FleetLink, request: Request, parts: Parts, announced: bool = True) -> list[int]:
     """What the server makes of a reply: of its announcement, if any, and of its pieces, the largest first."""
-    reply = Message(flwr_adapter.to_content(parts), reply_to=request.message)
+    reply = Message(flower_link.to_content(parts), reply_to=request.message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
     found: list[int] = []
 

@@ -18,8 +18,10 @@ from cryptography.hazmat.primitives.asymmetric import ec  # noqa: E402
 from flower_hostile import announce, piece, uploaded  # noqa: E402
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects  # noqa: E402
 
-from sartor.remote import flower  # noqa: E402
-from sartor.remote.flower import FleetLink, Lost, Refused, SuperLink, to_content  # noqa: E402
+from sartor.remote import flower, flower_link  # noqa: E402
+from sartor.remote.flower import SuperLink  # noqa: E402
+from sartor.remote.flower_content import to_content  # noqa: E402
+from sartor.remote.flower_link import FleetLink, Lost, Refused  # noqa: E402
 from sartor.remote.keys import make_keys, read_key, read_public_keys  # noqa: E402
 from sartor.remote.limits import Limits  # noqa: E402
 from sartor.remote.messages import decode, encode  # noqa: E402
@@ -187,14 +189,14 @@ def test_clocks_may_differ_by_minutes(
     node.connect()
     assert node.ahead == pytest.approx(-apart, abs=3.0)
     word = "ahead of" if apart > 0 else "behind"
-    assert f"s {word} the server's" in flower.clocks_apart(node.ahead)
-    monkeypatch.setattr(flower.time, "time", real)  # the server's is right
+    assert f"s {word} the server's" in flower_link.clocks_apart(node.ahead)
+    monkeypatch.setattr(flower_link.time, "time", real)  # the server's is right
     message = plain.send(node.known, encode({"n": 1}), 5, 1_000)
     _shift(monkeypatch, apart)
     request = node.receive()
     assert request is not None
     node.reply(request, encode({"n": 2}))
-    monkeypatch.setattr(flower.time, "time", real)
+    monkeypatch.setattr(flower_link.time, "time", real)
     parts = plain.poll(message)
     assert parts is not None
     assert decode(parts)[0]["n"] == 2
@@ -213,7 +215,7 @@ def test_a_clock_that_is_hours_off_is_named(plain: SuperLink, monkeypatch: pytes
 
 def _shift(monkeypatch: pytest.MonkeyPatch, apart: float) -> None:
     """Let a node's clock differ: what it takes the time from, not what Flower's server does."""
-    monkeypatch.setattr(flower, "time", _Shifted(apart))
+    monkeypatch.setattr(flower_link, "time", _Shifted(apart))
 
 
 class _Shifted:

@@ -971,7 +971,7 @@ def link() -> Iterator[Any]:
 def joined(link: Any) -> Any:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    from sartor.remote.flower import FleetLink
+    from sartor.remote.flower_link import FleetLink
 
     node = FleetLink(f"127.0.0.1:{link.port}", ec.generate_private_key(ec.SECP384R1()), insecure=True)
     node.connect()
@@ -1096,7 +1096,8 @@ def test_a_store_remembers_nodes_but_lets_in_those_with_a_key(tmp_path: Path) ->
     """The keys are those that this server was given, whoever has joined an earlier one."""
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    from sartor.remote.flower import FleetLink, Refused, SuperLink
+    from sartor.remote.flower import SuperLink
+    from sartor.remote.flower_link import FleetLink, Refused
     from sartor.remote.keys import public_key
 
     keys = [ec.generate_private_key(ec.SECP384R1()) for _ in range(3)]

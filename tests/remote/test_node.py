@@ -536,14 +536,24 @@ def test_an_address_has_a_host_and_a_port(address: str) -> None:
     assert split_address("[::1]:80") == ("::1", 80)
 
 
-@pytest.mark.parametrize("missing", ["flwr.app", "flwr.supernode.fleet_http_client"])
-def test_a_flower_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+@pytest.mark.parametrize(
+    ("side", "missing"),
+    [
+        ("flower", "flwr.app"),
+        ("flower", "flwr.server.superlink.linkstate"),
+        ("flower_link", "flwr.app"),
+        ("flower_link", "flwr.supernode.fleet_http_client"),
+    ],
+)
+def test_a_flower_that_does_not_fit_is_named(
+    monkeypatch: pytest.MonkeyPatch, side: str, missing: str
+) -> None:
     """Where it is not installed, and where a version has not what is used of it."""
-    for module in ("sartor.remote.flower", "sartor.remote.flower_content"):
+    for module in (f"sartor.remote.{side}", "sartor.remote.flower_content"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SartorError, match=r"need Flower, flwr>=.*; install it with `pip install 'sartor"):
-        importlib.import_module("sartor.remote.flower")
+        importlib.import_module(f"sartor.remote.{side}")
 
 
 def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 
-from sartor.remote import flower
-from sartor.remote.flower import FleetLink, Lost, SuperLink
+from sartor.remote import flower, flower_link
+from sartor.remote.flower import SuperLink
 from sartor.remote.flower_content import RECORD, SMALL, TENSORS, from_content, to_content
+from sartor.remote.flower_link import FleetLink, Lost
 from sartor.remote.messages import encode
 from sartor.remote.requests import Failed
 
@@ -104,12 +105,12 @@ def test_a_signature_serves_for_a_while_and_no_longer(
         made.append(stamp)
         return sign_message(own, stamp)
 
-    monkeypatch.setattr(flower, "sign_message", counted)
+    monkeypatch.setattr(flower_link, "sign_message", counted)
     node = FleetLink(f"127.0.0.1:{link.port}", key(), insecure=True)
     node.connect()
     assert [node.receive() for _ in range(5)] == [None] * 5
     assert len(made) <= 2  # the machine may be slow
-    monkeypatch.setattr(flower, "RENEWED", -1.0)
+    monkeypatch.setattr(flower_link, "RENEWED", -1.0)
     before = len(made)
     assert [node.receive() for _ in range(5)] == [None] * 5
     assert len(made) == before + 5

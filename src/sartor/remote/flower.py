@@ -1,11 +1,10 @@
-"""Flower as the carrier of messages: its SuperLink inside the server, its Fleet connection at the nodes.
+"""Flower as the carrier of messages: its SuperLink inside the server.
 
-This is the one module that uses names outside Flower's public interface; where the installed version does
-not have them, the error says which versions do. :class:`SuperLink` answers nodes in a thread, by Flower's own
-state and handlers, and publishes what nodes need and nothing else: starting runs, registering keys and
-everything that a server application may do cannot be reached from any port, as this process does them itself.
-:class:`FleetLink` is a node's connection: it fetches requests and returns replies, and never loads the code
-of an application.
+This module and ``flower_link.py``, a node's side, use names outside Flower's public interface; where the
+installed version does not have them, the error says which versions do. :class:`SuperLink` answers nodes in a
+thread, by Flower's own state and handlers, and publishes what nodes need and nothing else: starting runs,
+registering keys and everything that a server application may do cannot be reached from any port, as this
+process does them itself.
 """
 
 from __future__ import annotations
@@ -18,22 +17,28 @@ import json
 import logging
 import os
 import socket
-import ssl
 import sys
 import threading
 import time
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sartor.errors import SartorError, SettingError
 from sartor.files import locked
 from sartor.remote.connections import Listener
-from sartor.remote.flower_content import TYPE, VERSIONS, from_content, to_content  # turns telemetry off first
+from sartor.remote.flower_content import (  # turns telemetry off first
+    REASON,
+    TYPE,
+    VERSIONS,
+    from_content,
+    quiet,
+    to_content,
+    unfit,
+)
 from sartor.remote.keys import fingerprint
 from sartor.remote.limits import Limits
 from sartor.remote.messages import HEADER, Parts, readable
@@ -42,7 +47,6 @@ from sartor.remote.requests import Failed
 os.environ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
 
 try:
-    import httpx
     import uvicorn
     from flwr.app import Message, Metadata
     from flwr.app.message import make_message, remove_content_from_message
@@ -56,7 +60,6 @@ try:
         ErrorCode,
         Status,
     )
-    from flwr.common.serde import message_from_proto, message_to_proto
     from flwr.proto.fleet_pb2 import (
         ActivateNodeRequest,
         DeactivateNodeRequest,
@@ -65,14 +68,7 @@ try:
         RegisterNodeFleetRequest,
     )
     from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-    from flwr.proto.message_pb2 import (
-        ConfirmMessageReceivedRequest,
-        PullObjectRequest,
-        PullObjectResponse,
-        PushObjectRequest,
-        PushObjectResponse,
-    )
-    from flwr.proto.node_pb2 import Node as FleetNode
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PushObjectRequest
     from flwr.server.superlink.linkstate import LinkStateFactory
     from flwr.supercore.constant import (
         FLEET_HTTP_PUBLIC_KEY_HEADER,
@@ -90,36 +86,18 @@ try:
         iterate_object_tree,
         no_object_id_recompute,
     )
-    from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-        make_pull_object_fn_protobuf,
-        make_push_object_fn_protobuf,
-    )
-    from flwr.supercore.inflatable.inflatable_utils import (
-        inflate_object_from_contents,
-        pull_objects,
-        push_objects,
-    )
-    from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
-    from flwr.supercore.interceptors.http.utils import add_headers
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
     from flwr.supercore.object_store import NoObjectInStoreError, ObjectStoreFactory
-    from flwr.supercore.primitives.asymmetric import (
-        bytes_to_public_key,
-        public_key_to_bytes,
-        sign_message,
-        verify_signature,
-    )
+    from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
     from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
     from flwr.superlink.federation import NoOpFederationManager
     from flwr.superlink.servicer.fleet import fleet_handlers
-    from flwr.supernode.fleet_http_client import FleetHttpClient
     from starlette.concurrency import run_in_threadpool
 except ImportError as error:
-    raise SartorError(
-        f"real federations need Flower, {VERSIONS}: {error}; install it with `pip install 'sartor[flower]'`"
-    ) from error
+    raise unfit(error) from error
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +105,6 @@ LARGEST_PIECE = 16 << 20
 """Bytes of one HTTP request that brings a piece of a reply; Flower cuts tensors into pieces of 5 MB."""
 LARGEST_REQUEST = 1 << 20
 """Bytes of any other HTTP request."""
-HEARTBEAT = 15.0
-"""Seconds; a node from which nothing was heard for twice as long is gone."""
 SPARE = 1 << 16
 """Bytes that a reply may have besides its tensors."""
 SPARE_PIECES = 64
@@ -154,20 +130,8 @@ STIRRING = frozenset(
     f"/v1/fleet/{call}" for call in ("activate-node", "deactivate-node", "push-messages", "push-object")
 )
 """What the server waits for."""
-REFUSED = (401, 403, 404, 412, 413)
-"""Answers of a server that knows what is asked of it and does not do it."""
-REASON = "sartor-refused"
-"""The header of an answer that will be the same however often it is asked for."""
 BUSY = 429
 """The answer to a node that asks for too much at once."""
-APART = 30.0
-"""Seconds by which the clocks of a node and the server may differ without being said to."""
-NOTICED = 3.0
-"""Seconds by which they must differ to be what a server refuses a signature for."""
-MOST_APART = 3600.0
-"""Seconds by which they may differ."""
-RENEWED = 2.0
-"""Seconds after which a node signs the time anew; a signature says nothing else, and is good for minutes."""
 UNANNOUNCED = 0.5
 """Seconds between two looks for a reply that its node has not announced to this process."""
 FAULTS = {
@@ -178,9 +142,6 @@ FAULTS = {
 """What Flower says of replies that there are none of: their nodes have left, or their time is over."""
 MOST_CAUGHT = 100
 """So many refusals are remembered until somebody asks for them."""
-
-
-# The server's side -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -230,7 +191,7 @@ class SuperLink:
         database: Path | None = None,
         anew: bool = True,
     ) -> None:
-        _quiet()
+        quiet()
         self.lasting = database is not None
         self._lock = None if database is None else _locked(database)
         self._keys = None if keys is None else frozenset(keys)
@@ -873,285 +834,3 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise SartorError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return bound
-
-
-# A node's side ---------------------------------------------------------------------------------------------
-
-
-class Lost(Exception):
-    """The server cannot be reached, or does not know this node any more."""
-
-
-class Refused(SartorError):
-    """The server does not let this node in, and will not."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a node has fetched."""
-
-    message: Any
-    parts: Parts
-
-
-class _Signature:
-    """Signs a node's requests with the time, by the server's clock.
-
-    Servers take signatures of the last minutes; whose clock differs is told the time by any answer.
-    """
-
-    def __init__(self, key: EllipticCurvePrivateKey) -> None:
-        self._key, self._public = key, b64encode(public_key_to_bytes(key.public_key())).decode()
-        self._headers: dict[str, str] = {}
-        self._signed = 0.0
-        """The time that the headers say, which is signed."""
-        self.ahead = self._found = 0.0
-        """Seconds by which the server's clock is ahead of this machine's; 0 where they hardly differ."""
-
-    def now(self) -> float:
-        """The server's time."""
-        return time.time() + self.ahead
-
-    def intercept(self, context: Any, proceed: Callable[[Any], httpx.Response]) -> httpx.Response:
-        """Sign a request, and compare the clocks when it is answered."""
-        now = self.now()
-        if abs(now - self._signed) > RENEWED:
-            stamp = datetime.datetime.fromtimestamp(now, datetime.UTC).isoformat()
-            self._headers = {
-                FLEET_HTTP_PUBLIC_KEY_HEADER: self._public,
-                TIMESTAMP_HEADER: stamp,
-                FLEET_HTTP_SIGNATURE_HEADER: b64encode(sign_message(self._key, stamp.encode())).decode(),
-            }
-            self._signed = now
-        add_headers(context.request, self._headers)
-        sent = time.time()
-        response = proceed(context)
-        self._compare(response.headers.get("date", ""), sent)
-        return response
-
-    def adopt(self, least: float = NOTICED) -> bool:
-        """Go by the clock of the server, as far as its last answer told; whether that is another time."""
-        differs = abs(self._found - self.ahead) > least
-        self.ahead = self._found if differs else self.ahead
-        return differs
-
-    def _compare(self, told: str, sent: float) -> None:
-        """A date is of whole seconds, and of some moment between question and answer."""
-        try:
-            date = parsedate_to_datetime(told).timestamp()
-        except (ValueError, TypeError, OverflowError):
-            return
-        earliest, latest = date - time.time(), date + 1 - sent
-        self._found = 0.0 if earliest <= 0 <= latest else (earliest + latest) / 2
-        self.adopt(APART)
-
-
-class FleetLink:
-    """A node's connection to the server. ``known`` is the number that the server gave it last time."""
-
-    def __init__(
-        self,
-        address: str,
-        key: EllipticCurvePrivateKey,
-        *,
-        certificates: Path | None = None,
-        insecure: bool = False,
-        known: int = 0,
-    ) -> None:
-        _quiet()
-        self._address, self._key, self.known = address, public_key_to_bytes(key.public_key()), known
-        self._signature = _Signature(key)
-        try:
-            self._client = FleetHttpClient.from_server_address(
-                address,
-                insecure,
-                None if certificates is None else str(certificates),
-                interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperNode"), self._signature],
-            )
-        except (OSError, ssl.SSLError) as error:
-            raise SartorError(f"{certificates}: no certificate to check the server by: {error}") from None
-        self._node: Any = None
-        self._outgoing: Any = None
-        """A reply that has not reached the server yet."""
-        self._fetching = False
-        """Whether the server may have handed out a request that has not arrived here."""
-        self._closing = threading.Event()
-        self._lost = threading.Event()
-        self._pulse: threading.Thread | None = None
-
-    @property
-    def ahead(self) -> float:
-        """Seconds by which the server's clock is ahead of this machine's; 0 where they hardly differ."""
-        return self._signature.ahead
-
-    def connect(self) -> bool:
-        """Join, or join again; whether the server may believe that this node has been away.
-
-        It is to believe that where something that it sent is lost, as it sends it again then.
-        """
-        if self._node is not None and not self._fetching and self._heard():
-            self._lost.clear()
-            return False
-        self._call(self._client.RegisterNode, RegisterNodeFleetRequest(public_key=self._key), REFUSED)
-        activate = ActivateNodeRequest(public_key=self._key, heartbeat_interval=HEARTBEAT)
-        response = self._call(self._client.ActivateNode, activate, REFUSED)
-        if response is None and self.known:
-            # The server believes that this node, which was started anew, is still at work: it is told that
-            # it is not, and notices by this that what it asked last is lost.
-            self._call(
-                self._client.DeactivateNode,
-                DeactivateNodeRequest(node_id=self.known),
-                REFUSED,
-            )
-            time.sleep(0.5)
-            response = self._call(self._client.ActivateNode, activate, REFUSED)
-        if response is None:
-            raise Lost("the server does not let this node in yet; it believes it to be at work elsewhere")
-        self._node, self.known = FleetNode(node_id=response.node_id), int(response.node_id)
-        self._outgoing, self._fetching = None, False
-        self._lost.clear()
-        if self._pulse is None:
-            self._pulse = threading.Thread(target=self._beat, daemon=True)
-            self._pulse.start()
-        return True
-
-    def receive(self) -> Request | None:
-        """The next request, None where there is none."""
-        if self._lost.is_set():
-            raise Lost("the server does not know this node any more")
-        if self._outgoing is not None:
-            self._push()
-        self._fetching = True
-        response = self._call(self._client.PullMessages, PullMessagesRequest(node=self._node))
-        if not response.messages_list:
-            self._fetching = False
-            return None
-        message = message_from_proto(response.messages_list[0])
-        tree, run = response.message_object_trees[0], message.metadata.run_id
-        fetch = make_pull_object_fn_protobuf(
-            lambda request: self._call(self._client.PullObject, request, REFUSED) or PullObjectResponse(),
-            self._node,
-            run,
-        )
-        try:
-            contents = pull_objects(
-                [part.object_id for part in iterate_object_tree(tree)], fetch, max_time=60
-            )
-            inflated: Any = inflate_object_from_contents(tree.object_id, contents)
-            parts = from_content(inflated.content)
-        except Lost:
-            raise
-        except Exception as error:
-            log.warning("a request could not be read: %s", error)
-            self._fetching = False
-            return None
-        self._fetching = False
-        confirm = ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=tree.object_id)
-        with contextlib.suppress(Lost):  # the reply will notice
-            self._call(self._client.ConfirmMessageReceived, confirm, REFUSED)
-        inflated.metadata.__dict__["_message_id"] = message.metadata.message_id
-        return Request(inflated, parts)
-
-    def reply(self, request: Request, parts: Parts) -> None:
-        """Return the reply to a request; where the server cannot be reached, once it can be again."""
-        asked, now = request.message.metadata, self._signature.now()
-        metadata = Metadata(
-            run_id=asked.run_id,
-            message_id="",
-            src_node_id=asked.dst_node_id,
-            dst_node_id=asked.src_node_id,
-            reply_to_message_id=asked.message_id,
-            group_id=asked.group_id,
-            created_at=now,
-            ttl=asked.created_at + asked.ttl - now,
-            message_type=asked.message_type,
-        )
-        self._outgoing = make_message(metadata, to_content(parts))
-        with no_object_id_recompute():
-            self._outgoing.metadata.__dict__["_message_id"] = self._outgoing.object_id
-        self._push()
-
-    def _push(self) -> None:
-        reply = self._outgoing
-        with no_object_id_recompute():
-            tree, pieces = get_object_tree(reply), get_all_nested_objects(reply)
-            response = self._call(
-                self._client.PushMessages,
-                PushMessagesRequest(
-                    node=self._node,
-                    messages_list=[message_to_proto(remove_content_from_message(reply))],
-                    message_object_trees=[tree],
-                ),
-                REFUSED,
-            )
-            if response is None:
-                self._outgoing = None
-                return  # the server does not wait for it any more
-            put = make_push_object_fn_protobuf(
-                lambda request: self._call(self._client.PushObject, request, REFUSED) or PushObjectResponse(),
-                self._node,
-                reply.metadata.run_id,
-                response.session_id,
-            )
-            try:
-                push_objects(pieces, put, object_ids_to_push=set(response.objects_to_push))
-            except Lost:
-                raise
-            except Exception as error:
-                log.warning("a reply could not be returned: %s", error)
-        self._outgoing = None
-
-    def close(self) -> None:
-        """Leave."""
-        self._closing.set()
-        if self._node is not None:
-            with contextlib.suppress(Lost, Refused):
-                self._call(self._client.DeactivateNode, DeactivateNodeRequest(node_id=self.known), REFUSED)
-        self._client.close()
-
-    def _beat(self) -> None:
-        while not self._closing.wait(HEARTBEAT / 3):
-            try:
-                if not self._heard():
-                    self._lost.set()
-            except (Lost, Refused):
-                pass  # it is tried again, and requests notice too
-
-    def _heard(self) -> bool:
-        """Whether the server knows that this node is there."""
-        request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=HEARTBEAT)
-        response = self._call(self._client.SendNodeHeartbeat, request, REFUSED)
-        return response is not None and bool(response.success)
-
-    def _call(self, function: Callable[[Any], Any], request: Any, tolerated: Sequence[int] = ()) -> Any:
-        """A call of the server; None for an answer of these kinds."""
-        before = self.ahead
-        try:
-            return function(request)
-        except httpx.HTTPStatusError as error:
-            if REASON in error.response.headers:
-                told = "the server does not know this node's key, which must be among its --nodes"
-                raise Refused(f"{self._address}: {told}") from None
-            status = error.response.status_code
-            another_time = status == 401 and self._signature.adopt()
-            if abs(self.ahead) > MOST_APART:
-                told = f"{clocks_apart(self.ahead)}, which is too much; set it"
-                raise Refused(f"{self._address}: {told}") from None
-            if another_time or (status == 401 and self.ahead != before):
-                return self._call(function, request, tolerated)  # by the server's clock
-            if status in tolerated:
-                return None
-            raise Lost(f"the server answers {status} {readable(error.response.text, 200)}") from None
-        except (httpx.HTTPError, OSError, RuntimeError) as error:
-            raise Lost(str(error) or type(error).__name__) from None
-
-
-def clocks_apart(ahead: float) -> str:
-    """How the clock of this machine differs from a server's that is ahead of it by these seconds."""
-    return f"this machine's clock is {abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'} the server's"
-
-
-def _quiet() -> None:
-    """Flower's own lines are for its developers; what matters is told by this package."""
-    for name in ("flwr", "uvicorn", "uvicorn.error", "httpx", "httpcore", "alembic"):
-        logging.getLogger(name).setLevel(logging.CRITICAL if name == "flwr" else logging.ERROR)

@@ -5,6 +5,7 @@ Nothing is sent to anybody else: telemetry and the search for updates are off.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -16,18 +17,26 @@ os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 
 VERSIONS = "flwr>=1.41,<1.43"
 
+
+def unfit(error: ImportError) -> SartorError:
+    """What is said where Flower is not there, or has other names than those of these versions."""
+    return SartorError(
+        f"real federations need Flower, {VERSIONS}: {error}; install it with `pip install 'sartor[flower]'`"
+    )
+
+
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 except ImportError as error:
-    raise SartorError(
-        f"real federations need Flower, {VERSIONS}: {error}; install it with `pip install 'sartor[flower]'`"
-    ) from error
+    raise unfit(error) from error
 
 TYPE = "query.call"
 RECORD = "sartor"
 TENSORS = f"{RECORD}.tensors"
 SMALL = 1 << 14
 """Bytes of a part that is not worth a call of its own."""
+REASON = "sartor-refused"
+"""The header of an answer that will be the same however often it is asked for."""
 
 
 def to_content(parts: Parts) -> RecordDict:
@@ -67,3 +76,9 @@ def message_to(node: int, parts: Parts, lifetime: float) -> Message:
 def reply_to(message: Message, parts: Parts) -> Message:
     """The reply to a request."""
     return Message(to_content(parts), reply_to=message)
+
+
+def quiet() -> None:
+    """Flower's own lines are for its developers; what matters is told by this package."""
+    for name in ("flwr", "uvicorn", "uvicorn.error", "httpx", "httpcore", "alembic"):
+        logging.getLogger(name).setLevel(logging.CRITICAL if name == "flwr" else logging.ERROR)

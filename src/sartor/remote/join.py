@@ -161,7 +161,7 @@ def _take_part(
     show: Callable[[str], None],
 ) -> None:
     """Answer a server until its run ends."""
-    from sartor.remote.flower import FleetLink, Lost, clocks_apart
+    from sartor.remote.flower_link import FleetLink, Lost, clocks_apart
 
     own = read_key(key) if key is not None else own_key(state / "key.pem")
     known = state / "known.json"
