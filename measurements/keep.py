@@ -300,7 +300,8 @@ def measured(made: dict[str, Any], results: Results, day: str, device: str = "cp
                 row = tables[key].setdefault(label, [float("nan")] * len(columns))
                 row[columns.index(column)] = round(value, digits)
     seeds = seeds_text({key: cell.seeds for key, cell in numbers.items()})
-    words = ["sartor reproduce", made["name"], "--scale", made["scale"]]
+    words = ["sartor reproduce", made["name"]]
+    words += [] if made["scale"] == "small" else ["--scale", made["scale"]]
     words += [] if device == "cpu" else ["--device", device]
     words += ["--seeds", str(len(seeds.partition(";")[0].split(", ")))]
     about = {
